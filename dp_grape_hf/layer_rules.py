@@ -1,0 +1,236 @@
+"""What the per-sample gradient of each layer type is, as factors.
+
+A rule knows the layer's mathematics and nothing of projection, clipping or noise. It says what must
+survive the forward pass (``save``) and how the gradients of the layer's parameters follow from that
+and the gradient of the output (``gradients``). A rule is used for one call of one layer, whose input
+and output carry the B samples in the leading dimension, possibly flattened with positions.
+
+To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that owns
+trainable parameters gets the generic functorch rule of ``per_sample``.
+
+Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.representations import Dense, Factored, Single, SparseRows
+
+MATRIX_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
+
+
+class LayerRule:
+    """How one layer type's parameters get their per-sample gradients."""
+
+    saves_columns: ClassVar[bool] = False
+    """Whether ``save`` returns the columns of the weight's ``Factored`` gradient. Then columns that
+    are about to be projected are projected at once, and only (B, T, r) survives the forward pass."""
+
+    def applies(self, layer: nn.Module) -> bool:
+        """Returns whether the rule is exact for this layer, as configured."""
+        return True
+
+    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+        """Returns the one tensor that must survive the forward pass."""
+        return layer_input
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the gradient of each parameter, under the name it has in the layer."""
+        raise NotImplementedError
+
+
+RULES: dict[type[nn.Module], LayerRule] = {}
+
+
+def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
+    """Registers a rule for layer types (exact types: a subclass may compute something else)."""
+
+    def register(rule: type[LayerRule]) -> type[LayerRule]:
+        for layer_type in types:
+            if layer_type in RULES:
+                raise ValueError(f"{layer_type.__name__} has a rule already")
+            RULES[layer_type] = rule()
+        return rule
+
+    return register
+
+
+def rule_for(layer: nn.Module) -> LayerRule | None:
+    """Returns the closed-form rule of a layer, or None where only the generic rule is exact.
+
+    Raises:
+        UnsupportedModelError: if the layer type couples the samples of a batch.
+    """
+    refuse_coupling(layer)
+    rule = RULES.get(type(layer))
+    if rule is None and type(layer).forward is nn.Linear.forward:
+        rule = RULES[nn.Linear]
+    if rule is None and isinstance(layer, nn.Embedding):
+        rule = RULES[nn.Embedding]  # applied where the subclass calls functional.embedding
+    if rule is None and type(layer).__name__.endswith("RMSNorm"):
+        rule = RULES[nn.RMSNorm]
+    return rule if rule is not None and rule.applies(layer) else None
+
+
+def refuse_coupling(layer: nn.Module) -> None:
+    """Refuses a layer in which one sample's output depends on another sample."""
+    name = type(layer).__name__
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        raise UnsupportedModelError(
+            f"{name} mixes samples through batch statistics, so a per-sample gradient does not "
+            "exist. Replace it with GroupNorm or LayerNorm."
+        )
+    if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
+        raise UnsupportedModelError(
+            f"{name} with {layer.max_norm=} and {layer.scale_grad_by_freq=} changes its weight or "
+            "its gradient with the contents of the whole batch. Set max_norm=None and "
+            "scale_grad_by_freq=False."
+        )
+
+
+def _positions(tensor: Tensor, batch_size: int) -> Tensor:
+    """Returns (B, ..., n) or (B * T, n) as (B, T, n)."""
+    return tensor.reshape(batch_size, -1, tensor.shape[-1])
+
+
+@layer_rule(nn.Linear)
+class LinearRule(LayerRule):
+    """``y = x W^T + b``: rows are the output's gradient, columns the input."""
+
+    saves_columns = True
+
+    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+        """Returns the input, (B, T, n)."""
+        return _positions(layer_input, batch_size)
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the factors of the weight's gradient and the bias's gradient."""
+        rows = _positions(grad_output, batch_size)  # (B, T, m)
+        return {"weight": Factored(rows, saved), "bias": Dense(rows.sum(1, dtype=torch.float32))}
+
+
+@layer_rule(Conv1D)
+class Conv1DRule(LayerRule):
+    """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped.
+
+    The columns of its gradient are the output's gradient, so nothing can be projected early.
+    """
+
+    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+        """Returns the input, (B, T, m)."""
+        return _positions(layer_input, batch_size)
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the factors of the weight's gradient and the bias's gradient."""
+        cols = _positions(grad_output, batch_size)  # (B, T, n)
+        return {"weight": Factored(saved, cols), "bias": Dense(cols.sum(1, dtype=torch.float32))}
+
+
+@layer_rule(nn.Embedding)
+class EmbeddingRule(LayerRule):
+    """A table look-up: only the rows that were looked up have a gradient."""
+
+    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+        """Returns the indices, (B, T)."""
+        return layer_input.reshape(batch_size, -1)
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the rows of the table's gradient; the padding row has none, as in autograd."""
+        values = _positions(grad_output, batch_size)  # (B, T, n)
+        if layer.padding_idx is not None:
+            values = values.masked_fill((saved == layer.padding_idx)[:, :, None], 0)
+        return {"weight": SparseRows(saved, values, layer.num_embeddings)}
+
+
+@layer_rule(nn.LayerNorm)
+class LayerNormRule(LayerRule):
+    """``y = normalised(x) * w + b``; the normalised input is recomputed, so only x is kept."""
+
+    def normalised(self, layer: nn.Module, layer_input: Tensor) -> Tensor:
+        """Returns the factor of w, of the input's shape, float32."""
+        return functional.layer_norm(layer_input.float(), layer.normalized_shape, eps=layer.eps)
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns elementwise products, summed over positions."""
+        shape = (batch_size, -1, *layer.weight.shape)
+        grad = grad_output.float().reshape(shape)
+        factor = self.normalised(layer, saved).reshape(shape)
+        return {"weight": Dense((grad * factor).sum(1)), "bias": Dense(grad.sum(1))}
+
+
+@layer_rule(nn.RMSNorm)
+class RMSNormRule(LayerNormRule):
+    """``y = x / rms(x) * w``, or ``* (1 + w)``, over the last dimension.
+
+    Transformers defines one such class per model family. A class is taken for one by its name and
+    then proved to be one: on random input it must equal the formula, else the generic rule is used.
+    """
+
+    def applies(self, layer: nn.Module) -> bool:
+        """Returns whether the layer computes the formula, by evaluating both."""
+        parameters = dict(layer.named_parameters(recurse=False))
+        if set(parameters) != {"weight"} or layer.weight.dim() != 1:
+            return False
+        if "variance_epsilon" not in vars(layer) and "eps" not in vars(layer):
+            return False
+        probe = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
+        probe = probe.reshape(2, -1).to(layer.weight.dtype)
+        with torch.no_grad():
+            try:
+                output = layer(probe)
+            except TypeError:  # it needs more than the input, a gate for example
+                return False
+            factor, weight = self.normalised(layer, probe), layer.weight.float()
+        tolerance = {"rtol": 2 * torch.finfo(probe.dtype).eps ** 0.75, "atol": 1e-6}
+        return isinstance(output, Tensor) and any(
+            torch.allclose(output.float(), factor * scale, **tolerance)
+            for scale in (weight, 1 + weight)
+        )
+
+    def normalised(self, layer: nn.Module, layer_input: Tensor) -> Tensor:
+        """Returns ``x / rms(x)``, of the input's shape, float32."""
+        eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
+        if eps is None:  # torch's RMSNorm: the machine epsilon of the input
+            eps = torch.finfo(layer_input.dtype).eps
+        x = layer_input.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@layer_rule(nn.Conv2d)
+class Conv2dRule(LayerRule):
+    """A convolution is a linear layer over patches: T output places, n = in * kh * kw."""
+
+    def applies(self, layer: nn.Module) -> bool:
+        """Returns whether the patches are those of ``unfold``: one group, zero padding."""
+        return layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
+
+    def gradients(
+        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the factors of the weight's gradient, taken as m x n, and the bias's gradient."""
+        padding = 0 if layer.padding == "valid" else layer.padding
+        patches = functional.unfold(
+            saved, layer.kernel_size, layer.dilation, padding, layer.stride
+        )  # (b, n, places)
+        cols = patches.transpose(1, 2).reshape(batch_size, -1, patches.shape[1])
+        rows = grad_output.flatten(2).transpose(1, 2)  # (b, places, m)
+        rows = rows.reshape(batch_size, -1, rows.shape[-1])
+        return {"weight": Factored(rows, cols), "bias": Dense(rows.sum(1, dtype=torch.float32))}

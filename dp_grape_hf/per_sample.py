@@ -1,0 +1,129 @@
+"""Losses and (projected) per-sample gradients of one physical batch: what an engine is.
+
+An engine gives each trainable weight per-sample coordinates at zero, ``W_i = W + lift(Z_i)``, and
+returns ``d loss_i / d Z_i``, where ``lift`` is the identity for an unprojected parameter. There are
+two, in ``layerwise`` (the default) and in ``functorch`` (slow and independent: the cross-check).
+
+An engine's output is sensitive. Nothing here clips or adds noise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.layer_rules import refuse_coupling
+from dp_grape_hf.losses import LossFunction, checked, loss_for
+from dp_grape_hf.projection import Projector
+from dp_grape_hf.representations import PerSampleGradient
+
+Inputs = Mapping[str, Any]
+Gradients = dict[str, PerSampleGradient]
+
+
+class PerSampleEngine(ABC):
+    """Computes per-sample gradients of one model.
+
+    Args:
+        model: the model; parameters with ``requires_grad`` are the trainable ones.
+        loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
+
+    Raises:
+        UnsupportedModelError: if a layer couples the samples, or the head's loss is not known.
+        PrivacyError: if nothing is trainable.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None = None) -> None:
+        self.model = model
+        self.loss = loss_for(model) if loss is None else loss
+        self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.trainable:
+            raise PrivacyError("The model has no parameter with requires_grad=True to train.")
+        for path, module in model.named_modules():
+            try:
+                refuse_coupling(module)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
+
+    @abstractmethod
+    def __call__(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) and per-sample gradients by parameter name (sensitive).
+
+        Args:
+            inputs: the model's keyword arguments; every tensor has the B samples in dimension 0.
+            projectors: parameter name -> projector, for the projected parameters.
+        """
+
+    def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
+        """Runs the model without labels, so that it computes no batch-wide loss of its own."""
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+        return checked(self.loss(model(**inputs), labels), batch_size)
+
+    def coordinate_shape(self, name: str, projectors: Mapping[str, Projector]) -> tuple[int, ...]:
+        """Returns the shape of one sample's gradient of a parameter."""
+        shape = self.trainable[name].shape
+        return projectors[name].coordinate_shape(shape) if name in projectors else tuple(shape)
+
+
+ENGINES: dict[str, type[PerSampleEngine]] = {}
+
+
+def engine(name: str) -> Callable[[type[PerSampleEngine]], type[PerSampleEngine]]:
+    """Registers an engine under the name that arguments and ledger use."""
+
+    def register(cls: type[PerSampleEngine]) -> type[PerSampleEngine]:
+        ENGINES[name] = cls
+        return cls
+
+    return register
+
+
+def make_engine(name: str, model: nn.Module, loss: LossFunction | None = None) -> PerSampleEngine:
+    """Returns the engine of that name for a model.
+
+    Raises:
+        PrivacyError: if there is no such engine.
+    """
+    if name not in ENGINES:
+        raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
+    return ENGINES[name](model, loss)
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    projections: Mapping[str, Projector] | None = None,
+    engine: str = "layerwise",
+    loss: LossFunction | None = None,
+) -> tuple[Tensor, Gradients]:
+    """Returns per-sample losses (B,) and per-sample gradients by parameter name.
+
+    Args:
+        model: any model with a supported head, or any module with ``loss`` given.
+        inputs: keyword arguments of the model, ``labels`` included; batch in dimension 0.
+        projections: parameter name -> ``Projector``; parameters not named are not projected.
+        engine: ``layerwise`` or ``functorch``.
+        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+
+    Raises:
+        UnsupportedModelError: if a gradient cannot be computed exactly; the message names the module.
+    """
+    return make_engine(engine, model, loss)(inputs, projections or {})
+
+
+def batch_size_of(inputs: Inputs) -> int:
+    """Returns B, and refuses inputs whose tensors disagree about it."""
+    sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
+    if len(set(sizes.values())) != 1:
+        raise PrivacyError(
+            f"All tensors of a batch must have the samples in dimension 0; got leading sizes {sizes}."
+        )
+    return next(iter(sizes.values()))

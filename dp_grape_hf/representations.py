@@ -1,0 +1,197 @@
+"""Three exact forms of a per-sample gradient, and the two operations that clipping needs.
+
+Clipping asks of a gradient only its squared norm per sample and a weighted sum over samples, so a
+gradient need not be stored as one dense tensor per sample:
+
+* ``Dense``: the gradient itself. Small or projected parameters.
+* ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al. 2021;
+  book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
+* ``SparseRows``: a table in which only the rows that sample b looked up are not zero. Embeddings.
+
+A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as gradient;
+``GradientSum`` holds that sum and counts the cross terms in the norm.
+
+Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a matrix.
+All results are float32, whatever the dtype of the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One gradient tensor per sample."""
+
+    values: Tensor  # (B, *shape)
+
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,)."""
+        flat = self.values.float().flatten(1)
+        return torch.linalg.vector_norm(flat, dim=1).square()
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Returns ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
+        flat = self.values.float().flatten(1)
+        return (factors @ flat).view(self.values.shape[1:])
+
+    def select(self, samples: Tensor) -> Dense:
+        """Returns the gradients of the given samples only."""
+        return Dense(self.values[samples])
+
+
+@dataclass(frozen=True)
+class Factored:
+    """The gradient of sample b is ``rows[b].T @ cols[b]``; it is not materialised."""
+
+    rows: Tensor  # (B, T, m)
+    cols: Tensor  # (B, T, n)
+
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,), from two T x T Gram matrices per sample."""
+        return inner(self, self).clamp(min=0)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Returns ``sum_b factors[b] * rows[b].T @ cols[b]``, (m, n), in one matrix product."""
+        rows = self.rows.float() * factors[:, None, None]
+        return rows.flatten(0, 1).T @ self.cols.float().flatten(0, 1)
+
+    def select(self, samples: Tensor) -> Factored:
+        """Returns the gradients of the given samples only."""
+        return Factored(self.rows[samples], self.cols[samples])
+
+    def dense(self) -> Dense:
+        """Materialises the gradients, (B, m, n)."""
+        return Dense(torch.bmm(self.rows.transpose(1, 2), self.cols.to(self.rows.dtype)))
+
+    def cheapest(self) -> Dense | Factored:
+        """Returns the form that needs less memory and work for the norm and the sum."""
+        positions, m, n = self.rows.shape[1], self.rows.shape[2], self.cols.shape[2]
+        fewer_numbers = positions * (m + n) < m * n
+        cheaper_norm = positions * (m + n) < 2 * m * n  # T^2 (m + n) against T m n + m n
+        return self if fewer_numbers and cheaper_norm else self.dense()
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The gradient of sample b adds ``values[b, t]`` to row ``indices[b, t]`` of an m x n zero table."""
+
+    indices: Tensor  # (B, T), integer
+    values: Tensor  # (B, T, n)
+    num_rows: int  # m
+
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,); positions with the same index add up first."""
+        return inner(self, self).clamp(min=0)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Returns ``sum_b factors[b] * gradient_b``, (m, n)."""
+        values = self.values.float() * factors[:, None, None]
+        total = values.new_zeros(self.num_rows, values.shape[-1])
+        return total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
+
+    def select(self, samples: Tensor) -> SparseRows:
+        """Returns the gradients of the given samples only."""
+        return SparseRows(self.indices[samples], self.values[samples], self.num_rows)
+
+
+Single = Dense | Factored | SparseRows
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """The sum of gradients of different forms that share one weight."""
+
+    parts: tuple[Single, ...]
+
+    def squared_norm(self) -> Tensor:
+        """Returns the squared norms of the sum, (B,): the parts' own norms and all cross terms."""
+        total = reduce(torch.add, (part.squared_norm() for part in self.parts))
+        for i, left in enumerate(self.parts):
+            for right in self.parts[i + 1 :]:
+                total = total + 2 * inner(left, right)
+        return total.clamp(min=0)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Returns ``sum_b factors[b] * gradient_b``, of the weight's shape."""
+        return reduce(torch.add, (part.weighted_sum(factors) for part in self.parts))
+
+    def select(self, samples: Tensor) -> GradientSum:
+        """Returns the gradients of the given samples only."""
+        return GradientSum(tuple(part.select(samples) for part in self.parts))
+
+
+PerSampleGradient = Single | GradientSum
+
+
+def add(uses: Sequence[Single]) -> PerSampleGradient:
+    """Returns the gradient of a weight from the gradients of its uses.
+
+    Uses of one form merge into one representation of that form (positions are concatenated, dense
+    values are added); different forms stay side by side in a ``GradientSum``.
+    """
+    merged: list[Single] = []
+    dense = [use.values for use in uses if isinstance(use, Dense)]
+    factored = [use for use in uses if isinstance(use, Factored)]
+    sparse = [use for use in uses if isinstance(use, SparseRows)]
+    if dense:
+        merged.append(Dense(reduce(torch.add, dense)))
+    if factored:
+        rows, cols = (torch.cat(f, 1) for f in zip(*((u.rows, u.cols) for u in factored), strict=True))
+        merged.append(Factored(rows, cols) if len(factored) > 1 else factored[0])
+    if sparse:
+        indices, values = (
+            torch.cat(f, 1) for f in zip(*((u.indices, u.values) for u in sparse), strict=True)
+        )
+        merged.append(
+            SparseRows(indices, values, sparse[0].num_rows) if len(sparse) > 1 else sparse[0]
+        )
+    return merged[0] if len(merged) == 1 else GradientSum(tuple(merged))
+
+
+def inner(left: Single, right: Single) -> Tensor:
+    """Returns the Frobenius inner product per sample, (B,), without materialising a factored form."""
+    order = {Dense: 0, Factored: 1, SparseRows: 2}
+    if order[type(left)] > order[type(right)]:
+        left, right = right, left
+    match left, right:
+        case Dense(), Dense():
+            return (left.values.float().flatten(1) * right.values.float().flatten(1)).sum(1)
+        case Dense(), Factored():
+            m, n = right.rows.shape[-1], right.cols.shape[-1]
+            gradient = left.values.float().reshape(-1, m, n)
+            images = torch.bmm(right.rows.float(), gradient)  # (B, T, n)
+            return (images * right.cols.float()).sum((1, 2))
+        case Dense(), SparseRows():
+            looked_up = _take_rows(left.values.float(), right.indices)  # (B, T, n)
+            return (looked_up * right.values.float()).sum((1, 2))
+        case Factored(), Factored():
+            row_gram = torch.bmm(left.rows.float(), right.rows.float().transpose(1, 2))
+            col_gram = torch.bmm(left.cols.float(), right.cols.float().transpose(1, 2))
+            return (row_gram * col_gram).sum((1, 2))  # (B, T, T') each
+        case Factored(), SparseRows():
+            # rows of the sparse form are one-hot: their Gram matrix with ours is a look-up.
+            picked = left.rows.float().gather(2, _repeat(right.indices, left.rows.shape[1]))
+            col_gram = torch.bmm(left.cols.float(), right.values.float().transpose(1, 2))
+            return (picked * col_gram).sum((1, 2))  # (B, T, T') each
+        case SparseRows(), SparseRows():
+            same_row = left.indices[:, :, None] == right.indices[:, None, :]  # (B, T, T')
+            gram = torch.bmm(left.values.float(), right.values.float().transpose(1, 2))
+            return (gram * same_row).sum((1, 2))
+    raise AssertionError((type(left), type(right)))
+
+
+def _take_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Returns ``table[b, indices[b, t]]``, (B, T, n)."""
+    return table.gather(1, indices[:, :, None].expand(-1, -1, table.shape[-1]))
+
+
+def _repeat(indices: Tensor, positions: int) -> Tensor:
+    """Returns the indices (B, T') repeated for each of T positions, (B, T, T')."""
+    return indices[:, None, :].expand(-1, positions, -1)
