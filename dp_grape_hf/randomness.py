@@ -1,0 +1,167 @@
+"""The three random streams: a public one for projections, two secret ones for coins and noise.
+
+Whoever knows the noise can subtract it, and whoever knows the sampling coins voids the
+amplification by sampling. So the secret streams never start from a seed that a user, a
+checkpoint or a log could hold, and they refuse to be pickled.
+"""
+
+import hashlib
+import os
+import struct
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dp_grape_hf.errors import PrivacyError
+
+# ---- Public: projections ----
+
+
+def projection_seed_for(projection_seed: int, refresh: int, name: str, block: int = 0) -> int:
+    """Returns the 63-bit seed of one block of rows of one projection.
+
+    The seed is a hash of all four arguments, so it depends on neither the device, the process
+    nor the order in which layers are visited, and any rank can draw any block.
+
+    Args:
+        projection_seed: The run's public seed, as the ledger records it.
+        refresh: How often this projection was redrawn before; 0 for the first draw.
+        name: Full name of the parameter that is projected.
+        block: Index of the block of rows.
+
+    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 0, "layer.weight")
+    True
+    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 1, "layer.weight")
+    False
+    """
+    # The name comes last: it is the only part that may contain the separator.
+    key = f"{projection_seed:d}/{refresh:d}/{block:d}/{name}".encode()
+    digest = hashlib.blake2b(key, digest_size=8, person=b"projection").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def projection_generator(
+    projection_seed: int, refresh: int, name: str, block: int = 0
+) -> torch.Generator:
+    """Returns the public, reproducible generator of one block of one projection, on the CPU.
+
+    It is always a CPU generator, so that the projection is the same whatever device trains.
+    PyTorch keeps the low 32 bits of the seed; two blocks that share them share their rows,
+    which harms neither privacy (projections are public) nor the expectation of any of them.
+    """
+    seed = projection_seed_for(projection_seed, refresh, name, block)
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- Secret: sampling coins and noise ----
+
+
+class SecretGenerator(torch.Generator):
+    """A generator whose state must stay in this process; pickling or copying it is refused.
+
+    Guarantee:
+        ``pickle``, ``torch.save`` and ``copy.deepcopy`` of it, or of anything that holds it,
+        raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed. ``get_state`` still
+        works: nothing but the exchange between ranks may call it.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses to be serialised."""
+        raise PrivacyError(
+            "a SecretGenerator cannot be pickled or copied: whoever holds its state can subtract "
+            "the noise or replay the sampling. Leave it out of what you save, and create a new "
+            "one after loading."
+        )
+
+
+def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
+    """Returns a generator filled with fresh entropy of the operating system.
+
+    Neither ``args.seed`` nor any global generator is read or changed.
+
+    Guarantee:
+        On the CPU all 19937 bits of the Mersenne Twister are fresh; seeding it would keep only
+        32 bits, which can be tried one by one. On any other device the 64-bit seed is fresh,
+        which is the whole key of CUDA's Philox. Both are statistical generators, not
+        cryptographic ones: the guarantee assumes that nobody inverts them from their output.
+    """
+    generator = SecretGenerator(device=device)
+    if generator.device.type == "cpu":
+        generator.set_state(_twister_state(generator, os.urandom(4 * _TWISTER_WORDS)))
+    else:
+        generator.manual_seed(int.from_bytes(os.urandom(8), "little"))
+    return generator
+
+
+def sampling_generator() -> SecretGenerator:
+    """Returns a fresh secret stream of sampling coins for a single process, on the CPU.
+
+    Guarantee:
+        That of ``secret_generator``. With several ranks use ``shared_sampling_generator``:
+        coins that differ between ranks are not one Poisson draw.
+    """
+    return secret_generator("cpu")
+
+
+def noise_generator(device: str | torch.device = "cpu") -> SecretGenerator:
+    """Returns a fresh secret stream of noise on ``device``.
+
+    Guarantee:
+        That of ``secret_generator``. It differs on every rank, so the noise of a release is
+        drawn on one rank only.
+    """
+    return secret_generator(device)
+
+
+def shared_sampling_generator(
+    process_group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
+) -> SecretGenerator:
+    """Returns a secret stream of sampling coins that is the same on every rank.
+
+    Rank 0 of the group draws the entropy and broadcasts the state; without an initialised
+    process group this is ``sampling_generator``. A collective call: every rank must make it.
+
+    Args:
+        process_group: The ranks that share the coins; all of them if ``None``.
+        device: Where the broadcast runs: the rank's own GPU for NCCL, the CPU for gloo. The
+            generator itself is on the CPU in every case.
+
+    Guarantee:
+        That of ``secret_generator``. The state crosses the network between ranks, unencrypted.
+    """
+    generator = sampling_generator()
+    if not (dist.is_available() and dist.is_initialized()):
+        return generator
+    source = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    message = generator.get_state().to(device)
+    dist.broadcast(message, src=source, group=process_group)
+    generator.set_state(message.cpu())
+    message.zero_()
+    return generator
+
+
+# ---- Layout of PyTorch's CPU generator state ----
+
+_TWISTER_WORDS = 624
+# In order: seed (8 bytes), numbers left before the next twist (4), seeded flag (4), position (8).
+_HEADER = struct.Struct("<QiiQ")
+_WORDS = struct.Struct(f"<{_TWISTER_WORDS}Q")  # 32 bits used of each
+_STATE_BYTES = 5056
+
+
+def _twister_state(generator: torch.Generator, entropy: bytes) -> torch.Tensor:
+    """Returns the state (5056 bytes) that holds ``entropy`` and twists before its first number."""
+    current = generator.get_state().numpy().tobytes()
+    _, left, seeded, position = _HEADER.unpack_from(current)
+    if len(current) != _STATE_BYTES or (left, seeded, position) != (1, 1, 0):
+        raise PrivacyError(
+            f"torch {torch.__version__} lays out the state of its CPU generator in an unknown way "
+            f"({len(current)=}, {left=}, {seeded=}, {position=}; expected {_STATE_BYTES}, 1, 1, "
+            "0), so it cannot be filled with entropy. Use a release of torch this package "
+            "supports."
+        )
+    words = struct.unpack(f"<{_TWISTER_WORDS}I", entropy)
+    # Zeros after the words: no normal number is left over from an earlier call.
+    state = (_HEADER.pack(0, 1, 1, 0) + _WORDS.pack(*words)).ljust(_STATE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,221 @@
+"""Poisson sampling: which examples a step uses, and how they are split to fit into memory.
+
+The logical batch is what the accountant knows: each example enters it by a coin of its own. The
+physical batch is what fits into memory and has no meaning for privacy. With
+
+    DataLoader(
+        EmptyDrawDataset(dataset),
+        batch_sampler=PoissonBatchSampler(...),
+        collate_fn=LogicalBatchCollator(collator, physical_batch_size),
+    )
+
+a data loader yields one ``LogicalBatch`` per step.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from dp_grape_hf.errors import PrivacyError
+
+_COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """Yields the indices of one Poisson draw per step, or this rank's share of them.
+
+    Args:
+        num_samples: Number of examples the data set holds.
+        sample_rate: q, the probability with which each example enters a draw, in (0, 1].
+        steps: Number of draws one pass yields.
+        generator: CPU generator of the coins. With several ranks its state must be the same on
+            all of them (``randomness.shared_sampling_generator``).
+        rank: Index of this process among those that share each draw.
+        world_size: Number of these processes.
+
+    Guarantee:
+        In every draw each example is included independently with probability q, exact to 2**-53,
+        and independently of all other draws. No example occurs twice in a draw. Draws are never
+        merged, dropped, truncated or padded: a draw may be empty, and so may be a rank's share
+        of it. The shares of the ranks are disjoint, their union is the draw, their sizes differ
+        by one at most, and every rank yields ``steps`` of them. Coins are never replayed: a
+        second pass goes on where the first stopped. A pass that is left early may have drawn
+        a few steps ahead (the workers of a data loader do); their coins are discarded unused.
+
+    Raises:
+        PrivacyError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        generator: torch.Generator,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Checks and keeps the arguments; no coin is tossed before the first draw."""
+        _require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
+        _require(
+            0.0 < sample_rate <= 1.0,
+            f"{sample_rate=} must lie in (0, 1]: it is the expected batch size divided by the "
+            "number of examples. Choose a smaller expected batch size.",
+        )
+        _require(steps >= 0, f"{steps=} must not be negative.")
+        _require(
+            0 <= rank < world_size,
+            f"{rank=} must lie in 0 ... {world_size=} - 1, or examples would be left out.",
+        )
+        _require(
+            generator.device.type == "cpu",
+            f"{generator.device=} must be the CPU, where every rank tosses the same coins.",
+        )
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = steps
+        self.generator = generator
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Number of draws in one pass."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields this rank's share of ``steps`` fresh draws, each in increasing order."""
+        for _ in range(self.steps):
+            yield self._draw()[self.rank :: self.world_size]
+
+    def _draw(self) -> list[int]:
+        included = []
+        for start in range(0, self.num_samples, _COINS_AT_ONCE):
+            size = min(_COINS_AT_ONCE, self.num_samples - start)
+            coins = torch.rand(size, dtype=torch.float64, generator=self.generator)
+            included.append((coins < self.sample_rate).nonzero().flatten() + start)
+        return torch.cat(included).tolist()
+
+
+def expected_steps_per_epoch(sample_rate: float) -> int:
+    """Returns the number of steps after which each example was drawn once in expectation.
+
+    This is 1 / q rounded up, so that an epoch never falls short; the rounding error of a q that
+    was computed as a quotient does not count as a step.
+
+    Raises:
+        PrivacyError: ``sample_rate`` is not in (0, 1].
+
+    >>> expected_steps_per_epoch(64 / 1000), expected_steps_per_epoch(1 / 49)
+    (16, 49)
+    """
+    _require(0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1].")
+    steps = 1.0 / sample_rate
+    nearest = round(steps)
+    return nearest if math.isclose(steps, nearest, rel_tol=1e-9) else math.ceil(steps)
+
+
+class LogicalBatch(list[Any]):
+    """One rank's share of one draw: a list of physical batches, each as the collator returned it.
+
+    An empty share is an empty list, hence false: ask ``is not None`` where that matters. The
+    type survives the workers and the memory pinning of a data loader.
+
+    Args:
+        batches: The physical batches.
+        sizes: Number of examples in each of them. Sensitive, as is their sum.
+    """
+
+    def __init__(self, batches: Iterable[Any], sizes: Sequence[int]) -> None:
+        """Pairs each physical batch with the number of examples in it."""
+        super().__init__(batches)
+        if len(self) != len(sizes):
+            raise ValueError(f"{len(self)} physical batches need as many sizes, got {sizes=}.")
+        self.sizes = tuple(sizes)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples in this share of the draw. Sensitive: never log or save it."""
+        return sum(self.sizes)
+
+    def pin_memory(self) -> "LogicalBatch":
+        """Returns a copy whose tensors lie in pinned memory; data loaders call this."""
+        return LogicalBatch([pin_memory(batch) for batch in self], self.sizes)
+
+
+class LogicalBatchCollator:
+    """Splits a share of a draw into physical batches and collates each of them.
+
+    Every example lands in exactly one physical batch. None of them is empty: an empty share
+    gives an empty ``LogicalBatch``, and the collator is not called.
+
+    Args:
+        collator: Makes one batch of a list of examples.
+        physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
+
+    Raises:
+        PrivacyError: ``physical_batch_size`` is not positive.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], physical_batch_size: int) -> None:
+        """Keeps the arguments."""
+        _require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
+        self.collator = collator
+        self.physical_batch_size = physical_batch_size
+
+    def __call__(self, examples: list[Any]) -> LogicalBatch:
+        """Collates the examples of one share, in their order."""
+        starts = range(0, len(examples), self.physical_batch_size)
+        chunks = [examples[start : start + self.physical_batch_size] for start in starts]
+        sizes = [len(chunk) for chunk in chunks]  # before a collator changes its list in place
+        return LogicalBatch([self.collator(chunk) for chunk in chunks], sizes)
+
+
+class EmptyDrawDataset(Dataset[Any]):
+    """A map-style data set that answers an empty draw itself.
+
+    Fetching no example is a case that data sets, and transforms attached to them, need not
+    support; here they are never asked.
+
+    Guarantee:
+        A data set that answers a list of indices with more or fewer examples is refused: an
+        example would then count otherwise than its coin says.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Wraps ``dataset``, which has ``__getitem__`` and ``__len__``."""
+        if not isinstance(dataset, Sized):
+            raise PrivacyError(
+                f"{type(dataset).__name__} has no length. Poisson sampling needs a map-style data "
+                "set with __len__ and __getitem__; load a streamed one into memory."
+            )
+        self.dataset: Any = dataset
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns one example."""
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Returns the examples of one share, through the data set's own batched access if any."""
+        if not indices:
+            return []
+        fetch = getattr(self.dataset, "__getitems__", None)
+        examples = [self.dataset[i] for i in indices] if fetch is None else fetch(indices)
+        _require(
+            len(examples) == len(indices),
+            f"{type(self.dataset).__name__} answered {len(indices)} indices with {len(examples)} "
+            "examples. Each index must give exactly one; check its transform.",
+        )
+        return examples
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PrivacyError(message)

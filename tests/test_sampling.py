@@ -1,0 +1,318 @@
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from dp_grape_hf import sampling
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.randomness import sampling_generator
+from dp_grape_hf.sampling import (
+    EmptyDrawDataset,
+    LogicalBatch,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+    expected_steps_per_epoch,
+)
+
+
+def _coins(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _inclusions(num_samples: int, sample_rate: float, steps: int) -> torch.Tensor:
+    """1.0 where an example entered a draw, shape (steps, num_samples)."""
+    table = torch.zeros(steps, num_samples, dtype=torch.float64)
+    for step, draw in enumerate(PoissonBatchSampler(num_samples, sample_rate, steps, _coins())):
+        table[step, draw] = 1.0
+    return table
+
+
+# ---- The law of a draw ----
+
+
+@pytest.mark.parametrize("sample_rate", [0.02, 0.3, 0.9])
+def test_each_example_is_drawn_with_probability_q(sample_rate: float) -> None:
+    """Chi-square of 200 counts over 4000 steps, normal approximation.
+
+    False alarm: below 1e-6 (five standard deviations), with fixed coins.
+    """
+    num_samples, steps = 200, 4000
+    counts = _inclusions(num_samples, sample_rate, steps).sum(0)
+    variance = steps * sample_rate * (1 - sample_rate)
+    chi_square = ((counts - steps * sample_rate).square() / variance).sum().item()
+    assert abs(chi_square - num_samples) < 5 * math.sqrt(2 * num_samples)
+
+
+def test_batch_sizes_are_binomial() -> None:
+    """Mean within five, variance within six standard deviations: false alarm below 1e-6."""
+    num_samples, q, steps = 300, 0.1, 4000
+    sizes = _inclusions(num_samples, q, steps).sum(1)
+    variance = num_samples * q * (1 - q)
+    assert abs(sizes.mean().item() - num_samples * q) < 5 * math.sqrt(variance / steps)
+    assert abs(sizes.var().item() / variance - 1) < 6 * math.sqrt(2 / steps)
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["steps", "examples"])
+def test_coins_are_pairwise_independent(dim: int) -> None:
+    """The largest of 7140 correlations over 4000 coins, between examples and between steps.
+
+    False alarm: below 7140 * P(|normal| > 6.5) < 1e-6, with fixed coins.
+    """
+    shape = (120, 4000) if dim == 0 else (4000, 120)
+    table = _inclusions(shape[1], 0.25, shape[0])
+    correlations = torch.corrcoef(table if dim == 0 else table.T).fill_diagonal_(0.0)
+    assert correlations.abs().max() < 6.5 / math.sqrt(4000)
+
+
+def test_a_draw_has_no_duplicates_and_stays_in_range() -> None:
+    for draw in PoissonBatchSampler(50, 0.5, 300, _coins()):
+        assert draw == sorted(set(draw))
+        assert set(draw) <= set(range(50))
+
+
+def test_q_of_one_draws_everything() -> None:
+    assert list(PoissonBatchSampler(7, 1.0, 3, _coins())) == [list(range(7))] * 3
+
+
+def test_an_empty_draw_is_yielded() -> None:
+    assert list(PoissonBatchSampler(5, 1e-9, 4, _coins())) == [[], [], [], []]
+
+
+def test_drawing_in_pieces_never_changes_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(PoissonBatchSampler(1000, 0.1, 5, _coins()))
+    monkeypatch.setattr(sampling, "_COINS_AT_ONCE", 64)
+    assert list(PoissonBatchSampler(1000, 0.1, 5, _coins())) == whole
+
+
+def test_length_is_the_number_of_draws() -> None:
+    for steps in (0, 1, 17):
+        sampler = PoissonBatchSampler(10, 0.01, steps, _coins())
+        assert len(sampler) == len(list(sampler)) == steps
+
+
+def test_a_second_pass_continues_the_stream() -> None:
+    sampler = PoissonBatchSampler(100, 0.2, 6, _coins())
+    two_passes = list(sampler) + list(sampler)
+    assert two_passes == list(PoissonBatchSampler(100, 0.2, 12, _coins()))
+    assert two_passes[:6] != two_passes[6:]
+
+
+def test_a_pass_left_early_is_not_replayed() -> None:
+    sampler = PoissonBatchSampler(100, 0.2, 6, _coins())
+    seen = list(itertools.islice(sampler, 2)) + list(sampler)
+    assert seen == list(PoissonBatchSampler(100, 0.2, 8, _coins()))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("sample_rate", [0.01, 0.2, 1.0])
+def test_ranks_partition_one_draw(world_size: int, sample_rate: float) -> None:
+    whole = list(PoissonBatchSampler(100, sample_rate, 40, _coins()))
+    ranks = [
+        list(PoissonBatchSampler(100, sample_rate, 40, _coins(), rank, world_size))
+        for rank in range(world_size)
+    ]
+    for draw, *shares in zip(whole, *ranks, strict=True):
+        assert sorted(index for share in shares for index in share) == draw
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_samples": 0},
+        {"sample_rate": 0.0},
+        {"sample_rate": 1.0001},
+        {"sample_rate": float("nan")},
+        {"steps": -1},
+        {"rank": 2},
+        {"rank": -1},
+        {"world_size": 0},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"num_samples": 10, "sample_rate": 0.1, "steps": 3, "world_size": 2}
+    with pytest.raises(PrivacyError, match=f"{next(iter(wrong))}="):
+        PoissonBatchSampler(generator=_coins(), **(arguments | wrong))
+
+
+def test_an_epoch_is_one_over_q_steps_rounded_up() -> None:
+    for steps in range(1, 3000):
+        assert expected_steps_per_epoch(1 / steps) == steps
+        assert expected_steps_per_epoch(7 / (7 * steps)) == steps
+    assert expected_steps_per_epoch(0.3) == 4
+    assert expected_steps_per_epoch(0.7) == 2
+    assert expected_steps_per_epoch(1 / (1000 + 1e-3)) == 1001
+    for wrong in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(PrivacyError, match="sample_rate="):
+            expected_steps_per_epoch(wrong)
+
+
+# ---- The physical split ----
+
+
+def _as_list(examples: list[Any]) -> list[Any]:
+    assert examples, "a collator is never given an empty list"
+    return list(examples)
+
+
+def _as_tensor(examples: list[Any]) -> dict[str, torch.Tensor]:
+    assert examples, "a collator is never given an empty list"
+    rows = [example["x"] if isinstance(example, dict) else example for example in examples]
+    return {"x": torch.tensor(rows)}
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("physical", [1, 2, 8, 100])
+def test_physical_batches_cover_a_draw_exactly_once(size: int, physical: int) -> None:
+    batch = LogicalBatchCollator(_as_list, physical)(list(range(size)))
+    assert [example for chunk in batch for example in chunk] == list(range(size))
+    assert all(1 <= len(chunk) <= physical for chunk in batch)
+    assert len(batch) == math.ceil(size / physical)
+    assert batch.sizes == tuple(len(chunk) for chunk in batch)
+    assert batch.num_examples == size
+
+
+def test_a_collator_that_empties_its_list_does_not_change_the_sizes() -> None:
+    batch = LogicalBatchCollator(lambda examples: [examples.pop() for _ in examples[:]], 2)([1, 2])
+    assert batch.sizes == (2,)
+
+
+def test_a_physical_batch_needs_room_for_one_example() -> None:
+    with pytest.raises(PrivacyError, match="physical_batch_size=0"):
+        LogicalBatchCollator(_as_list, 0)
+
+
+def test_a_logical_batch_cannot_lose_its_sizes() -> None:
+    with pytest.raises(TypeError):
+        LogicalBatch([1, 2])  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="2 physical batches"):
+        LogicalBatch([1, 2], (3,))
+
+
+def test_a_logical_batch_survives_pickling_with_its_collator() -> None:
+    collator = pickle.loads(pickle.dumps(LogicalBatchCollator(_as_tensor, 2)))
+    batch = pickle.loads(pickle.dumps(collator([1, 2, 3])))
+    assert type(batch) is LogicalBatch
+    assert (batch.sizes, batch.num_examples) == ((2, 1), 3)
+    assert [physical["x"].tolist() for physical in batch] == [[1, 2], [3]]
+
+
+class _Pinnable:
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> "_Pinnable":
+        return _Pinnable(True)
+
+
+def test_pinning_keeps_the_type_and_reaches_every_physical_batch() -> None:
+    batch = LogicalBatch([{"x": _Pinnable()}, [_Pinnable()]], (4, 1))
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    assert type(pinned) is LogicalBatch
+    assert pinned.sizes == (4, 1)
+    assert pinned[0]["x"].pinned
+    assert pinned[1][0].pinned
+    assert type(LogicalBatch([], ()).pin_memory()) is LogicalBatch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_data_loader_pins_logical_batches() -> None:
+    sampler = PoissonBatchSampler(_SIZE, 0.5, 3, _coins())
+    collator = LogicalBatchCollator(_as_tensor, 4)
+    for batch in DataLoader(
+        EmptyDrawDataset(_in_memory()), batch_sampler=sampler, collate_fn=collator, pin_memory=True
+    ):
+        assert type(batch) is LogicalBatch
+        assert all(physical["x"].is_pinned() for physical in batch)
+
+
+# ---- With data loaders ----
+
+_SIZE = 30
+
+
+def _in_memory() -> list[int]:
+    return list(range(_SIZE))
+
+
+def _arrow() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"x": list(range(_SIZE))})
+
+
+def _transformed() -> datasets.Dataset:
+    def transform(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        first = columns["x"][0]  # fails for an empty list of indices
+        return {"x": [x + 0 * first for x in columns["x"]]}
+
+    return _arrow().with_transform(transform)
+
+
+def _subset() -> Any:
+    return Subset(_transformed(), range(_SIZE))
+
+
+MakeDataset = Callable[[], Any]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("make_dataset", [_in_memory, _arrow, _transformed, _subset])
+def test_loaders_deliver_each_draw_whatever_the_workers(
+    make_dataset: MakeDataset, workers: int
+) -> None:
+    rate, steps = 0.05, 25
+    draws = list(PoissonBatchSampler(_SIZE, rate, steps, _coins()))
+    assert [] in draws
+    loader = DataLoader(
+        EmptyDrawDataset(make_dataset()),
+        batch_sampler=PoissonBatchSampler(_SIZE, rate, steps, _coins()),
+        collate_fn=LogicalBatchCollator(_as_tensor, 2),
+        num_workers=workers,
+    )
+    batches = list(loader)
+    assert len(loader) == steps
+    assert all(type(batch) is LogicalBatch for batch in batches)
+    assert [batch.num_examples for batch in batches] == [len(draw) for draw in draws]
+    flat = [[x for physical in batch for x in physical["x"].tolist()] for batch in batches]
+    assert flat == draws
+
+
+def test_a_loader_with_workers_accepts_secret_coins() -> None:
+    loader = DataLoader(
+        EmptyDrawDataset(_in_memory()),
+        batch_sampler=PoissonBatchSampler(_SIZE, 1.0, 2, sampling_generator()),
+        collate_fn=LogicalBatchCollator(_as_tensor, 8),
+        num_workers=1,
+    )
+    assert [batch.num_examples for batch in loader] == [_SIZE, _SIZE]
+
+
+def test_single_examples_and_the_length_pass_through() -> None:
+    dataset = EmptyDrawDataset(_arrow())
+    assert len(dataset) == _SIZE
+    assert dataset[3] == {"x": 3}
+
+
+class _Doubling(list[int]):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[i] for i in indices] * 2
+
+
+def test_a_dataset_that_multiplies_examples_is_refused() -> None:
+    dataset = EmptyDrawDataset(_Doubling(range(5)))
+    assert dataset.__getitems__([]) == []
+    with pytest.raises(PrivacyError, match="answered 2 indices with 4 examples"):
+        dataset.__getitems__([0, 1])
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="generator has no length"):
+        EmptyDrawDataset(x for x in range(3))
