@@ -1,0 +1,79 @@
+"""The model card: what the ledger says, and nothing that the training data could leak through."""
+
+from __future__ import annotations
+
+import math
+
+from dp_grape_hf.ledger import Ledger
+
+
+def render(ledger: Ledger, base_model: str | None = None) -> str:
+    """Returns the card of a checkpoint as Markdown with Hub metadata.
+
+    Args:
+        ledger: the ledger saved with the weights.
+        base_model: the model that training started from, if it has a Hub name.
+    """
+    mechanism, epsilon = ledger.mechanism, ledger.epsilon()
+    tags = ["dp-grape", "differential-privacy"] if ledger.private else ["dp-grape"]
+    metadata = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
+    if base_model:
+        metadata.append(f"base_model: {base_model}")
+    metadata.append("---")
+    if ledger.private:
+        claim = (
+            f"This model was trained with differential privacy: **ε = {epsilon:.4g}** at "
+            f"δ = {mechanism.target_delta:g}, for adding or removing one {mechanism.privacy_unit} "
+            "of the training data."
+        )
+    else:
+        claim = (
+            "**This model has no privacy guarantee** (ε = ∞): "
+            f"{'; '.join(ledger.not_private_reasons)}."
+        )
+    rank = "" if mechanism.projection_rank is None else f", r = {mechanism.projection_rank}"
+    rows = [
+        ("ε spent (upper bound)", "∞" if math.isinf(epsilon) else f"{epsilon:.4g}"),
+        ("δ", "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"),
+        ("Adjacency", mechanism.adjacency.replace("_", " ")),
+        ("Privacy unit", mechanism.privacy_unit),
+        ("Sampling", f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}"),
+        ("Dataset size N, as declared", f"{mechanism.num_samples}"),
+        ("Expected batch size q N", f"{mechanism.expected_batch_size:g}"),
+        ("Noise multiplier sigma", f"{mechanism.noise_multiplier:.6g}"),
+        ("Clipping norm C", f"{mechanism.max_grad_norm:g}"),
+        ("Releases", f"{ledger.steps}"),
+        ("Projection", f"{mechanism.projection}{rank}, F = {mechanism.projection_update_steps}"),
+        ("Projection seed (public)", f"{mechanism.projection_seed}"),
+        ("Method", mechanism.method),
+        ("Accountant", mechanism.accountant),
+    ]
+    table = [
+        "| Quantity | Value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(ledger.versions.items()))
+    return "\n".join(
+        [
+            *metadata,
+            "",
+            "# Model card",
+            "",
+            claim,
+            "",
+            "## Privacy",
+            "",
+            *table,
+            "",
+            "The record that these numbers are derived from is `privacy_ledger.json`, beside the "
+            "weights.",
+            "",
+            "Not covered by ε: the choice of hyper-parameters over several runs, metrics computed "
+            "on private data, preprocessing that looked at the training data, and the dataset "
+            "size N where it is itself private.",
+            "",
+            f"Software: {versions}.",
+            "",
+        ]
+    )

@@ -1,0 +1,129 @@
+"""The privacy plan of a run: N, q, the number of steps and sigma, fixed before data is touched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dp_grape_hf.accounting import EpsilonCurve, find_noise_multiplier
+from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.sampling import expected_steps_per_epoch
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What a run has spent so far; ``epsilon`` is an upper bound, for ``adjacency``."""
+
+    epsilon: float
+    delta: float | None
+    steps: int
+    noise_multiplier: float
+    sample_rate: float
+    expected_batch_size: float
+    max_grad_norm: float
+    adjacency: str
+    private: bool
+
+
+class PrivacyPlan:
+    """What the arguments mean for a dataset of a given size.
+
+    Args:
+        args: the arguments of the run.
+        dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
+            declares another.
+
+    Attributes:
+        num_samples: N.
+        sample_rate: q = expected batch size / N.
+        steps: how many releases the run makes, and sigma was calibrated for.
+        noise_multiplier: sigma.
+
+    Raises:
+        PrivacyError: if no such run can keep the promise.
+    """
+
+    def __init__(self, args: DPGrapeTrainingArguments, dataset_size: int) -> None:
+        self._args = args
+        self.num_samples = args.num_samples or dataset_size
+        batch = args.logical_batch_size
+        if batch > self.num_samples:
+            raise PrivacyError(
+                f"The expected batch size {batch} is larger than the {self.num_samples} training "
+                "examples. Lower expected_batch_size, or per_device_train_batch_size and "
+                "gradient_accumulation_steps, whose product with the number of processes it is."
+            )
+        delta = args.target_delta
+        if args.private and delta is not None and delta >= 1 / self.num_samples:
+            raise PrivacyError(
+                f"target_delta={delta} is not below 1/{self.num_samples}: releasing one random "
+                "example outright would satisfy it. Choose a smaller one, for example 1e-5."
+            )
+        self.sample_rate = batch / self.num_samples
+        epoch = expected_steps_per_epoch(self.sample_rate)
+        epochs = math.ceil(args.num_train_epochs * epoch)
+        self.steps = args.max_steps if args.max_steps > 0 else epochs
+        self.noise_multiplier = self._noise_multiplier()
+        self._curve: EpsilonCurve | None = None
+        if args.private and delta is not None:
+            self._curve = EpsilonCurve(
+                self.noise_multiplier, self.sample_rate, delta, self.steps, args.accountant
+            )
+
+    def _noise_multiplier(self) -> float:
+        args = self._args
+        if args.noise_multiplier is not None:
+            return float(args.noise_multiplier)
+        assert args.target_epsilon is not None
+        assert args.target_delta is not None
+        return find_noise_multiplier(
+            target_epsilon=args.target_epsilon,
+            target_delta=args.target_delta,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+            accountant=args.accountant,
+        )
+
+    def mechanism(self) -> Mechanism:
+        """Returns the public parameters that the ledger records."""
+        args = self._args
+        projects = args.projection != "identity"
+        return Mechanism(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_grad_norm=args.max_grad_norm,
+            expected_batch_size=args.logical_batch_size,
+            num_samples=self.num_samples,
+            target_epsilon=args.target_epsilon,
+            target_delta=args.target_delta,
+            accountant=args.accountant,
+            engine=args.engine,
+            projection=args.projection,
+            projection_rank=args.projection_rank if projects else None,
+            projection_update_steps=args.projection_update_steps if projects else None,
+            projection_seed=args.projection_seed if projects else None,
+        )
+
+    def spent(self, ledger: Ledger | None) -> PrivacySpent:
+        """Returns epsilon for the releases of a ledger, and all it depends on."""
+        steps = ledger.steps if ledger else 0
+        private = self._curve is not None and (ledger is None or ledger.private)
+        return PrivacySpent(
+            epsilon=self._curve.epsilon(steps) if private and self._curve else math.inf,
+            delta=self._args.target_delta,
+            steps=steps,
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            expected_batch_size=self._args.logical_batch_size,
+            max_grad_norm=self._args.max_grad_norm,
+            adjacency=Mechanism.adjacency,
+            private=private,
+        )
+
+    def releases_left(self, ledger: Ledger | None) -> float:
+        """Returns how many more releases the budget allows; infinite without a target epsilon."""
+        if self._args.target_epsilon is None or ledger is None:
+            return math.inf
+        return self.steps - ledger.steps
