@@ -36,7 +36,7 @@ check: $(VENV)/.installed-dev  ## lint, formatting and types
 	$(BIN)/ruff format --isolated --line-length 100 --check .
 	$(BIN)/mypy dp_grape_hf
 
-benchmark: $(VENV)/.installed-recipes  ## time one private step next to its alternatives
+benchmark: $(VENV)/.installed-benchmark  ## time one private step next to its alternatives
 	HF_HUB_OFFLINE=1 $(BIN)/python -m recipes.benchmark
 
 clean:  ## remove .venv, builds and caches; runs/ stays

@@ -1,0 +1,234 @@
+"""The command line, ``dp-grape``: one function per subcommand, listed in `COMMANDS`."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from dp_grape_hf.accounting import ACCOUNTANTS, ADJACENCY, EpsilonCurve, find_noise_multiplier
+from dp_grape_hf.errors import PrivacyError
+
+DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
+
+_CALIBRATE = """\
+Turn a privacy budget into the noise that meets it, or noise into the budget it spends.
+
+  N      num_samples           examples in the training set
+  B      expected_batch_size   examples in a step, on average over steps
+  q      sample_rate = B / N   chance that a given example takes part in a given step
+  T      max_steps             noisy steps in all; an epoch is 1 / q of them
+  delta  target_delta          how often the promise may fail; far below 1 / N
+  eps    target_epsilon        the promise: smaller is more private
+  C      max_grad_norm         bound on what one example adds to the sum of gradients
+  sigma  noise_multiplier      noise std on that sum is sigma * C, so sigma * C / B on the mean
+
+More noise, fewer steps or a smaller q make eps smaller. C has no effect on it.
+"""
+
+_EXAMPLES = """\
+What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+              2            4.0691            1.9994                0.06358         prv
+              6            1.6973            5.9984                0.02652         prv
+
+What does a given noise spend, over 3 epochs of the same data?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --num_train_epochs 3 --delta 1e-5 --noise_multiplier 1
+  sample rate 0.0625, steps 48, delta 1e-05, adjacency add_or_remove_one
+
+  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+               1            3.2508                0.01562         prv
+
+The guarantee covers everything computed from the noisy steps, however it is used, against someone
+who sees every step and knows every other example. Two datasets count as neighbours if one has one
+example more. It holds for Poisson sampling only (each example drawn independently with probability
+q; batches vary in size), for noise nobody can reproduce, and for one training run: tuning on the
+same data costs extra, and so does everything else learnt from it. Every epsilon is an upper bound
+and every noise multiplier is rounded up.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``dp-grape`` and returns its exit code: 0, or 2 for a request that was refused."""
+    parser = argparse.ArgumentParser(
+        prog="dp-grape", description="Private training with DP-GRAPE: the tools around it."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add_command in COMMANDS:
+        add_command(subparsers)
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], str] = args.run
+    try:
+        sys.stdout.write(run(args))
+    except PrivacyError as error:
+        sys.stderr.write(f"dp-grape {args.command}: {error}\n")
+        return 2
+    return 0
+
+
+# ---- calibrate ----
+
+
+def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="noise multiplier from a privacy budget, and back",
+        description=_CALIBRATE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_calibrate)
+    parser.add_argument("--num_samples", type=int, metavar="N")
+    sampling = parser.add_mutually_exclusive_group(required=True)
+    sampling.add_argument("--expected_batch_size", type=float, metavar="B", help="with N: q = B/N")
+    sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--max_steps", type=int, metavar="T")
+    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E/q, rounded up")
+    parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--target_epsilon",
+        "--eps",
+        type=float,
+        nargs="+",
+        metavar="eps",
+        help="budgets to find the noise for (default: a table from "
+        f"{DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})",
+    )
+    budget.add_argument(
+        "--noise_multiplier",
+        type=float,
+        nargs="+",
+        metavar="sigma",
+        help="noise to find the budget for",
+    )
+    parser.add_argument(
+        "--accountant",
+        default="prv",
+        metavar="name",
+        help=f"{', '.join(ACCOUNTANTS)} (default: prv)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+COMMANDS = (add_calibrate,)
+
+
+class _Row(NamedTuple):
+    target_epsilon: float | None
+    noise_multiplier: float
+    epsilon: float
+    noise_std_on_mean_over_max_grad_norm: float | None
+    accountant: str
+
+
+def _calibrate(args: argparse.Namespace) -> str:
+    sample_rate, batch_size, steps = _plan(args)
+    delta: float = args.target_delta
+    noise: list[float] | None = args.noise_multiplier
+    rows: list[_Row] = []
+    for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
+        sigma: float = asked
+        if noise is None:
+            found = find_noise_multiplier(
+                target_epsilon=asked,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=args.accountant,
+            )
+            sigma = _round_up(found)
+        curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant)
+        target = asked if noise is None else None
+        on_mean = None if batch_size is None else sigma / batch_size
+        rows.append(_Row(target, sigma, curve.epsilon(steps), on_mean, curve.accountant))
+    if args.json:
+        # JSON has no infinity; Python, R and JavaScript all read the string back.
+        dicts = [
+            {**row._asdict(), "epsilon": row.epsilon if math.isfinite(row.epsilon) else "inf"}
+            for row in rows
+        ]
+        result = {"sample_rate": sample_rate, "steps": steps, "delta": delta}
+        return json.dumps({**result, "adjacency": ADJACENCY, "rows": dicts}, indent=2) + "\n"
+    columns = {
+        "noise multiplier": [
+            f"{row.noise_multiplier:{'.4f' if noise is None else '.6g'}}" for row in rows
+        ],
+        "epsilon achieved": [f"{_round_up(row.epsilon):.4f}" for row in rows],
+        "noise std on mean / C": [
+            "-" if (std := row.noise_std_on_mean_over_max_grad_norm) is None else f"{std:.4g}"
+            for row in rows
+        ],
+        "accountant": [row.accountant for row in rows],
+    }
+    if noise is None:
+        columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
+    return (
+        f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, adjacency {ADJACENCY}\n\n"
+        + _table(columns)
+    )
+
+
+def _plan(args: argparse.Namespace) -> tuple[float, float | None, int]:
+    """Returns the sample rate, the expected batch size where it is known, and the steps."""
+    num_samples: int | None = args.num_samples
+    batch_size: float | None = args.expected_batch_size
+    sample_rate: float
+    if num_samples is not None:
+        if num_samples < 1:
+            raise PrivacyError(f"{num_samples=} must be positive; count the training examples.")
+        if args.target_delta >= 1 / num_samples:
+            raise PrivacyError(
+                f"target_delta={args.target_delta:g} is not below 1/{num_samples}: publishing one "
+                "random example outright would satisfy it; choose a smaller one, for example "
+                f"{0.01 / num_samples:.0e}."
+            )
+    if batch_size is None:
+        sample_rate = args.sample_rate
+        batch_size = None if num_samples is None else sample_rate * num_samples
+    elif num_samples is None:
+        raise PrivacyError(
+            f"expected_batch_size={batch_size:g} says nothing about privacy on its own; add "
+            "--num_samples, or give --sample_rate instead."
+        )
+    else:
+        sample_rate = batch_size / num_samples
+    if args.max_steps is not None:
+        return sample_rate, batch_size, args.max_steps
+    num_train_epochs: float = args.num_train_epochs
+    if not (0 < sample_rate <= 1 and 0 < num_train_epochs < math.inf):
+        raise PrivacyError(
+            f"{num_train_epochs=} at {sample_rate=} is not a number of steps; epochs must be "
+            "positive and the sample rate must lie in (0, 1]."
+        )
+    return sample_rate, batch_size, math.ceil(num_train_epochs / sample_rate * (1 - 1e-12))
+
+
+def _table(columns: dict[str, list[str]]) -> str:
+    padded = [
+        [cell.rjust(max(map(len, [title, *cells]))) for cell in [title, *cells]]
+        for title, cells in columns.items()
+    ]
+    return "".join("  ".join(line) + "\n" for line in zip(*padded, strict=True))
+
+
+def _round_up(value: float) -> float:
+    """Rounds to four decimals, never down: what is printed keeps the promise."""
+    return math.ceil(value * 1e4) / 1e4 if math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

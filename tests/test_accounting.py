@@ -1,0 +1,458 @@
+"""Accounting: every ε is an upper bound, every noise multiplier the smallest that meets its budget.
+
+The oracles are the privacy loss distributions of dp-accounting, the closed form of the Gaussian
+mechanism (Balle and Wang, 2018) and direct quadrature; each knows nothing of the code under test.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from dp_grape_hf import accounting
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    Accountant,
+    AccountantFailure,
+    EpsilonCurve,
+    compose_epsilon,
+    compute_epsilon,
+    find_noise_multiplier,
+)
+from dp_grape_hf.errors import PrivacyError
+
+# (num_samples, batch size, steps, epsilon): the tight noise multiplier at delta = 1e-5.
+TIGHT = {
+    (1024, 64, 1000, 2.0): 4.0503,
+    (1024, 64, 1000, 6.0): 1.6949,
+    (1536, 64, 1000, 2.0): 2.7671,
+    (1536, 64, 1000, 6.0): 1.2460,
+    (2560, 64, 1000, 2.0): 1.7699,
+    (2560, 64, 1000, 6.0): 0.9149,
+    (2646, 64, 1000, 2.0): 1.7227,
+    (2646, 64, 1000, 6.0): 0.8997,
+    (1000, 8, 2000, 2.0): 1.0052,
+    (1000, 8, 2000, 6.0): 0.6583,
+}
+
+# (noise_multiplier, sample_rate, steps, delta), from one step to many, rare to full batches.
+MECHANISMS = [
+    (4.0, 1 / 16, 1000, 1e-5),
+    (0.8, 0.01, 500, 1e-6),
+    (1.0, 0.3, 10, 1e-5),
+    (0.5, 1e-3, 1, 1e-5),
+    (30.0, 0.01, 5000, 1e-5),
+    (0.6, 1e-6, 1000, 1e-8),
+    (20.0, 1.0, 100, 1e-5),
+    (2.0, 0.999, 3, 1e-3),
+]
+
+VALID: dict[str, Any] = {
+    "noise_multiplier": 1.0,
+    "sample_rate": 0.1,
+    "steps": 10,
+    "delta": 1e-5,
+    "accountant": "rdp",
+}
+VALID_TARGET: dict[str, Any] = {
+    "target_epsilon": 2.0,
+    "target_delta": 1e-5,
+    "sample_rate": 0.1,
+    "steps": 10,
+    "accountant": "rdp",
+}
+
+
+@lru_cache
+def epsilon_of(sigma: float, q: float, steps: int, delta: float, accountant: str) -> float:
+    return compute_epsilon(
+        noise_multiplier=sigma, sample_rate=q, steps=steps, delta=delta, accountant=accountant
+    )
+
+
+@lru_cache
+def calibrated(num_samples: int, batch: int, steps: int, epsilon: float, accountant: str) -> float:
+    return find_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=1e-5,
+        sample_rate=batch / num_samples,
+        steps=steps,
+        accountant=accountant,
+    )
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """ε of the Gaussian mechanism with sensitivity / noise std = mu (Balle and Wang, 2018)."""
+
+    def excess(epsilon: float) -> float:
+        below = norm.cdf(mu / 2 - epsilon / mu)
+        return float(below - np.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu)) - delta)
+
+    return float(brentq(excess, 0, 500))
+
+
+# ---- Calibration ----
+
+
+@pytest.mark.parametrize(("case", "tight"), TIGHT.items(), ids=str)
+def test_calibration_is_within_a_percent_above_the_tight_noise(
+    case: tuple[int, int, int, float], tight: float
+) -> None:
+    found = calibrated(*case, "prv")
+    assert tight <= found <= 1.01 * tight
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("case", [(1024, 64, 1000, 2.0), (2560, 64, 1000, 6.0)], ids=str)
+def test_calibration_inverts_accounting(case: tuple[int, int, int, float], accountant: str) -> None:
+    num_samples, batch, steps, target = case
+    found = calibrated(*case, accountant)
+    assert epsilon_of(found, batch / num_samples, steps, 1e-5, accountant) <= target
+    assert epsilon_of(0.99 * found, batch / num_samples, steps, 1e-5, accountant) > target
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps"), [(0.1, 0.01, 100), (1.0, 1.0, 100), (30.0, 0.05, 1), (0.5, 0.2, 10)]
+)
+def test_unusual_budgets_are_met_and_not_by_much(target: float, q: float, steps: int) -> None:
+    found = find_noise_multiplier(
+        target_epsilon=target, target_delta=1e-5, sample_rate=q, steps=steps
+    )
+    assert epsilon_of(found, q, steps, 1e-5, "prv") <= target
+    assert epsilon_of(0.99 * found, q, steps, 1e-5, "prv") > target
+
+
+def test_a_budget_finer_than_the_accountant_is_refused() -> None:
+    with pytest.raises(PrivacyError, match=r"target_epsilon=0\.005 .*accountant='prv'.*larger"):
+        find_noise_multiplier(target_epsilon=0.005, target_delta=1e-5, sample_rate=0.1, steps=10)
+
+
+def test_no_steps_cannot_be_calibrated() -> None:
+    with pytest.raises(PrivacyError, match="steps=0 releases nothing"):
+        find_noise_multiplier(**VALID_TARGET | {"steps": 0})
+
+
+# ---- Upper bounds ----
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_prv_is_an_upper_bound_and_no_looser_than_its_stated_error(
+    mechanism: tuple[float, float, int, float],
+) -> None:
+    # PLD overstates by its rounding (under 5e-4 here); PRV adds 0.01 in epsilon, delta / 1000 in
+    # delta, and may overstate by the error of its quadrature.
+    tight = epsilon_of(*mechanism, "pld")
+    assert tight - 5e-4 <= epsilon_of(*mechanism, "prv") <= tight + 0.0125
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_rdp_is_an_upper_bound_and_close_after_many_steps(
+    mechanism: tuple[float, float, int, float],
+) -> None:
+    tight = epsilon_of(*mechanism, "pld")
+    loose = epsilon_of(*mechanism, "rdp")
+    _, _, steps, _ = mechanism
+    assert tight - 5e-4 <= loose
+    if steps >= 100 and tight > 0.1:
+        assert loose <= 1.25 * tight
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize(("sigma", "steps"), [(20.0, 100), (1.0, 1), (50.0, 2000)])
+def test_full_batches_bound_the_closed_form_of_the_gaussian(
+    accountant: str, sigma: float, steps: int
+) -> None:
+    exact = gaussian_epsilon(math.sqrt(steps) / sigma, 1e-5)
+    bound = epsilon_of(sigma, 1.0, steps, 1e-5, accountant)
+    assert exact - 1e-6 <= bound <= exact * (1.1 if accountant == "rdp" else 1) + 0.0125
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q"), [(4.0, 1 / 16), (0.66, 0.008), (0.06, 0.1), (100.0, 0.5), (1.0, 1.0)]
+)
+def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
+    orders = accounting._ORDERS
+    moments = accounting._log_moments(sigma, q)
+    for index in (0, 20, 45, 59, 62, 80):
+        order = orders[index]
+
+        def integrand(z: float, order: float = order, shift: float = moments[index]) -> float:
+            weight = math.log1p(-q) if q < 1 else -math.inf
+            ratio = np.logaddexp(weight, math.log(q) + (2 * z - 1) / (2 * sigma**2))
+            return float(np.exp(norm.logpdf(z, scale=sigma) + order * ratio - shift))
+
+        peaks = [0.0, 1.0, float(order)]
+        area, _ = quad(
+            integrand, -12 * sigma, order + 12 * sigma, points=peaks, limit=500, epsabs=1e-12
+        )
+        assert area == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.01), (0.051, 0.1), (0.01, 0.1), (1e3, 1e-9)])
+def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
+    by_order = np.argsort(accounting._ORDERS, kind="stable")
+    orders = accounting._ORDERS[by_order]
+    moments = accounting._log_moments(sigma, q)[by_order]
+    distinct = np.diff(orders, prepend=0) > 1e-9
+    slopes = np.diff(moments[distinct]) / np.diff(orders[distinct])
+    assert (np.diff(slopes) >= -1e-9 * np.abs(slopes[1:]) - 1e-12).all()
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_epsilon_falls_with_noise_and_grows_with_steps_and_sample_rate(accountant: str) -> None:
+    def epsilons(**varied: Sequence[float]) -> list[float]:
+        ((name, values),) = varied.items()
+        base = VALID | {"accountant": accountant}
+        return [compute_epsilon(**base | {name: value}) for value in values]
+
+    falling = epsilons(noise_multiplier=[1.0, 2.0, 8.0])
+    assert falling == sorted(falling, reverse=True)
+    for growing in (
+        epsilons(steps=[0, 1, 5, 100]),
+        epsilons(sample_rate=[1e-9, 0.01, 0.5, 1.0]),
+    ):
+        assert growing == sorted(growing)
+        assert growing[0] < growing[-1]
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant: str) -> None:
+    base = VALID | {"accountant": accountant}
+    assert compute_epsilon(**base | {"steps": 0}) == 0.0
+    assert compute_epsilon(**base | {"steps": 0, "noise_multiplier": 0.0}) == 0.0
+    assert compute_epsilon(**base | {"noise_multiplier": 0.0}) == math.inf
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_epsilon_is_never_negative(accountant: str) -> None:
+    assert epsilon_of(50.0, 0.01, 1, 0.3, accountant) == 0.0
+
+
+# ---- Composition and curves ----
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
+    split = compose_epsilon(
+        [(4.0, 1 / 16, 600), (2.0, 0.5, 0), (4.0, 1 / 16, 400), (0.0, 0.1, 0)],
+        delta=1e-5,
+        accountant=accountant,
+    )
+    assert split == epsilon_of(4.0, 1 / 16, 1000, 1e-5, accountant)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str) -> None:
+    releases = [(4.0, 1 / 16, 500), (30.0, 1.0, 5), (2.0, 0.01, 100), (1.0, 1e-5, 7)]
+    bound = compose_epsilon(releases, delta=1e-5, accountant=accountant)
+    assert bound == pytest.approx(
+        compose_epsilon(releases[::-1], delta=1e-5, accountant=accountant), abs=1e-6
+    )
+    tight = compose_epsilon(releases, delta=1e-5, accountant="pld")
+    assert tight - 5e-4 <= bound <= tight * (1.15 if accountant == "rdp" else 1) + 0.0125
+    assert bound > epsilon_of(4.0, 1 / 16, 500, 1e-5, accountant)
+
+
+def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
+    assert compose_epsilon([(1.0, 0.1, 10), (0.0, 0.1, 1)], delta=1e-5) == math.inf
+    assert compose_epsilon([], delta=1e-5) == 0.0
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_a_curve_agrees_with_single_answers_before_and_after_it_is_outgrown(
+    accountant: str,
+) -> None:
+    curve = EpsilonCurve(2.0, 0.05, 1e-5, max_steps=40, accountant=accountant)
+    for steps in (0, 1, 39, 40, 41, 200, 7):
+        single = epsilon_of(2.0, 0.05, steps, 1e-5, accountant)
+        assert curve.epsilon(steps) == pytest.approx(single, abs=2e-3)
+    assert curve.accountant == accountant
+
+
+def test_a_curve_builds_its_accountant_once_and_remembers_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[Sequence[int]] = []
+    asked: list[Sequence[int]] = []
+
+    class Counting(Accountant, name="counting"):
+        def __init__(
+            self, blocks: Sequence[accounting.Block], max_counts: Sequence[int], delta: float
+        ) -> None:
+            built.append(max_counts)
+
+        def epsilon(self, counts: Sequence[int]) -> float:
+            asked.append(counts)
+            return float(counts[0])
+
+    try:
+        curve = EpsilonCurve(1.0, 0.1, 1e-5, max_steps=10, accountant="counting")
+        assert built == []
+        assert [curve.epsilon(steps) for steps in (3, 3, 10, 3)] == [3, 3, 10, 3]
+        assert (built, asked) == ([[10]], [[3], [10]])
+        assert curve.epsilon(11) == 11
+        assert curve.epsilon(20) == 20
+        assert built == [[10], [20]]
+    finally:
+        del ACCOUNTANTS["counting"]
+
+
+# ---- Fallbacks ----
+
+
+def test_too_little_noise_falls_back_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert epsilon_of.__wrapped__(0.05, 1 / 16, 1000, 1e-5, "prv") > 1000
+    assert "prv accountant cannot" in caplog.messages[0]
+    assert "noise_multiplier=0.05" in caplog.messages[0]
+    assert "using rdp instead" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Discrete mean differs"), ValueError("Floating point"), MemoryError()]
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_failing_prv_is_replaced_with_a_notice(
+    error: Exception,
+    installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(accounting, "PRVAccountant", fail)
+    if not installed:
+        monkeypatch.setattr(accounting, "find_spec", lambda _: None)
+    replacement = "pld" if installed else "rdp"
+    curve = EpsilonCurve(2.0, 0.05, 1e-5, max_steps=40)
+    assert [curve.epsilon(steps) for steps in (10, 40)] == [
+        EpsilonCurve(2.0, 0.05, 1e-5, 40, replacement).epsilon(steps) for steps in (10, 40)
+    ]
+    assert curve.accountant == replacement
+    (record,) = caplog.records  # one notice for the whole curve
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert "prv" in message
+    assert type(error).__name__ in message
+    assert f"using {replacement} instead" in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_answer_that_is_not_finite_is_replaced(
+    value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ACCOUNTANTS["prv"], "epsilon", lambda *_: value)
+    assert 0 < compute_epsilon(**VALID | {"accountant": "prv"}) < math.inf
+    assert str(value) in caplog.text
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 1e-3, 0.05, 1e3, 1e200])
+@pytest.mark.parametrize("q", [1e-300, 1e-6, 0.5, 1 - 1e-12, 1.0])
+def test_rdp_never_fails(sigma: float, q: float) -> None:
+    assert epsilon_of(sigma, q, 10**6, 1e-5, "rdp") >= 0
+
+
+def test_a_tiny_delta_still_gets_a_finite_answer(caplog: pytest.LogCaptureFixture) -> None:
+    assert epsilon_of.__wrapped__(4.0, 1 / 16, 1000, 1e-17, "prv") < 6
+    assert "using rdp instead" in caplog.text
+
+
+def test_an_absent_extra_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounting, "find_spec", lambda _: None)
+    with pytest.raises(PrivacyError, match=r"dp_accounting.*pip install dp_grape_hf\[pld\]"):
+        compute_epsilon(**VALID | {"accountant": "pld"})
+    assert compute_epsilon(**VALID | {"accountant": "prv"}) > 0
+
+
+def test_an_accountant_has_one_name() -> None:
+    with pytest.raises(AssertionError, match="two accountants"):
+        type("Again", (Accountant,), {}, name="rdp")
+
+
+def test_every_fallback_ends_at_rdp() -> None:
+    for name in ACCOUNTANTS:
+        while ACCOUNTANTS[name].fallback != name:
+            name = ACCOUNTANTS[name].fallback
+        assert name == "rdp"
+
+
+def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise AccountantFailure("broken")
+
+    monkeypatch.setattr(ACCOUNTANTS["rdp"], "epsilon", fail)
+    with pytest.raises(AccountantFailure, match="broken"):
+        compute_epsilon(**VALID)
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", math.inf),
+        ("noise_multiplier", math.nan),
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.5),
+        ("sample_rate", math.nan),
+        ("steps", -1),
+        ("steps", 1.5),
+        ("steps", True),
+        ("delta", 0.0),
+        ("delta", 1.0),
+        ("delta", math.nan),
+        ("accountant", "moments"),
+    ],
+)
+def test_a_bad_argument_of_accounting_is_named_with_its_value(name: str, value: object) -> None:
+    with pytest.raises(PrivacyError) as refusal:
+        compute_epsilon(**VALID | {name: value})
+    assert f"{name}={value!r}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_epsilon", 0.0),
+        ("target_epsilon", -1.0),
+        ("target_epsilon", math.inf),
+        ("target_epsilon", math.nan),
+        ("target_delta", 0.0),
+        ("target_delta", 2.0),
+        ("sample_rate", 0.0),
+        ("steps", -3),
+        ("accountant", "moments"),
+    ],
+)
+def test_a_bad_argument_of_calibration_is_named_with_its_value(name: str, value: object) -> None:
+    with pytest.raises(PrivacyError) as refusal:
+        find_noise_multiplier(**VALID_TARGET | {name: value})
+    assert f"{name}={value!r}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "message"),
+    [
+        ((-1.0, 0.1, 1), r"noise_multiplier=-1\.0"),
+        ((1.0, 2.0, 0), r"sample_rate=2\.0"),
+        ((1.0, 0.1, -1), "count=-1"),
+    ],
+)
+def test_a_bad_block_is_refused_even_if_it_is_empty(
+    release: accounting.Release, message: str
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        compose_epsilon([(1.0, 0.1, 5), release], delta=1e-5)
+    with pytest.raises(PrivacyError, match=r"delta=0\.0"):
+        compose_epsilon([], delta=0.0)
