@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,7 +20,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_size_of, engine
+from dp_grape_hf.per_sample import (
+    Gradients,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+    engine,
+    evaluating,
+)
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense
 
@@ -71,12 +79,15 @@ class FunctorchEngine(PerSampleEngine):
     ) -> None:
         super().__init__(model, loss)
         self._chunk_size = chunk_size
+        self._probed = False
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         batch_size_of(inputs)
+        if not self._probed:
+            self._probe(inputs)
         tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         constants = {key: value for key, value in inputs.items() if key not in tensors}
         zeros = {
@@ -104,3 +115,15 @@ class FunctorchEngine(PerSampleEngine):
         with _vmap_safe(self.model):
             gradients, losses = vectorised(zeros, tensors)
         return losses.detach(), {name: Dense(value.detach()) for name, value in gradients.items()}
+
+    def _probe(self, inputs: Inputs) -> None:
+        """Refuses parameters without part in the loss: vmap would call their gradient zero."""
+        sample = {k: v[:1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        with evaluating(self.model):
+            loss = self.losses(self.model, sample, 1).sum()
+        weights = list(self.trainable.values())
+        found = torch.autograd.grad(loss, weights, allow_unused=True) if loss.requires_grad else ()
+        self.refuse_unused(
+            {n for n, g in zip(self.trainable, found, strict=False) if g is not None}
+        )
+        self._probed = True

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -72,6 +73,8 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
         UnsupportedModelError: if the layer type couples the samples of a batch.
     """
     refuse_coupling(layer)
+    if not {name for name, _ in layer.named_parameters(recurse=False)} <= {"weight", "bias"}:
+        return None  # somebody gave the layer a parameter that its rule does not know
     rule = RULES.get(type(layer))
     if rule is None and type(layer).forward is nn.Linear.forward:
         rule = RULES[nn.Linear]
@@ -181,7 +184,8 @@ class RMSNormRule(LayerNormRule):
     """``y = x / rms(x) * w``, or ``* (1 + w)``, over the last dimension.
 
     Transformers defines one such class per model family. A class is taken for one by its name and
-    then proved to be one: on random input it must equal the formula, else the generic rule is used.
+    then proved to be one: on inputs of two sizes it must equal the formula, else the generic rule
+    is used.
     """
 
     def applies(self, layer: nn.Module) -> bool:
@@ -191,14 +195,17 @@ class RMSNormRule(LayerNormRule):
             return False
         if "variance_epsilon" not in vars(layer) and "eps" not in vars(layer):
             return False
-        probe = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
-        probe = probe.reshape(2, -1).to(layer.weight.dtype)
+        eps = vars(layer).get("variance_epsilon", vars(layer).get("eps")) or 1e-6
+        line = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
+        rows = line.reshape(2, -1)
+        probe = torch.cat([rows, eps**0.5 * rows]).to(layer.weight.dtype)  # eps matters in two rows
+        weight = rows[1].to(layer.weight.dtype) + 0.5  # its own may be all zeros
         with torch.no_grad():
             try:
-                output = layer(probe)
+                output = functional_call(layer, {"weight": weight}, (probe,))
             except TypeError:  # it needs more than the input, a gate for example
                 return False
-            factor, weight = self.normalised(layer, probe), layer.weight.float()
+            factor, weight = self.normalised(layer, probe), weight.float()
         tolerance = {"rtol": 2 * torch.finfo(probe.dtype).eps ** 0.75, "atol": 1e-6}
         return isinstance(output, Tensor) and any(
             torch.allclose(output.float(), factor * scale, **tolerance)
@@ -208,8 +215,8 @@ class RMSNormRule(LayerNormRule):
     def normalised(self, layer: nn.Module, layer_input: Tensor) -> Tensor:
         """Returns ``x / rms(x)``, of the input's shape, float32."""
         eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
-        if eps is None:  # torch's RMSNorm: the machine epsilon of the input
-            eps = torch.finfo(layer_input.dtype).eps
+        if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
+            eps = torch.finfo(torch.promote_types(layer_input.dtype, torch.float32)).eps
         x = layer_input.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 

@@ -23,13 +23,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call, vmap
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import LayerRule, rule_for
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_size_of, engine
+from dp_grape_hf.per_sample import (
+    Gradients,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+    engine,
+    evaluating,
+)
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, Single, SparseRows, add
 
@@ -74,7 +82,9 @@ class _Capture(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
         ctx.save_for_backward(saved)
         ctx.record = record
-        return output.detach()  # an alias that is no autograd view, so in-place operations may follow
+        return (
+            output.detach()
+        )  # an alias that is no autograd view, so in-place operations may follow
 
     @staticmethod
     @once_differentiable
@@ -108,21 +118,34 @@ class LayerwiseEngine(PerSampleEngine):
         self._names = {id(p): name for name, p in self.trainable.items()}
         self._sites: list[_Site] = []
         self._find_sites("", model, set())
-        self._probed = False
+        self._probed = 0  # how many different samples the probe has seen, up to 2
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         batch_size = batch_size_of(inputs)
-        if not self._probed:
-            self._probe(inputs)
+        if self._probed < min(batch_size, 2):
+            self._probe(inputs, projectors)
+            self._probed = min(batch_size, 2)
+        losses, found = self._pass(inputs, projectors)
+        for name in self.trainable.keys() - found.keys():  # skipped in this pass, by layer drop say
+            shape = self.coordinate_shape(name, projectors)
+            found[name] = Dense(losses.new_zeros(()).expand(batch_size, *shape))
+        return losses, {name: found[name] for name in self.trainable}
+
+    def _pass(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], only: int | None = None
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) and the gradients of their sum, or of the loss of one sample only."""
+        batch_size = batch_size_of(inputs)
         device = next(iter(self.trainable.values())).device
         run = _Pass(batch_size, projectors, torch.zeros((), device=device, requires_grad=True))
         with self._installed(lambda site, original: partial(self._run, site, original, run)):
             losses = self.losses(self.model, inputs, batch_size)
             leaves = [run.anchor, *run.taps.values()]
-            gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            total = (losses.sum() if only is None else losses[only]) + run.anchor
+            gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         for name, gradient in zip(run.taps, gradients[1:], strict=True):
             if gradient is not None:
                 run.captured[name].append(Dense(gradient))
@@ -163,7 +186,7 @@ class LayerwiseEngine(PerSampleEngine):
 
     # ---- Which tensors carry the batch: two batch sizes are run, shapes are never compared ----
 
-    def _probe(self, inputs: Inputs) -> None:
+    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         calls: dict[str, list[tuple[list[int], list[int]]]] = {}
 
         def observe(site: _Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +204,7 @@ class LayerwiseEngine(PerSampleEngine):
 
         runs = []
         with (
-            _evaluating(self.model),
+            evaluating(self.model),
             self._installed(lambda site, original: partial(observe, site, original)),
         ):
             for size in (2, 3):
@@ -192,10 +215,15 @@ class LayerwiseEngine(PerSampleEngine):
         (calls2, losses2), (calls3, losses3) = runs
         _refuse_coupled(losses2.detach(), losses3.detach())
         for site in self._sites:
-            for two, three in zip(calls2.get(site.path, []), calls3.get(site.path, []), strict=True):
+            for two, three in zip(
+                calls2.get(site.path, []), calls3.get(site.path, []), strict=True
+            ):
                 self._learn(site, two, three)
-        self._refuse_unused()
-        self._probed = True
+        for only in (0, 1):
+            with evaluating(self.model):
+                _, found = self._pass(_first_two(inputs), projectors, only)
+            self.refuse_unused(found)
+            _refuse_shared(found, 1 - only)
 
     def _learn(
         self, site: _Site, two: tuple[list[int], list[int]], three: tuple[list[int], list[int]]
@@ -213,14 +241,6 @@ class LayerwiseEngine(PerSampleEngine):
                 f"{site.label} has an input of leading size {first} that does not follow the batch "
                 "size, so its calls do not tell the samples apart. Freeze it with "
                 'requires_grad_(False), or use engine="functorch".'
-            )
-
-    def _refuse_unused(self) -> None:
-        used = {name for s in self._sites if s.inputs is not None for name in s.parameters.values()}
-        if unused := [name for name in self.trainable if name not in used]:
-            raise UnsupportedModelError(
-                f"These trainable parameters take no part in the loss: {', '.join(unused)}. Noise "
-                "alone would train them. Freeze them with requires_grad_(False)."
             )
 
     def _refuse_uses_outside_modules(self, losses: Tensor) -> None:
@@ -304,13 +324,12 @@ class LayerwiseEngine(PerSampleEngine):
         wrapper = site.module.forward
         try:
             site.module.forward = original
-            outputs = vmap(one, randomness="different")(taps, *samples)
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+                outputs = vmap(one, randomness="different")(taps, *samples)
         finally:
             site.module.forward = wrapper
-        merged = iter(
-            output.flatten(0, 1) if carries else output[0]
-            for output, carries in zip(outputs, site.outputs or [], strict=True)
-        )
+        carries = iter(site.outputs or [])
+        merged = (_merge(site, x, x.dim() > 1 and next(carries)) for x in outputs)
         values = [next(merged) if isinstance(x, Tensor) else x for x in structure[0]]
         return tree_unflatten(values, structure[1])
 
@@ -341,6 +360,30 @@ def _project(gradient: Single, projector: Projector | None, columns_done: bool) 
             return Dense(projector.project(values))
 
 
+def _merge(site: _Site, output: Tensor, carries: bool) -> Tensor:
+    """Returns (B, k, ...) as (B * k, ...), or one sample's share where all samples have the same."""
+    if carries or (output.requires_grad and output.dim() > 1 and output.shape[1] == 1):
+        return output.flatten(0, 1)
+    if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
+        raise UnsupportedModelError(
+            f"{site.label} computes a tensor of shape {tuple(output.shape[1:])} that all samples "
+            "share, so it does not tell their gradients apart. Freeze it with "
+            'requires_grad_(False), or use engine="functorch".'
+        )
+    return output[0]
+
+
+def _refuse_shared(gradients: Gradients, other: int) -> None:
+    """Refuses one sample's loss having a gradient in the coordinates of the other."""
+    # NaN is not above 0: a sample with NaN values says nothing, and clipping leaves it out.
+    if names := [n for n, g in gradients.items() if g.squared_norm()[other] > 0]:
+        raise UnsupportedModelError(
+            "The loss of one sample depends on its batch-mates through "
+            f"{', '.join(names)}: the loss or a layer couples samples, or a layer is given their "
+            "positions in an order that mixes them. Clipping then bounds nothing."
+        )
+
+
 def _refuse_coupled(two: Tensor, three: Tensor) -> None:
     """Refuses a loss that changes when copies of the sample join the batch."""
     values = torch.cat([two, three]).float()
@@ -367,9 +410,18 @@ def _split(tensor: Tensor, batch_size: int) -> Tensor:
 
 def _copies_of_first(inputs: Inputs, size: int) -> dict[str, Any]:
     return {
-        key: value[:1].repeat(size, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value
+        key: value[:1].repeat(size, *[1] * (value.dim() - 1))
+        if isinstance(value, Tensor)
+        else value
         for key, value in inputs.items()
     }
+
+
+def _first_two(inputs: Inputs) -> dict[str, Any]:
+    """Returns a batch of the first two samples, or of the only one twice."""
+    alone = batch_size_of(inputs) == 1
+    two = {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return _copies_of_first(inputs, 2) if alone else two
 
 
 def _leading_sizes(tree: Any) -> list[int]:
@@ -392,16 +444,3 @@ def _detached(module: nn.Module, recurse: bool) -> Iterator[None]:
     finally:
         for parameter in tracked:
             parameter.requires_grad_(True)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and restores mode and random state afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -46,7 +46,9 @@ def classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
         return (logits - labels.view_as(logits)).square().flatten(1).mean(1)
     if problem == "multi_label_classification" or labels.is_floating_point():
         targets = labels.to(logits.dtype)
-        return functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+        return functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(
+            1
+        )
     return functional.cross_entropy(logits, labels.view(-1), reduction="none")
 
 

@@ -9,10 +9,12 @@ An engine's output is sensitive. Nothing here clips or adds noise.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
@@ -65,6 +67,14 @@ class PerSampleEngine(ABC):
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
         return checked(self.loss(model(**inputs), labels), batch_size)
+
+    def refuse_unused(self, used: Container[str]) -> None:
+        """Refuses trainable parameters that are not among those the loss depends on."""
+        if unused := [name for name in self.trainable if name not in used]:
+            raise UnsupportedModelError(
+                f"These trainable parameters take no part in the loss: {', '.join(unused)}. Noise "
+                "alone would train them. Freeze them with requires_grad_(False)."
+            )
 
     def coordinate_shape(self, name: str, projectors: Mapping[str, Projector]) -> tuple[int, ...]:
         """Returns the shape of one sample's gradient of a parameter."""
@@ -127,3 +137,16 @@ def batch_size_of(inputs: Inputs) -> int:
             f"All tensors of a batch must have the samples in dimension 0; got leading sizes {sizes}."
         )
     return next(iter(sizes.values()))
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off, and restores mode and random state afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -143,7 +143,9 @@ def add(uses: Sequence[Single]) -> PerSampleGradient:
     if dense:
         merged.append(Dense(reduce(torch.add, dense)))
     if factored:
-        rows, cols = (torch.cat(f, 1) for f in zip(*((u.rows, u.cols) for u in factored), strict=True))
+        rows, cols = (
+            torch.cat(f, 1) for f in zip(*((u.rows, u.cols) for u in factored), strict=True)
+        )
         merged.append(Factored(rows, cols) if len(factored) > 1 else factored[0])
     if sparse:
         indices, values = (

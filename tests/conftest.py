@@ -1,0 +1,20 @@
+"""What every test starts from: no network, one seed, few threads."""
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Seeds the global generator, and leaves it to the next test as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

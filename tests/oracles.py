@@ -1,0 +1,94 @@
+"""The definition of a per-sample gradient, a loop over samples, and how to compare with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.losses import LossFunction, loss_for
+from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+
+TOLERANCE = 1e-5  # relative, float32
+
+
+def single_sample_gradients(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    projectors: Mapping[str, Projector] | None = None,
+    loss: LossFunction | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns losses (B,) and gradients (B, ...), each sample alone through ordinary autograd.
+
+    An unused parameter has gradient 0.
+    """
+    projectors = projectors or {}
+    loss = loss or loss_for(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    batch_size = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
+    losses, found = [], {name: [] for name in parameters}
+    for i in range(batch_size):
+        sample = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        labels = sample.pop("labels", None)
+        losses.append(loss(model(**sample), labels).squeeze(0))
+        gradients = torch.autograd.grad(losses[-1], list(parameters.values()), allow_unused=True)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            projector = projectors.get(name)
+            found[name].append(projector.project(gradient) if projector else gradient)
+    return torch.stack(losses).detach(), {name: torch.stack(g) for name, g in found.items()}
+
+
+def dense(gradients: Gradients, batch_size: int) -> dict[str, Tensor]:
+    """Returns the gradients (B, ...), read off ``weighted_sum`` with one-hot factors."""
+    one_hot = torch.eye(batch_size)
+    return {
+        name: torch.stack([gradient.weighted_sum(factors) for factors in one_hot])
+        for name, gradient in gradients.items()
+    }
+
+
+def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest relative error of one sample's gradient of one parameter.
+
+    A gradient below 1e-3 of the sample's total counts as that: the gradient of a key's bias is zero
+    in exact arithmetic, and what is left of it is rounding.
+    """
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    totals = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)  # (B,)
+    worst = 0.0
+    for name, gradient in expected.items():
+        assert found[name].shape == gradient.shape, (name, found[name].shape, gradient.shape)
+        errors = (found[name] - gradient).flatten(1).norm(dim=1)
+        scale = gradient.flatten(1).norm(dim=1).maximum(1e-3 * totals).clamp(min=1e-20)
+        worst = max(worst, (errors / scale).max().item())
+    return worst
+
+
+def assert_gradients_equal(
+    gradients: Gradients, expected: Mapping[str, Tensor], tolerance: float = TOLERANCE
+) -> None:
+    """Checks both operations of every gradient: the weighted sum and the squared norm."""
+    batch_size = next(iter(expected.values())).shape[0]
+    error = relative_error(dense(gradients, batch_size), expected)
+    assert error < tolerance, f"relative error {error:.2e}"
+    squared = {name: gradient.squared_norm() for name, gradient in gradients.items()}
+    totals = torch.stack([g.flatten(1).square().sum(1) for g in expected.values()]).sum(0)
+    for name, gradient in expected.items():
+        exact = gradient.flatten(1).square().sum(1)
+        assert squared[name].dtype is torch.float32, name
+        errors = (squared[name] - exact).abs() / exact.maximum(1e-6 * totals).clamp(min=1e-30)
+        assert errors.max() < 2 * max(tolerance, 1e-5), (
+            f"{name}: squared norm off by {errors.max():.2e}"
+        )
+
+
+def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[str, Projector]:
+    """Returns Gaussian projectors of the default targets; none where the rank is None."""
+    if rank is None:
+        return {}
+    names = default_targets(model, MATRIX_LAYERS)
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)

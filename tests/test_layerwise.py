@@ -1,0 +1,721 @@
+"""What only the layerwise engine does: rules per layer, sites, the probe, checkpointing."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import T5Config, T5EncoderModel
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.losses import loss_for
+from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
+from tests.models import CASES, HEADS, HIDDEN, Case, only
+from tests.oracles import (
+    assert_gradients_equal,
+    dense,
+    projectors_for,
+    relative_error,
+    single_sample_gradients,
+)
+
+WIDTH = 6
+
+
+def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    return outputs.flatten(1).sin().mean(1)
+
+
+def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
+    return {"x": torch.randint(0, 7, (batch_size, positions))}
+
+
+def check(
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    projectors: dict[str, Projector] | None = None,
+    loss: Any = mean_output,
+) -> dict[str, Any]:
+    """Compares the engine with the loop, and returns the engine's gradients."""
+    _, gradients = per_sample_gradients(model, inputs, projections=projectors, loss=loss)
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors, loss)[1])
+    return gradients
+
+
+# ---- Gradient checkpointing ----
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
+def test_gradients_are_exact_under_gradient_checkpointing(case: Case, rank: int | None) -> None:
+    model, inputs = case.model(use_cache=False), case.batch(4, case.positions)
+    projectors = projectors_for(model, rank)
+    plain = per_sample_gradients(model, inputs, projections=projectors)[1]
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    forwards = itertools.count()
+    block = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
+    layer = next(m for m in block.modules() if list(m.parameters(recurse=False)))
+    layer.register_forward_pre_hook(lambda *_: [next(forwards), None][1])
+    gradients = per_sample_gradients(model, inputs, projections=projectors)[1]
+    assert next(forwards) == 4 + 2  # the probe's, which evaluates, and one that is repeated
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
+    assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
+
+
+def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient() -> None:
+    model, inputs = only("gpt2").model(use_cache=False), only("gpt2").batch(2)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        per_sample_gradients(model, inputs)
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed block, also in evaluation, with a weight shared by two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        for _ in range(2):
+            hidden = checkpoint(self.block, hidden, use_reentrant=False)
+        return hidden @ self.table(x[:, :1]).transpose(1, 2)
+
+
+def test_a_checkpointed_block_may_run_twice() -> None:
+    check(
+        Checkpointed(), tokens(3), {"block.0.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
+    )
+
+
+# ---- Shapes that lie ----
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.broadcasts], ids=str)
+@pytest.mark.parametrize("batch_size", [1, HEADS, 9])
+def test_a_table_looked_up_once_for_all_samples_has_a_gradient_of_each(
+    case: Case, batch_size: int
+) -> None:
+    model, inputs = case.model(), case.batch(batch_size, 9)
+    gradients = per_sample_gradients(model, inputs)[1]
+    _, expected = single_sample_gradients(model, inputs)
+    for name in case.broadcasts:
+        found, right = dense({name: gradients[name]}, batch_size), {name: expected[name]}
+        assert relative_error(found, right) < 1e-5
+        if batch_size > 1:
+            # Taking the one look-up of all samples for each sample's own has the right shape, too.
+            naive = {name: expected[name].sum(0, keepdim=True).expand_as(expected[name])}
+            assert naive[name].shape == found[name].shape
+            assert relative_error(naive, right) > 0.5
+
+
+class Flattening(nn.Module):
+    """Its middle layers see (B, T) as one dimension, as in OPT's feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x.flatten()).tanh()  # (B * T, WIDTH)
+        hidden = self.down(self.up(self.norm(hidden)).relu())
+        return hidden.view(*x.shape, WIDTH)
+
+
+@pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 1), (5, 5), (WIDTH, 4), (2, 8)])
+def test_inputs_flattened_from_samples_and_positions_are_told_apart(
+    batch_size: int, positions: int
+) -> None:
+    projectors = {
+        "up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
+        "down.weight": Projector(torch.randn(WIDTH, 3), Side.LEFT),
+    }
+    check(Flattening(), tokens(batch_size, positions), projectors)
+
+
+class PositionsFirst(nn.Module):
+    """Flattens as (T * B): the rows of one sample are not next to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x).transpose(0, 1).flatten(0, 1)
+        return self.linear(hidden).view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
+
+
+def test_an_input_flattened_with_positions_first_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*linear\.weight"):
+        per_sample_gradients(PositionsFirst(), tokens(3), loss=mean_output)
+
+
+class RelativePositions(nn.Module):
+    """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scores = nn.Embedding(7, WIDTH), nn.Embedding(9, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        scores = self.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
+        hidden = self.table(x)
+        return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5], ids=["one", "three", "as many as positions"])
+def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_refused(batch_size: int) -> None:
+    inputs = tokens(batch_size, 5)
+    with pytest.raises(UnsupportedModelError, match=r"scores \(Embedding\).*leading size 5"):
+        per_sample_gradients(RelativePositions(), inputs, loss=mean_output)
+    _, gradients = per_sample_gradients(
+        RelativePositions(), inputs, loss=mean_output, engine="functorch"
+    )
+    assert gradients["scores.weight"].squared_norm().shape == (batch_size,)
+
+
+def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*scores"):
+        per_sample_gradients(RelativePositions(), tokens(3, 1), loss=mean_output)
+
+
+@pytest.mark.parametrize("batch_size", [2, 9])
+def test_t5_is_refused_for_its_relative_positions_and_trains_without_them(batch_size: int) -> None:
+    config = T5Config(
+        vocab_size=60, d_model=HIDDEN, d_kv=8, d_ff=HIDDEN, num_layers=2, num_heads=HEADS,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    model = T5EncoderModel(config).train()
+    inputs = {"input_ids": torch.randint(0, 60, (batch_size, 9))}
+
+    def loss(outputs: Any, labels: None) -> Tensor:
+        return mean_output(outputs.last_hidden_state, labels)
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"relative_attention_bias \(Embedding\).*Freeze"
+    ):
+        per_sample_gradients(model, inputs, loss=loss)
+    _, gradients = per_sample_gradients(model, inputs, loss=loss, engine="functorch")
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, None, loss)[1])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("relative" not in name)
+    check(model, inputs, loss=loss)
+
+
+# ---- A weight with several uses ----
+
+
+class Shared(nn.Module):
+    """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
+
+    def __init__(self, projects_table: bool = False) -> None:
+        super().__init__()
+        self.table, self.again = nn.Embedding(7, WIDTH), nn.Embedding(7, WIDTH, padding_idx=0)
+        self.again.weight = self.table.weight
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.small = nn.Linear(WIDTH, 7, bias=False)
+        self.small.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x) + self.again(x[:, :1])
+        hidden = self.twice(self.twice(hidden).tanh()).tanh()
+        return torch.cat([self.head(hidden[:, :2]), self.small(hidden)], 1)
+
+
+@pytest.mark.parametrize("positions", [2, 5, 40])
+def test_uses_of_one_weight_in_different_forms_add_up(positions: int) -> None:
+    gradients = check(Shared(), tokens(4, positions))
+    forms = {type(part) for part in gradients["table.weight"].parts}
+    assert isinstance(gradients["table.weight"], GradientSum)
+    assert forms == {2: {SparseRows, Factored}, 5: {SparseRows, Dense, Factored}}.get(
+        positions, {SparseRows, Dense, Factored}
+    )
+
+
+@pytest.mark.parametrize("side", Side)
+def test_uses_of_one_weight_add_up_when_it_is_projected(side: Side) -> None:
+    rows = 7 if side is Side.LEFT else WIDTH
+    projectors = {
+        "table.weight": Projector(torch.randn(rows, 3), side),
+        "twice.weight": Projector(torch.randn(WIDTH, 2), side),
+    }
+    check(Shared(), tokens(4), projectors)
+
+
+def test_a_tied_head_is_kept_as_factors_and_looked_up_rows() -> None:
+    model, inputs = only("opt").model(vocab_size=600), only("opt").batch(4)
+    gradients = check(model, inputs, loss=loss_for(model))
+    tied = gradients["model.decoder.embed_tokens.weight"]
+    assert [type(part) for part in tied.parts] == [Factored, SparseRows]
+
+
+# ---- Modules without a rule ----
+
+
+class Gate(nn.Module):
+    """Owns parameters itself and a child; takes keywords and constants; returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.matrix = (
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Parameter(torch.randn(3, WIDTH)),
+        )
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, hidden: Tensor, power: int, *, table: Tensor, name: str = "none", half: Any = None
+    ) -> tuple[Tensor, str, dict[str, Tensor]]:
+        gate = (hidden * self.scale + table).sigmoid() ** power
+        mixed = self.child(hidden) * gate
+        return mixed, name, {"logits": mixed @ self.matrix.T, "table": table}
+
+
+class Gated(nn.Module):
+    """Hands its gate a tensor for each sample and a constant one, as long as the batch may be."""
+
+    def __init__(self, flattened: bool = False) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Embedding(7, WIDTH), Gate()
+        self.flattened = flattened
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, constant = self.table(x), torch.linspace(0, 1, 5 * WIDTH).view(5, WIDTH)
+        if self.flattened:
+            hidden, constant = hidden.flatten(0, 1), constant[0]
+        mixed, name, more = self.gate(hidden, 2, table=constant, name="gate")
+        assert name == "gate"
+        return torch.cat([mixed, more["logits"]], -1).reshape(x.shape[0], -1) * more["table"].mean()
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_module_with_parameters_of_its_own_runs_under_vmap(
+    batch_size: int, flattened: bool, projected: bool
+) -> None:
+    projectors = {
+        "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
+        "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
+    }
+    check(Gated(flattened), tokens(batch_size), projectors if projected else None)
+
+
+class Positions(nn.Module):
+    """A table without a layer: one row for each position, the same for all samples."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.rows, self.leading = nn.Parameter(torch.randn(9, WIDTH)), leading
+
+    def forward(self, count: int) -> Tensor:
+        rows = self.rows[:count]
+        return rows[None] if self.leading else rows
+
+
+class Placed(nn.Module):
+    """Adds positions to looked-up tokens."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(7, WIDTH), Positions(leading)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table(x) + self.positions(x.shape[1]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_what_a_module_without_rule_computes_once_for_all_samples_is_computed_for_each(
+    batch_size: int,
+) -> None:
+    check(Placed(leading=True), tokens(batch_size, 5))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_what_has_no_place_for_the_batch_is_refused(batch_size: int) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"positions \(Positions\).*\(5, 6\).*functorch"
+    ):
+        per_sample_gradients(Placed(leading=False), tokens(batch_size, 5), loss=mean_output)
+
+
+class Routed(nn.Module):
+    """A mixture of experts: how many positions an expert is given depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, outputs = self.table(x), torch.zeros(*x.shape, WIDTH)
+        for i, expert in enumerate(self.experts):
+            outputs = outputs.index_put(
+                ((x % 2 == i).nonzero(as_tuple=True)), expert(hidden[x % 2 == i])
+            )
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [((3, 2, 0), r"experts\.0 \(Linear\).*leading size"), ((3, 1, 2), r"batch-mates.*experts")],
+    ids=["indivisible", "divisible"],
+)
+def test_a_layer_given_a_different_number_of_positions_of_each_sample_is_refused(
+    odd: tuple[int, ...], message: str
+) -> None:
+    x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
+    with pytest.raises(UnsupportedModelError, match=message):
+        per_sample_gradients(Routed(), {"x": x}, loss=mean_output)
+    engine = LayerwiseEngine(Routed(), mean_output)
+    engine({"x": x[:1]}, {})  # one sample alone is exact, and proves nothing about more
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine({"x": x}, {})
+
+
+class Skipping(Flattening):
+    """Layer drop: leaves a layer out of some passes."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) if self.skips and self.training else super().forward(x)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_left_out_of_one_pass_has_gradient_zero_in_it(first: bool) -> None:
+    model = Skipping()
+    projectors = {"up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
+    engine = LayerwiseEngine(model, mean_output)
+    if not first:
+        engine(tokens(3), projectors)
+    model.skips = True
+    _, gradients = engine(tokens(3), projectors)
+    assert list(gradients) == [name for name, _ in model.named_parameters()]
+    assert (gradients["table.weight"].squared_norm() > 0).all()
+    for name in ("up.weight", "up.bias", "norm.weight", "down.weight"):
+        assert torch.equal(gradients[name].squared_norm(), torch.zeros(3))
+    assert gradients["up.weight"].weighted_sum(torch.ones(3)).shape == (8, 2)
+    assert gradients["down.weight"].weighted_sum(torch.ones(3)).shape == (WIDTH, 8)
+
+
+def test_vits_embeddings_are_one_module_and_all_their_parameters_have_gradients() -> None:
+    model, inputs = only("vit").model(), only("vit").batch(3)
+    engine = LayerwiseEngine(model)
+    generic = [site for site in engine._sites if site.rule is None]
+    assert [site.path for site in generic] == ["vit.embeddings"]
+    assert set(generic[0].parameters) == {
+        "cls_token", "position_embeddings",
+        "patch_embeddings.projection.weight", "patch_embeddings.projection.bias",
+    }  # fmt: skip
+    name = "vit.embeddings.patch_embeddings.projection.weight"
+    _, gradients = engine(inputs, {})
+    assert gradients[name].weighted_sum(torch.ones(3)).shape == model.get_parameter(name).shape
+
+
+class Attention(nn.Module):
+    """torch's own attention, which owns raw matrices and uses its child's weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        return self.attention(hidden, hidden, hidden, need_weights=False)[0]
+
+
+def test_torchs_multi_head_attention_is_exact() -> None:
+    check(
+        Attention(),
+        tokens(4),
+        {"attention.in_proj_weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)},
+    )
+
+
+# ---- Refusals ----
+
+
+class Unused(nn.Module):
+    """Owns a layer that it never calls, or whose result it drops, or an unused parameter."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.table = what, nn.Embedding(7, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        if what == "a parameter":
+            self.extra.extra = nn.Parameter(torch.zeros(3))  # then the generic rule takes the layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        if self.what == "a dropped result":
+            self.extra(hidden)
+        return self.extra(hidden) if self.what == "a parameter" else hidden
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("a layer", "extra.weight, extra.bias"),
+        ("a dropped result", "extra.weight, extra.bias"),
+        ("a parameter", "extra.extra"),
+    ],
+)
+def test_a_trainable_parameter_that_takes_no_part_in_the_loss_is_refused(
+    what: str, names: str, engine: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
+        per_sample_gradients(Unused(what), tokens(3), loss=mean_output, engine=engine)
+    model = Unused(what)
+    for name in names.split(", "):
+        model.get_parameter(name).requires_grad_(False)
+    check(model, tokens(3))
+
+
+def test_an_unused_parameter_of_a_real_model_is_refused() -> None:
+    case = only("roberta-masked-lm")
+    model = case.model(tie_word_embeddings=False)  # the decoder then has a bias of its own
+    with pytest.raises(UnsupportedModelError, match=r"no part in the loss: lm_head\.bias\."):
+        per_sample_gradients(model, case.batch(3))
+    model.lm_head.bias.requires_grad_(False)
+    check(model, case.batch(3), loss=loss_for(model))
+
+
+class Outside(nn.Module):
+    """Uses the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table(x)) @ self.linear.weight
+
+
+def test_a_weight_used_outside_its_module_is_refused_and_functorch_handles_it() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"uses linear\.weight outside.*functorch"):
+        per_sample_gradients(Outside(), tokens(3), loss=mean_output)
+    model, inputs = Outside(), tokens(3)
+    _, gradients = per_sample_gradients(model, inputs, loss=mean_output, engine="functorch")
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, None, mean_output)[1])
+
+
+def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
+    """What ``num_items_in_batch`` does: each sample's sum, divided by a count over the batch."""
+    return outputs.flatten(1).sum(1) / outputs.numel()
+
+
+def centred(outputs: Any, labels: Tensor | None) -> Tensor:
+    """Zero for copies of one sample, however many."""
+    return (outputs - outputs.mean(0)).flatten(1).square().sum(1)
+
+
+def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
+    """The same for copies of one sample, however many."""
+    return outputs.flatten(1).square().sum(1) + outputs.roll(1, 0).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("loss", [token_mean, centred, neighbours])
+def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
+    with pytest.raises(PrivacyError, match=r"couples samples"):
+        per_sample_gradients(Flattening(), tokens(4), loss=loss)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
+    place: int, value: float
+) -> None:
+    model, inputs = only("vit").model(), only("vit").batch(3)
+    others = torch.tensor([i for i in range(3) if i != place])
+    expected = single_sample_gradients(model, inputs)[1]
+    inputs["pixel_values"][place, 0, 0, 0] = value
+    losses, gradients = per_sample_gradients(model, inputs)
+    assert not losses[place].isfinite()
+    assert_gradients_equal(
+        {name: gradient.select(others) for name, gradient in gradients.items()},
+        {name: gradient[others] for name, gradient in expected.items()},
+    )
+
+
+class Mixing(nn.Module):
+    """Batch normalisation by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        return self.linear(hidden - hidden.mean(0))
+
+
+def test_a_model_that_couples_samples_is_refused() -> None:
+    with pytest.raises(PrivacyError, match=r"through table\.weight: .* couples samples"):
+        per_sample_gradients(Mixing(), tokens(4), loss=mean_output)
+
+
+class Reused(nn.Module):
+    """Calls one layer on a row for each sample, then on one row for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) + self.table(torch.arange(x.shape[1])[None])
+
+
+def test_a_layer_called_with_and_without_the_batch_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"table \(Embedding\).*functorch"):
+        per_sample_gradients(Reused(), tokens(3), loss=mean_output)
+
+
+class Fickle(nn.Module):
+    """Hands its layer one row for each sample in short texts, one for each pair in longer ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        return hidden + self.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
+
+
+def test_a_layer_that_stops_carrying_the_batch_is_refused() -> None:
+    engine = LayerwiseEngine(Fickle(), mean_output)
+    engine(tokens(3, 4), {})
+    with pytest.raises(
+        UnsupportedModelError, match=r"linear \(Linear\).*leading size 1.*batch of 3"
+    ):
+        engine(tokens(3, 5), {})
+
+
+# ---- Nothing is left behind ----
+
+
+class Failing(Flattening):
+    """Fails in the forward pass when told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        if self.fails:
+            raise RuntimeError("out of memory, say")
+        return hidden
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(probed: bool) -> None:
+    model = Failing()
+    model.up.forward = custom = model.up.forward  # somebody else's wrapper
+    model.norm.eval()
+    engine = LayerwiseEngine(model, mean_output)
+    if probed:
+        engine(tokens(3), {})
+    model.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine(tokens(3), {})
+    model.fails = False
+    assert vars(model.up)["forward"] is custom
+    assert not any("forward" in vars(m) for m in model.modules() if m is not model.up)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert [n for n, m in model.named_modules() if not m.training] == ["norm"]
+    engine(tokens(3), {})
+
+
+# ---- Dropout and mixed precision ----
+
+
+def test_dropout_is_drawn_for_each_sample() -> None:
+    case = only("roberta-classifier")
+    model = case.model(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in case.batch(2).items()}
+    engine = LayerwiseEngine(model)
+    losses, gradients = engine(inputs, projectors_for(model, 8))
+    assert losses.unique().numel() == 3  # copies of one sample, under different masks
+    for name, gradient in gradients.items():
+        assert gradient.squared_norm().isfinite().all(), name
+    assert not torch.equal(engine(inputs, {})[0], losses)
+    model.eval()
+    assert torch.allclose(*engine(inputs, {})[0][:2])
+
+
+def test_dropout_inside_a_module_without_a_rule_is_drawn_for_each_sample() -> None:
+    model = only("vit").model(hidden_dropout_prob=0.3)
+    inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in only("vit").batch(1).items()}
+    _, gradients = per_sample_gradients(model, inputs)
+    assert gradients["vit.embeddings.cls_token"].squared_norm().unique().numel() == 3
+
+
+def test_dropout_masks_are_the_same_in_the_forward_and_the_backward_pass() -> None:
+    """A random gradient, but the gradient of the loss that is returned: checked by a small step."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 20), nn.Dropout(0.5), nn.Tanh(), nn.Linear(20, 1)
+    ).double()
+    inputs = {"input": torch.randn(4, WIDTH, dtype=torch.float64)}
+    engine = LayerwiseEngine(model, lambda outputs, labels: outputs.squeeze(1))
+    engine(inputs, {})
+
+    def seeded() -> tuple[Tensor, dict[str, Any]]:
+        torch.manual_seed(3)
+        return engine(inputs, {})
+
+    losses, gradients = seeded()
+    direction = torch.randn(20, WIDTH).double()
+    with torch.no_grad():
+        model[0].weight.add_(direction, alpha=1e-6)
+    slopes = (seeded()[0] - losses) / 1e-6
+    found = dense({"w": gradients["0.weight"]}, 4)["w"].double()
+    torch.testing.assert_close((found * direction).sum((1, 2)), slopes, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["roberta-classifier", "gpt2", "llama", "vit"])
+def test_bfloat16_autocast_changes_gradients_by_a_few_percent_only(name: str) -> None:
+    model, inputs = only(name).model(), only(name).batch(4, only(name).positions)
+    projectors = projectors_for(model, 8)
+    _, exact = per_sample_gradients(model, inputs, projections=projectors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, gradients = per_sample_gradients(model, inputs, projections=projectors)
+    exact, gradients = dense(exact, 4), dense(gradients, 4)
+    assert all(g.dtype is torch.float32 for g in gradients.values())
+    both = (torch.cat([g.flatten(1) for g in each.values()], 1) for each in (gradients, exact))
+    found, expected = both
+    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.05
+
+
+# ---- Another library's answer ----
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("name", ["llama", "roberta-classifier"])
+def test_projected_gradients_equal_those_of_opacus_projected_afterwards(name: str) -> None:
+    model, inputs = only(name).model(), only(name).batch(9)  # B equal to T
+    projectors = projectors_for(model, 8)
+    _, gradients = per_sample_gradients(model, inputs, projections=projectors)
+    # "sum" because the losses are added up; not strict because of buffers in the model.
+    wrapped = GradSampleModule(model, loss_reduction="sum", strict=False)
+    labels = inputs.pop("labels")
+    loss_for(model)(wrapped(**inputs), labels).sum().backward()
+    expected = {
+        name: projectors[name].project(p.grad_sample) if name in projectors else p.grad_sample
+        for name, p in model.named_parameters()
+    }
+    assert_gradients_equal(gradients, expected)

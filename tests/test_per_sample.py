@@ -1,0 +1,313 @@
+"""Both engines against the definition: each sample alone, through ordinary autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.losses import HEADS
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.projection import Projector, Side
+from tests.models import CASES, HIDDEN, PAD, Batch, Case, only, texts
+from tests.oracles import (
+    TOLERANCE,
+    assert_gradients_equal,
+    dense,
+    projectors_for,
+    relative_error,
+    single_sample_gradients,
+)
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+class Toy(nn.Module):
+    """A linear model with room for one more layer; the loss is the mean output per sample."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.block = nn.Sequential(nn.Tanh(), layer or nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.linear(x))
+
+
+def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    return outputs.flatten(1).mean(1)
+
+
+def check(
+    model: nn.Module, inputs: Batch, engine: str, rank: int | None = 8, **loss: Any
+) -> dict[str, Tensor]:
+    """Compares an engine with the loop, and returns the loop's gradients."""
+    projectors = projectors_for(model, rank)
+    losses, gradients = per_sample_gradients(
+        model, inputs, projections=projectors, engine=engine, **loss
+    )
+    expected_losses, expected = single_sample_gradients(model, inputs, projectors, **loss)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+    assert_gradients_equal(gradients, expected)
+    return expected
+
+
+# ---- Equality with the definition ----
+
+
+@each_engine
+@each_case
+@pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
+def test_gradients_equal_those_of_single_samples(case: Case, engine: str, rank: int | None) -> None:
+    model = case.model()
+    expected = check(model, case.batch(6, case.positions), engine, rank)
+    sizes = {size for gradient in expected.values() for size in gradient.shape[1:]}
+    assert (8 in sizes) == (rank == 8)
+
+
+@each_engine
+@each_case
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_gradients_are_exact_where_the_batch_size_equals_another_dimension(
+    case: Case, engine: str, padding: str
+) -> None:
+    model = case.model()
+    sizes = {1, case.heads, case.positions} if engine == "layerwise" else {case.positions}
+    for batch_size in sizes:
+        check(model, case.batch(batch_size, case.positions, padding=padding), engine)
+
+
+@each_case
+def test_no_weight_is_projected_when_the_rank_reaches_its_smaller_side(case: Case) -> None:
+    model = case.model()
+    assert all(min(p.matrix.shape) < HIDDEN for p in projectors_for(model, HIDDEN - 1).values())
+    assert projectors_for(model, HIDDEN - 1)
+    assert projectors_for(model, HIDDEN) == {}
+
+
+@each_case
+def test_one_engine_serves_batches_of_any_size_and_length_and_any_projection(case: Case) -> None:
+    model = case.model()
+    engine = make_engine("layerwise", model)
+    for batch_size, positions, rank in [(3, 7, 8), (5, 5, None), (1, 9, 4), (7, 6, 8)]:
+        inputs = case.batch(batch_size, positions, seed=batch_size)
+        projectors = projectors_for(model, rank, seed=batch_size)
+        _, gradients = engine(inputs, projectors)
+        assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
+
+
+@each_engine
+@pytest.mark.parametrize("name", ["bert-classifier", "gpt2", "llama", "opt"])
+def test_gradients_are_exact_with_eager_attention(name: str, engine: str) -> None:
+    model = only(name).model(attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    check(model, only(name).batch(4), engine)
+    assert model.config._attn_implementation == "eager"
+
+
+@each_engine
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_gradients_are_exact_without_tied_weights(name: str, engine: str) -> None:
+    model = only(name).model(tie_word_embeddings=False)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    check(model, only(name).batch(4), engine)
+
+
+@each_engine
+def test_frozen_parameters_have_no_gradient_and_do_not_change_the_others(engine: str) -> None:
+    model = only("roberta-classifier").model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1" in name or "classifier.out_proj.bias" in name)
+    expected = check(model, only("roberta-classifier").batch(4), engine)
+    assert expected.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+@each_engine
+def test_any_matrix_may_be_projected_even_a_tied_embedding_table(engine: str) -> None:
+    model, inputs = only("gpt2").model(), only("gpt2").batch(4)
+    projectors = {
+        "transformer.wte.weight": Projector(torch.randn(HIDDEN, 5), Side.RIGHT),
+        "transformer.wpe.weight": Projector(torch.randn(HIDDEN, 3), Side.RIGHT),
+        "transformer.h.0.attn.c_attn.weight": Projector(torch.randn(HIDDEN, 2), Side.LEFT),
+        "transformer.h.1.mlp.c_proj.weight": Projector(torch.randn(HIDDEN, 2), Side.RIGHT),
+    }
+    _, gradients = per_sample_gradients(model, inputs, projections=projectors, engine=engine)
+    _, expected = single_sample_gradients(model, inputs, projectors)
+    assert_gradients_equal(gradients, expected)
+
+
+def test_the_oracle_tells_a_wrong_gradient_of_the_right_shape_from_the_right_one() -> None:
+    model, inputs = only("gpt2").model(), only("gpt2").batch(4)
+    _, expected = single_sample_gradients(model, inputs)
+    assert relative_error(expected, expected) == 0
+    name = "transformer.wpe.weight"
+    swapped = {**expected, name: expected[name].flip(0)}
+    assert relative_error(swapped, expected) > 0.1
+
+
+# ---- A gradient belongs to one sample ----
+
+
+def changed_batch_mates(case: Case) -> dict[str, tuple[Batch, int]]:
+    """Batches that contain the first sample of ``case.batch(4)``, and its place in each."""
+    batch, other = case.batch(4, case.positions), case.batch(9, case.positions, seed=1)
+    order = torch.tensor([2, 3, 1, 0])
+    batches = {
+        "values": ({k: torch.cat([v[:1], other[k][1:4]]) for k, v in batch.items()}, 0),
+        "number": ({k: torch.cat([other[k], v[:1]]) for k, v in batch.items()}, 9),
+        "none": ({k: v[:1] for k, v in batch.items()}, 0),
+        "order": ({k: v[order] for k, v in batch.items()}, 3),
+        "copies": ({k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in batch.items()}, 1),
+    }
+    if "input_ids" in batch:  # a longer batch-mate pads this sample further
+        fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
+        batches["padding"] = (
+            {
+                k: v if v.dim() == 1 else nn.functional.pad(v, (0, 5), value=fill[k])
+                for k, v in batch.items()
+            },
+            0,
+        )
+    return batches
+
+
+@each_engine
+@each_case
+def test_an_examples_gradient_does_not_change_when_its_batch_mates_change(
+    case: Case, engine: str
+) -> None:
+    model = case.model()
+    projectors = projectors_for(model, 8)
+
+    def gradient(inputs: Batch, place: int) -> dict[str, Tensor]:
+        _, found = per_sample_gradients(model, inputs, projections=projectors, engine=engine)
+        one = {name: g.select(torch.tensor([place])) for name, g in found.items()}
+        return dense(one, 1)
+
+    expected = gradient(case.batch(4, case.positions), 0)
+    for change, (inputs, place) in changed_batch_mates(case).items():
+        error = relative_error(gradient(inputs, place), expected)
+        assert error < TOLERANCE, f"{change}: {error:.2e}"
+
+
+@each_engine
+def test_a_sample_without_targets_has_loss_and_gradient_zero(engine: str) -> None:
+    model, inputs = only("llama").model(), only("llama").batch(3)
+    inputs["labels"][1] = -100
+    losses, gradients = per_sample_gradients(model, inputs, engine=engine)
+    squared = torch.stack([gradient.squared_norm() for gradient in gradients.values()]).sum(0)
+    assert losses[1] == 0
+    assert squared[1] == 0
+    assert (squared[[0, 2]] > 0).all()
+
+
+# ---- Nothing is left behind ----
+
+
+@each_engine
+@each_case
+def test_the_model_and_the_random_state_are_as_before(case: Case, engine: str) -> None:
+    model = case.model()
+    model.get_submodule(next(n for n, _ in model.named_modules() if n.count(".") == 1)).eval()
+    next(model.parameters()).requires_grad_(False)
+
+    def state() -> dict[str, Any]:
+        return {
+            "attributes": {n: sorted(vars(m)) for n, m in model.named_modules()},
+            "training": {n: m.training for n, m in model.named_modules()},
+            "trainable": {n: p.requires_grad for n, p in model.named_parameters()},
+            "gradients": [n for n, p in model.named_parameters() if p.grad is not None],
+            "attention": model.config._attn_implementation,
+        }
+
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before, random = state(), torch.get_rng_state()
+    per_sample_gradients(model, case.batch(2), projections=projectors_for(model, 8), engine=engine)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert state() == before
+    assert before["gradients"] == []
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+@each_engine
+def test_the_result_holds_no_graph(engine: str) -> None:
+    losses, gradients = per_sample_gradients(
+        only("opt").model(), only("opt").batch(3), engine=engine
+    )
+    assert not losses.requires_grad
+    for name, gradient in gradients.items():
+        assert not gradient.squared_norm().requires_grad, name
+        assert not gradient.weighted_sum(torch.ones(3)).requires_grad, name
+
+
+# ---- Refusals of both engines ----
+
+
+@each_engine
+def test_batch_norm_is_refused_by_its_path(engine: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"block\.1: BatchNorm1d mixes samples.*LayerNorm"
+    ):
+        make_engine(engine, Toy(nn.BatchNorm1d(4)), mean_output)
+
+
+@each_engine
+@pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_embedding_that_depends_on_the_whole_batch_is_refused(
+    engine: str, setting: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"block\.1: Embedding.*{next(iter(setting))}"):
+        make_engine(engine, Toy(nn.Embedding(5, 4, **setting)), mean_output)
+
+
+@each_engine
+def test_a_model_with_nothing_to_train_is_refused(engine: str) -> None:
+    with pytest.raises(PrivacyError, match="requires_grad=True"):
+        make_engine(engine, Toy().requires_grad_(False), mean_output)
+
+
+@each_engine
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, labels: outputs.mean(),
+        lambda outputs, labels: outputs.mean(1, keepdim=True),
+        lambda outputs, labels: 0.5,
+        lambda outputs, labels: outputs.flatten(),
+    ],
+    ids=["batch mean", "column", "number", "too many"],
+)
+def test_a_loss_that_is_not_one_number_per_sample_is_refused(engine: str, loss: Any) -> None:
+    with pytest.raises(PrivacyError, match=r"The loss has shape .*one loss per sample"):
+        per_sample_gradients(Toy(), {"x": torch.randn(3, 6)}, engine=engine, loss=loss)
+
+
+@each_engine
+def test_an_unknown_head_is_refused_with_the_known_ones(engine: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        make_engine(engine, Toy())
+    assert "The loss of Toy is not known" in str(error.value)
+    assert all(suffix in str(error.value) for suffix in HEADS)
+
+
+@each_engine
+def test_missing_labels_are_refused(engine: str) -> None:
+    inputs = texts(2, target="class")
+    del inputs["labels"]
+    with pytest.raises(PrivacyError, match="no 'labels', which RobertaForSequenceClassification"):
+        per_sample_gradients(only("roberta-classifier").model(), inputs, engine=engine)
+
+
+@each_engine
+def test_inputs_that_disagree_on_the_batch_size_are_refused(engine: str) -> None:
+    inputs = texts(4, target="class")
+    inputs["attention_mask"] = inputs["attention_mask"][:1]
+    with pytest.raises(PrivacyError, match=r"'input_ids': 4, 'attention_mask': 1"):
+        per_sample_gradients(only("roberta-classifier").model(), inputs, engine=engine)
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PrivacyError, match=r"engine='hooks' is not known; .*functorch, layerwise"):
+        per_sample_gradients(Toy(), {"x": torch.randn(3, 6)}, engine="hooks", loss=mean_output)

@@ -1,0 +1,248 @@
+"""Projections: unbiased, replayable, on the smaller side, redrawn on time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForSequenceClassification
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.projection import (
+    BLOCK_ROWS,
+    PROJECTIONS,
+    Projection,
+    ProjectionSchedule,
+    Projector,
+    Side,
+    default_targets,
+    projected_side,
+    projection,
+)
+from dp_grape_hf.randomness import projection_generator
+from tests.models import CASES, Case, build, only
+
+FAMILIES = {name: family for name, family in PROJECTIONS.items() if family is not None}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+SHAPES = {"wide": (8, 32), "tall": (32, 8), "square": (8, 8), "small": (3, 40), "bias": (40,)}
+
+
+def schedule(**changes: Any) -> ProjectionSchedule:
+    settings = {"rank": 3, "update_steps": 4, "seed": 5, **changes}
+    return ProjectionSchedule(settings.pop("shapes", SHAPES), **settings)
+
+
+# ---- The distribution ----
+
+
+@each_family
+def test_lifting_is_unbiased(family: str) -> None:
+    """The mean of ``P P^T`` is the identity up to 5 standard errors in each of 36 entries.
+
+    An entry's standard deviation is at most sqrt(2 / r) (Gaussian, on the diagonal). By the normal
+    approximation a right family fails with probability below 36 * 5.8e-7 = 2.1e-5. The seed is
+    fixed.
+    """
+    rows, rank, draws = 6, 2, 20_000
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(rows, rows)
+    for _ in range(draws):
+        p = FAMILIES[family]().draw(rows, rank, generator)
+        assert p.dtype is torch.float32
+        total += p @ p.T
+    tolerance = 5 * (2 / rank) ** 0.5 / draws**0.5
+    torch.testing.assert_close(total / draws, torch.eye(rows), atol=tolerance, rtol=0)
+
+
+@each_family
+def test_a_draw_spends_the_generator_it_is_given_and_no_other(family: str) -> None:
+    before = torch.get_rng_state()
+    draws = [FAMILIES[family]().draw(5, 2, torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*draws)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- The schedule ----
+
+
+@each_family
+def test_projectors_are_determined_by_seed_refresh_and_name(family: str) -> None:
+    first = schedule(family=family).at(0)
+    assert all(
+        torch.equal(p.matrix, schedule(family=family).at(0)[n].matrix) for n, p in first.items()
+    )
+    reordered = schedule(family=family, shapes=dict(reversed(SHAPES.items()))).at(0)
+    assert all(torch.equal(p.matrix, reordered[name].matrix) for name, p in first.items())
+    different = [
+        first["wide"].matrix,
+        first["square"].matrix,
+        schedule(family=family, seed=6).at(0)["wide"].matrix,
+        schedule(family=family).at(4)["wide"].matrix,
+        schedule(family=family).at(8)["wide"].matrix,
+    ]
+    assert all(not torch.equal(a, b) for i, a in enumerate(different) for b in different[i + 1 :])
+
+
+@pytest.mark.parametrize("update_steps", [1, 4, 100])
+def test_projections_are_redrawn_exactly_at_multiples_of_the_update_steps(
+    update_steps: int,
+) -> None:
+    projections = schedule(update_steps=update_steps)
+    matrices = [projections.at(step)["wide"].matrix for step in range(2 * update_steps + 1)]
+    redrawn = [
+        step
+        for step in range(1, len(matrices))
+        if not torch.equal(matrices[step], matrices[step - 1])
+    ]
+    assert redrawn == [update_steps, 2 * update_steps]
+
+
+def test_a_step_may_be_asked_for_out_of_order_as_after_resuming() -> None:
+    forward, resumed = schedule(), schedule()
+    expected = {step: forward.at(step)["tall"].matrix for step in (0, 5, 9)}
+    for step in (9, 0, 5, 9):
+        assert torch.equal(resumed.at(step)["tall"].matrix, expected[step])
+
+
+def test_the_smaller_side_is_projected_and_of_a_square_the_right_one() -> None:
+    projectors = schedule().at(0)
+    assert {name: (p.side, tuple(p.matrix.shape)) for name, p in projectors.items()} == {
+        "wide": (Side.LEFT, (8, 3)),
+        "tall": (Side.RIGHT, (8, 3)),
+        "square": (Side.RIGHT, (8, 3)),
+    }
+
+
+@pytest.mark.parametrize("rank", [1, 7, 8, 9])
+def test_only_matrices_with_both_sides_above_the_rank_are_projected(rank: int) -> None:
+    assert (projected_side((8, 9), rank) is None) == (rank >= 8)
+    assert (projected_side((9, 8), rank) is None) == (rank >= 8)
+    assert projected_side((100,), rank) is None
+    assert projected_side((100, 100, 3, 3), rank) is None
+
+
+def test_identity_projects_nothing() -> None:
+    assert schedule(family="identity").at(0) == {}
+
+
+@each_family
+def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
+    tall, taller = 2 * BLOCK_ROWS + 7, 3 * BLOCK_ROWS
+    matrices = [
+        schedule(family=family, shapes={"w": (rows, rows)}).at(0)["w"].matrix
+        for rows in (tall, taller)
+    ]
+    assert [len(m) for m in matrices] == [tall, taller]
+    complete = 2 * BLOCK_ROWS
+    assert torch.equal(matrices[0][:complete], matrices[1][:complete])
+    second = FAMILIES[family]().draw(BLOCK_ROWS, 3, projection_generator(5, 0, "w", 1))
+    assert torch.equal(matrices[1][BLOCK_ROWS : 2 * BLOCK_ROWS], second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "projection_rank=0 must be at least 1"),
+        ({"rank": -2}, "projection_rank=-2 must be at least 1"),
+        ({"update_steps": 0}, "projection_update_steps=0 must be at least 1"),
+        ({"family": "fourier"}, "projection='fourier' is not known; choose one of: .*gaussian"),
+    ],
+)
+def test_a_bad_argument_is_refused_with_its_name_and_value(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        schedule(**change)
+
+
+def test_a_family_cannot_be_registered_twice() -> None:
+    with pytest.raises(ValueError, match="'gaussian' is registered twice"):
+        projection("gaussian")(Projection)
+
+
+# ---- Projecting and lifting ----
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_project_and_lift_are_adjoint_batched_and_keep_the_dtype(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    projector = schedule(shapes={"w": shape}).at(0)["w"]
+    gradients = torch.randn(4, *shape)
+    p = projector.matrix
+    expected = p.T @ gradients if projector.side is Side.LEFT else gradients @ p
+    projected = projector.project(gradients.to(dtype))
+    assert projected.dtype is dtype
+    assert projected.shape == (4, *projector.coordinate_shape(torch.Size(shape)))
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    torch.testing.assert_close(projected.float(), expected, atol=tolerance, rtol=tolerance)
+    assert projector.lift(projected).shape == gradients.shape
+    coordinates = torch.randn_like(expected)
+    inner = (expected * coordinates).sum()
+    torch.testing.assert_close((gradients * projector.lift(coordinates)).sum(), inner)
+
+
+@pytest.mark.parametrize("side", Side)
+def test_adding_lifted_coordinates_in_place_equals_lifting_them(side: Side) -> None:
+    projector = Projector(torch.randn(8, 3), side)
+    weight = torch.randn(8, 8)
+    coordinates = torch.randn(projector.coordinate_shape(weight.shape))
+    expected = weight - 0.5 * projector.lift(coordinates)
+    projector.add_lifted_(weight, coordinates, scale=-0.5)
+    torch.testing.assert_close(weight, expected)
+
+
+# ---- Which weights ----
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
+    model = case.model()
+    targets = default_targets(model, MATRIX_LAYERS)
+    output = model.get_output_embeddings()
+    body = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, MATRIX_LAYERS) and any(f".{i}." in f"{name}." for i in range(2))
+    }
+    assert body <= set(targets)
+    assert len(targets) == len(set(targets))
+    weights = [model.get_parameter(name) for name in targets]
+    assert all(weight.dim() == 2 and weight.requires_grad for weight in weights)
+    assert not any(weight is output.weight for weight in weights if output is not None)
+    assert "classifier.weight" not in targets
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    assert not any(weight is table for weight in weights for table in tables)
+
+
+def test_default_targets_leave_out_a_score_head_and_untied_output_embeddings() -> None:
+    llama = only("llama")
+    model = build(
+        LlamaForSequenceClassification,
+        *llama.model.args[1:],
+        num_labels=7,
+    )
+    assert "score.weight" not in default_targets(model, MATRIX_LAYERS)
+    causal = llama.model(tie_word_embeddings=False)
+    assert "lm_head.weight" not in default_targets(causal, MATRIX_LAYERS)
+
+
+def test_default_targets_of_a_plain_module_are_its_linear_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Linear(4, 2))
+    assert default_targets(model, MATRIX_LAYERS) == ["0.weight", "2.weight", "3.weight"]
+    model[3].requires_grad_(False)
+    model[2].weight = nn.Parameter(model[0].weight.T.contiguous().T)
+    assert default_targets(model, MATRIX_LAYERS) == ["0.weight", "2.weight"]
+    model[2].weight = model[0].weight  # shared: its uses have different sides or none
+    assert default_targets(model, MATRIX_LAYERS) == []
+    assert default_targets(nn.Linear(3, 3), MATRIX_LAYERS) == ["weight"]
+
+
+def test_default_targets_leave_out_a_plain_head_with_one_output_per_label() -> None:
+    model = nn.Module()
+    model.body, model.head = nn.Sequential(nn.Linear(4, 5)), nn.Linear(5, 3)
+    model.config = SimpleNamespace(num_labels=3)
+    assert default_targets(model, MATRIX_LAYERS) == ["body.0.weight"]
