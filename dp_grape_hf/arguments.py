@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
@@ -166,10 +166,16 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Fills in defaults and refuses what would void the guarantee."""
+        self._read_numbers()
         self._refuse_values()
-        super().__post_init__()
         self._refuse_host_options()
-        if self.activation_checkpointing_in_use:
+        super().__post_init__()
+        if self.mixed_precision == "fp16":
+            raise PrivacyError(
+                "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "
+                "steps on Inf, which depends on the data. Use --mixed_precision bf16."
+            )
+        if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
         if self.expected_batch_size is None:
             self.expected_batch_size = (
@@ -184,6 +190,12 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "batch is split into physical batches of per_device_train_batch_size by itself."
             )
         self.gradient_accumulation_steps = 1
+        if self.logical_batch_size < 1:
+            raise PrivacyError(
+                f"expected_batch_size={self.logical_batch_size}, the product of "
+                f"{self.per_device_train_batch_size=}, gradient_accumulation_steps and the number "
+                "of processes, must be at least 1."
+            )
 
     @property
     def logical_batch_size(self) -> int:
@@ -196,11 +208,6 @@ class DPGrapeTrainingArguments(TrainingArguments):
         """Whether noise is asked for."""
         return self.noise_multiplier != 0
 
-    @property
-    def activation_checkpointing_in_use(self) -> bool:
-        """Whether activations are recomputed, under either of the two names of that option."""
-        return bool(self.gradient_checkpointing)
-
     def _set_checkpointing_kwargs(self) -> None:
         kwargs: dict[str, Any] = dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
         if kwargs.setdefault("use_reentrant", False):
@@ -212,7 +219,25 @@ class DPGrapeTrainingArguments(TrainingArguments):
         if "activation_checkpointing_kwargs" in self.__dataclass_fields__:  # transformers >= 5.20
             self.activation_checkpointing_kwargs = kwargs
 
+    def _read_numbers(self) -> None:
+        """Converts our numbers from text, which is what YAML makes of 1e-5."""
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name, None)
+            if name not in _OWN_FIELDS or value is None or kind in (str, bool):
+                continue
+            whole = kind in (int, int | None)
+            try:
+                number = float(value)
+                if isinstance(value, bool) or (whole and number != int(number)):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
+                needed = "a whole number" if whole else "a number"
+                raise PrivacyError(f"{name}={value!r} must be {needed}.") from None
+            setattr(self, name, int(value) if whole else number)
+
     def _refuse_values(self) -> None:
+        if self.max_grad_norm is None:
+            raise PrivacyError("max_grad_norm=None: give C, the norm each sample is clipped to.")
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise PrivacyError(
                 f"{self.target_epsilon=} and {self.noise_multiplier=}: give exactly one of them. "
@@ -264,6 +289,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "parallelism_config": "sharded weights are not supported yet",
             "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
             "torch_compile": "it would not see the engine's per-layer forwards",
+            "torch_compile_backend": "it would not see the engine's per-layer forwards",
+            "torch_compile_mode": "it would not see the engine's per-layer forwards",
             "use_liger_kernel": "its fused losses reduce over the batch",
             "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates",
             "optim_args": "the optimizer is Adam in projected coordinates",
@@ -289,22 +316,32 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 f"{optim=} is refused: the optimizer is Adam in projected "
                 "coordinates. Leave optim at its default."
             )
-        if self.include_num_input_tokens_seen != "no" and not self.log_unnoised_statistics:
+        if (
+            self.include_num_input_tokens_seen not in ("no", False)
+            and not self.log_unnoised_statistics
+        ):
             raise PrivacyError(
                 f"{self.include_num_input_tokens_seen=} is refused: token counts of drawn batches "
                 "are un-noised functions of private data. For debugging on public data, set "
                 "log_unnoised_statistics=True with an explicit noise_multiplier."
             )
         chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
-        follows = SchedulerType(self.lr_scheduler_type).value in ("reduce_lr_on_plateau", "greedy")
+        strategy = SaveStrategy(self.save_strategy)
+        scheduler = SchedulerType(self.lr_scheduler_type)
+        follows = scheduler.value in ("reduce_lr_on_plateau", "greedy")
         if (chooses or follows) and not self.eval_data_is_public:
-            name = "lr_scheduler_type" if follows else "load_best_model_at_end or save_strategy"
+            option = f"save_strategy={strategy.value!r} with {self.load_best_model_at_end=}"
+            if follows:
+                option = f"lr_scheduler_type={scheduler.value!r}"
             raise PrivacyError(
-                f"{name}: training would follow a metric of the evaluation data, which no epsilon "
-                "covers. Set eval_data_is_public=True if that data is public; else use the last "
-                "checkpoint and a fixed schedule."
+                f"{option}: training would follow a metric of the evaluation data, which no "
+                "epsilon covers. Set eval_data_is_public=True if that data is public; else use the "
+                "last checkpoint and a fixed schedule."
             )
 
+
+# The fields declared above, ``max_grad_norm`` included.
+_OWN_FIELDS = frozenset(DPGrapeTrainingArguments.__annotations__)
 
 _generated_init = DPGrapeTrainingArguments.__init__
 

@@ -1,14 +1,18 @@
-"""What happens around steps: the epsilon in the progress bar, and the stop at the budget."""
+"""What happens around steps and runs: epsilon in the progress bar, stopping and resuming."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback, TrainerState
+from transformers.trainer_utils import sort_checkpoints
 
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.plan import PrivacySpent
 
 logger = logging.getLogger(__name__)
@@ -57,3 +61,25 @@ class PrivacyProgress(ProgressCallback):
             epsilon = self._privacy_spent().epsilon
             bar.set_postfix_str(f"ε={epsilon:.3f}{target}", refresh=False)
         super().on_step_end(args, state, control, **kwargs)
+
+
+def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -> None:
+    """Refuses to stop by a metric of evaluation data that was not declared public."""
+    if not eval_data_is_public and any(isinstance(c, EarlyStoppingCallback) for c in callbacks):
+        raise PrivacyError(
+            "EarlyStoppingCallback: training would follow a metric of the evaluation data, which "
+            "no epsilon covers. Set eval_data_is_public=True if that data is public; else take "
+            "the callback out."
+        )
+
+
+def last_whole_checkpoint(output_dir: str) -> str | None:
+    """Returns the last checkpoint whose ``trainer_state.json``, saved last of all, is readable."""
+    for folder in reversed(sort_checkpoints(output_dir)):
+        try:
+            TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError):
+            logger.warning("%s is not whole and is left out: a run was killed there.", folder)
+        else:
+            return folder
+    return None

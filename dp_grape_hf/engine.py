@@ -87,7 +87,9 @@ class PrivateEngine:
         self.projectors = projectors
         self._clipped_sum = {
             name: torch.zeros(
-                self.per_sample.coordinate_shape(name, projectors), device=weight.device
+                self.per_sample.coordinate_shape(name, projectors),
+                dtype=torch.float32,
+                device=weight.device,
             )
             for name, weight in self.per_sample.trainable.items()
         }
@@ -97,7 +99,8 @@ class PrivateEngine:
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
         losses, per_sample_grads = self.per_sample(inputs, self.projectors)
-        add_clipped_sum_(self._clipped_sum, per_sample_grads, self.max_grad_norm)
+        with torch.autocast(losses.device.type, enabled=False):  # it would round norms and sums
+            add_clipped_sum_(self._clipped_sum, per_sample_grads, self.max_grad_norm)
         return losses
 
     def release(self) -> dict[str, Tensor]:
@@ -135,7 +138,7 @@ def add_clipped_sum_(
         norms = norms[finite]
     factors = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
     for name, gradient in per_sample_grads.items():
-        total[name].add_(gradient.weighted_sum(factors).view_as(total[name]))
+        gradient.add_weighted_sum_(total[name], factors)
 
 
 def private_norm(private_grads: Mapping[str, Tensor]) -> float:

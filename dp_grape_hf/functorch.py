@@ -1,8 +1,8 @@
 """The functorch engine: ``vmap(grad(loss))`` over samples of the whole model.
 
-This is the definition of a per-sample gradient, written out. It shares nothing with the layer rules,
-so it checks them, and it serves models that the layerwise engine refuses. It keeps B copies of the
-model's activations in their vmapped form and is slow.
+This is the definition of a per-sample gradient, written out. It shares nothing with the layer
+rules, so it checks them, and it serves models that the layerwise engine refuses. It keeps B copies
+of the model's activations in their vmapped form and is slow.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     batch_size_of,
     engine,
-    evaluating,
 )
+from dp_grape_hf.probing import evaluating
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense
 

@@ -2,11 +2,11 @@
 
 A rule knows the layer's mathematics and nothing of projection, clipping or noise. It says what must
 survive the forward pass (``save``) and how the gradients of the layer's parameters follow from that
-and the gradient of the output (``gradients``). A rule is used for one call of one layer, whose input
-and output carry the B samples in the leading dimension, possibly flattened with positions.
+and the gradient of the output (``gradients``). A rule is used for one call of one layer, whose
+input and output carry the B samples in the leading dimension, possibly flattened with positions.
 
-To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that owns
-trainable parameters gets the generic functorch rule of ``per_sample``.
+To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that
+owns trainable parameters gets the generic functorch rule of ``per_sample``.
 
 Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
 """
@@ -14,7 +14,7 @@ Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +32,19 @@ class LayerRule:
     """How one layer type's parameters get their per-sample gradients."""
 
     saves_columns: ClassVar[bool] = False
-    """Whether ``save`` returns the columns of the weight's ``Factored`` gradient. Then columns that
-    are about to be projected are projected at once, and only (B, T, r) survives the forward pass."""
+    """Whether ``save`` returns the columns of the weight's ``Factored`` gradient. Columns that are
+    to be projected are then projected at once, and only (B, T, r) survives the forward pass."""
 
-    def applies(self, layer: nn.Module) -> bool:
+    def applies(self, layer: Any) -> bool:
         """Returns whether the rule is exact for this layer, as configured."""
         return True
 
-    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the one tensor that must survive the forward pass."""
         return layer_input
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns the gradient of each parameter, under the name it has in the layer."""
         raise NotImplementedError
@@ -112,12 +112,12 @@ class LinearRule(LayerRule):
 
     saves_columns = True
 
-    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the input, (B, T, n)."""
         return _positions(layer_input, batch_size)
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns the factors of the weight's gradient and the bias's gradient."""
         rows = _positions(grad_output, batch_size)  # (B, T, m)
@@ -131,12 +131,12 @@ class Conv1DRule(LayerRule):
     The columns of its gradient are the output's gradient, so nothing can be projected early.
     """
 
-    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the input, (B, T, m)."""
         return _positions(layer_input, batch_size)
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns the factors of the weight's gradient and the bias's gradient."""
         cols = _positions(grad_output, batch_size)  # (B, T, n)
@@ -147,12 +147,12 @@ class Conv1DRule(LayerRule):
 class EmbeddingRule(LayerRule):
     """A table look-up: only the rows that were looked up have a gradient."""
 
-    def save(self, layer: nn.Module, layer_input: Tensor, batch_size: int) -> Tensor:
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the indices, (B, T)."""
         return layer_input.reshape(batch_size, -1)
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns the rows of the table's gradient; the padding row has none, as in autograd."""
         values = _positions(grad_output, batch_size)  # (B, T, n)
@@ -165,12 +165,12 @@ class EmbeddingRule(LayerRule):
 class LayerNormRule(LayerRule):
     """``y = normalised(x) * w + b``; the normalised input is recomputed, so only x is kept."""
 
-    def normalised(self, layer: nn.Module, layer_input: Tensor) -> Tensor:
+    def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
         """Returns the factor of w, of the input's shape, float32."""
         return functional.layer_norm(layer_input.float(), layer.normalized_shape, eps=layer.eps)
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns elementwise products, summed over positions."""
         shape = (batch_size, -1, *layer.weight.shape)
@@ -188,7 +188,7 @@ class RMSNormRule(LayerNormRule):
     is used.
     """
 
-    def applies(self, layer: nn.Module) -> bool:
+    def applies(self, layer: Any) -> bool:
         """Returns whether the layer computes the formula, by evaluating both."""
         parameters = dict(layer.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or layer.weight.dim() != 1:
@@ -212,7 +212,7 @@ class RMSNormRule(LayerNormRule):
             for scale in (weight, 1 + weight)
         )
 
-    def normalised(self, layer: nn.Module, layer_input: Tensor) -> Tensor:
+    def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
         """Returns ``x / rms(x)``, of the input's shape, float32."""
         eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
         if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
@@ -225,12 +225,12 @@ class RMSNormRule(LayerNormRule):
 class Conv2dRule(LayerRule):
     """A convolution is a linear layer over patches: T output places, n = in * kh * kw."""
 
-    def applies(self, layer: nn.Module) -> bool:
+    def applies(self, layer: Any) -> bool:
         """Returns whether the patches are those of ``unfold``: one group, zero padding."""
         return layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
 
     def gradients(
-        self, layer: nn.Module, saved: Tensor, grad_output: Tensor, batch_size: int
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         """Returns the factors of the weight's gradient, taken as m x n, and the bias's gradient."""
         padding = 0 if layer.padding == "valid" else layer.padding

@@ -1,12 +1,13 @@
 """The layerwise engine: per-sample gradients from one forward and one backward pass of the batch.
 
-Every layer with a rule runs with its weights detached and an extra autograd node at its output. When
-that node receives the output's gradient it applies the rule, with the projection, so the gradient of
-a weight never exists and ``p.grad`` stays None. Gradient checkpointing works because the forward pass
-is simply re-run; a module that runs twice is recorded twice. A module without a rule runs under
-``torch.func.vmap`` with parameters ``p + lift(tap_i)``, one copy per sample.
+Every layer with a rule runs with its weights detached and an extra autograd node at its output.
+When that node receives the output's gradient it applies the rule, with the projection, so the
+gradient of a weight never exists and ``p.grad`` stays None. Gradient checkpointing works because
+the forward pass is simply re-run; a module that runs twice is recorded twice. A module without a
+rule runs under ``torch.func.vmap`` with parameters ``p + lift(tap_i)``, one copy per sample.
 
-Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k, ...).
+Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
+...).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.layer_rules import LayerRule, rule_for
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import (
@@ -36,7 +37,15 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     batch_size_of,
     engine,
+)
+from dp_grape_hf.probing import (
+    carries_batch,
+    copies_of_first,
     evaluating,
+    first_two,
+    leading_sizes,
+    refuse_coupled_losses,
+    refuse_shared_gradients,
 )
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, Single, SparseRows, add
@@ -82,9 +91,7 @@ class _Capture(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
         ctx.save_for_backward(saved)
         ctx.record = record
-        return (
-            output.detach()
-        )  # an alias that is no autograd view, so in-place operations may follow
+        return output.detach()  # an alias but no autograd view: in-place operations may follow
 
     @staticmethod
     @once_differentiable
@@ -94,7 +101,8 @@ class _Capture(torch.autograd.Function):
 
 
 class _LookUps(TorchFunctionMode):
-    """Hands every look-up in one table to ``capture``, also inside a subclass of ``nn.Embedding``."""
+    """Hands every look-up in one table to ``capture``, also inside a subclass of "
+    "``nn.Embedding``."""
 
     def __init__(self, weight: Tensor, capture: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -193,13 +201,13 @@ class LayerwiseEngine(PerSampleEngine):
             looked_up: list[int] = []
 
             def look_up(indices: Tensor, output: Tensor) -> Tensor:
-                looked_up.extend(_leading_sizes(indices))
+                looked_up.extend(leading_sizes(indices))
                 return output
 
             with _detached(site.module, recurse=site.rule is None), _look_ups(site, look_up):
                 output = original(*args, **kwargs)
-            sizes = looked_up or _leading_sizes((args, kwargs))
-            calls.setdefault(site.path, []).append((sizes, _leading_sizes(output)))
+            sizes = looked_up or leading_sizes((args, kwargs))
+            calls.setdefault(site.path, []).append((sizes, leading_sizes(output)))
             return output
 
         runs = []
@@ -209,30 +217,29 @@ class LayerwiseEngine(PerSampleEngine):
         ):
             for size in (2, 3):
                 calls = {}
-                losses = self.losses(self.model, _copies_of_first(inputs, size), size)
+                losses = self.losses(self.model, copies_of_first(inputs, size), size)
                 runs.append((calls, losses))
             self._refuse_uses_outside_modules(runs[0][1])
         (calls2, losses2), (calls3, losses3) = runs
-        _refuse_coupled(losses2.detach(), losses3.detach())
+        refuse_coupled_losses(losses2.detach(), losses3.detach())
         for site in self._sites:
-            for two, three in zip(
-                calls2.get(site.path, []), calls3.get(site.path, []), strict=True
-            ):
-                self._learn(site, two, three)
+            two, three = calls2.get(site.path, []), calls3.get(site.path, [])
+            for sizes in zip(two, three, strict=True):
+                self._learn(site, *sizes)
         for only in (0, 1):
             with evaluating(self.model):
-                _, found = self._pass(_first_two(inputs), projectors, only)
+                _, found = self._pass(first_two(inputs), projectors, only)
             self.refuse_unused(found)
-            _refuse_shared(found, 1 - only)
+            refuse_shared_gradients(found, 1 - only)
 
     def _learn(
         self, site: _Site, two: tuple[list[int], list[int]], three: tuple[list[int], list[int]]
     ) -> None:
-        inputs, outputs = (_carries_batch(a, b) for a, b in zip(two, three, strict=True))
+        inputs, outputs = (carries_batch(a, b) for a, b in zip(two, three, strict=True))
         if site.inputs not in (None, inputs) or site.outputs not in (None, outputs):
             raise UnsupportedModelError(
-                f"{site.label} is called in different ways in one pass, so it is not known which of "
-                'its inputs carry the batch. Use engine="functorch".'
+                f"{site.label} is called in different ways in one pass, so it is not known which "
+                'of its inputs carry the batch. Use engine="functorch".'
             )
         site.inputs, site.outputs = inputs, outputs
         first = two[0][0] if two[0] else 0
@@ -246,12 +253,11 @@ class LayerwiseEngine(PerSampleEngine):
     def _refuse_uses_outside_modules(self, losses: Tensor) -> None:
         if not losses.requires_grad:
             return
-        parameters = list(self.trainable.values())
-        found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+        found = torch.autograd.grad(losses.sum(), list(self.trainable.values()), allow_unused=True)
         if names := [n for n, g in zip(self.trainable, found, strict=True) if g is not None]:
             raise UnsupportedModelError(
-                f"The model uses {', '.join(names)} outside the forward of the module that owns it, "
-                "where the layerwise engine does not see its gradient. Freeze it with "
+                f"The model uses {', '.join(names)} outside the forward of the module that owns "
+                "it, where the layerwise engine does not see its gradient. Freeze it with "
                 'requires_grad_(False), or use engine="functorch".'
             )
 
@@ -304,7 +310,7 @@ class LayerwiseEngine(PerSampleEngine):
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() > 0]
         batched = [i for i, carries in zip(tensors, site.inputs or [], strict=True) if carries]
-        samples = [_split(leaves[i], run.batch_size) for i in batched]
+        samples = [leaves[i].unflatten(0, (run.batch_size, -1)) for i in batched]  # (B, k, ...)
         taps = {local: self._tap(name, run) for local, name in site.parameters.items()}
         structure: list[Any] = []
 
@@ -361,7 +367,8 @@ def _project(gradient: Single, projector: Projector | None, columns_done: bool) 
 
 
 def _merge(site: _Site, output: Tensor, carries: bool) -> Tensor:
-    """Returns (B, k, ...) as (B * k, ...), or one sample's share where all samples have the same."""
+    """Returns (B, k, ...) as (B * k, ...), or one sample's share where all samples have the "
+    "same."""
     if carries or (output.requires_grad and output.dim() > 1 and output.shape[1] == 1):
         return output.flatten(0, 1)
     if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
@@ -373,64 +380,12 @@ def _merge(site: _Site, output: Tensor, carries: bool) -> Tensor:
     return output[0]
 
 
-def _refuse_shared(gradients: Gradients, other: int) -> None:
-    """Refuses one sample's loss having a gradient in the coordinates of the other."""
-    # NaN is not above 0: a sample with NaN values says nothing, and clipping leaves it out.
-    if names := [n for n, g in gradients.items() if g.squared_norm()[other] > 0]:
-        raise UnsupportedModelError(
-            "The loss of one sample depends on its batch-mates through "
-            f"{', '.join(names)}: the loss or a layer couples samples, or a layer is given their "
-            "positions in an order that mixes them. Clipping then bounds nothing."
-        )
-
-
-def _refuse_coupled(two: Tensor, three: Tensor) -> None:
-    """Refuses a loss that changes when copies of the sample join the batch."""
-    values = torch.cat([two, three]).float()
-    if not torch.allclose(values, values[:1].expand(5), rtol=1e-2, atol=1e-4, equal_nan=True):
-        raise PrivacyError(
-            f"The loss of one and the same sample is {two[0]:.6g} in a batch of two copies and "
-            f"{three[0]:.6g} in a batch of three: the loss couples samples, so clipping bounds "
-            "nothing. Divide by each sample's own token count, not by a count over the batch."
-        )
-
-
 def _look_ups(
     site: _Site, capture: Callable[[Tensor, Tensor], Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
     if isinstance(site.module, nn.Embedding) and site.rule is not None:
         return _LookUps(site.module.weight, capture)
     return contextlib.nullcontext()
-
-
-def _split(tensor: Tensor, batch_size: int) -> Tensor:
-    """Returns (B * k, ...) as (B, k, ...)."""
-    return tensor.reshape(batch_size, tensor.shape[0] // batch_size, *tensor.shape[1:])
-
-
-def _copies_of_first(inputs: Inputs, size: int) -> dict[str, Any]:
-    return {
-        key: value[:1].repeat(size, *[1] * (value.dim() - 1))
-        if isinstance(value, Tensor)
-        else value
-        for key, value in inputs.items()
-    }
-
-
-def _first_two(inputs: Inputs) -> dict[str, Any]:
-    """Returns a batch of the first two samples, or of the only one twice."""
-    alone = batch_size_of(inputs) == 1
-    two = {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    return _copies_of_first(inputs, 2) if alone else two
-
-
-def _leading_sizes(tree: Any) -> list[int]:
-    return [t.shape[0] for t in tree_flatten(tree)[0] if isinstance(t, Tensor) and t.dim() > 0]
-
-
-def _carries_batch(two: list[int], three: list[int]) -> list[bool]:
-    """Returns which leading sizes grew in proportion from a batch of 2 to a batch of 3."""
-    return [a * 3 == b * 2 for a, b in zip(two, three, strict=True)]
 
 
 @contextlib.contextmanager

@@ -74,22 +74,24 @@ def loss_for(model: nn.Module) -> LossFunction:
     Raises:
         UnsupportedModelError: if the loss of this head is not known per sample.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    if hasattr(base, "get_base_model"):  # PEFT
+        base = base.get_base_model()
     name = type(base).__name__
     found = next((loss for suffix, loss in HEADS.items() if name.endswith(suffix)), None)
     if found is None:
         raise UnsupportedModelError(
             f"The loss of {name} is not known per sample; known heads end with "
-            f"{', '.join(sorted(HEADS))}. Pass compute_loss_func=f where f(outputs, labels) returns "
-            "one loss per sample, of shape (B,), each computed from that sample alone."
+            f"{', '.join(sorted(HEADS))}. Pass compute_loss_func=f where f(outputs, labels) "
+            "returns one loss per sample, of shape (B,), each computed from that sample alone."
         )
     config = getattr(base, "config", None)
 
     def loss(outputs: Any, labels: Tensor | None) -> Tensor:
         if labels is None:
             raise PrivacyError(
-                f"The batch has no 'labels', which {name} needs for its loss. Add a 'labels' column "
-                "or a data collator that makes labels."
+                f"The batch has no 'labels', which {name} needs for its loss. Add a 'labels' "
+                "column or a data collator that makes labels."
             )
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         return found(logits.float(), labels, config)

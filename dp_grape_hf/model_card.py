@@ -15,6 +15,8 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
         base_model: the model that training started from, if it has a Hub name.
     """
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
+    # Rounded up: an upper bound must not shrink on its way to the reader.
+    spent = "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
     tags = ["dp-grape", "differential-privacy"] if ledger.private else ["dp-grape"]
     metadata = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags)]
     if base_model:
@@ -22,7 +24,7 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
     metadata.append("---")
     if ledger.private:
         claim = (
-            f"This model was trained with differential privacy: **ε = {epsilon:.4g}** at "
+            f"This model was trained with differential privacy: **ε = {spent}** at "
             f"δ = {mechanism.target_delta:g}, for adding or removing one {mechanism.privacy_unit} "
             "of the training data."
         )
@@ -31,9 +33,11 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
             "**This model has no privacy guarantee** (ε = ∞): "
             f"{'; '.join(ledger.not_private_reasons)}."
         )
-    rank = "" if mechanism.projection_rank is None else f", r = {mechanism.projection_rank}"
+    projection, seed = mechanism.projection, mechanism.projection_seed
+    if mechanism.projection_rank is not None:
+        projection += f", r = {mechanism.projection_rank}, F = {mechanism.projection_update_steps}"
     rows = [
-        ("ε spent (upper bound)", "∞" if math.isinf(epsilon) else f"{epsilon:.4g}"),
+        ("ε spent (upper bound)", spent),
         ("δ", "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"),
         ("Adjacency", mechanism.adjacency.replace("_", " ")),
         ("Privacy unit", mechanism.privacy_unit),
@@ -43,8 +47,8 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
         ("Noise multiplier sigma", f"{mechanism.noise_multiplier:.6g}"),
         ("Clipping norm C", f"{mechanism.max_grad_norm:g}"),
         ("Releases", f"{ledger.steps}"),
-        ("Projection", f"{mechanism.projection}{rank}, F = {mechanism.projection_update_steps}"),
-        ("Projection seed (public)", f"{mechanism.projection_seed}"),
+        ("Projection", projection),
+        ("Projection seed (public)", "-" if seed is None else f"{seed}"),
         ("Method", mechanism.method),
         ("Accountant", mechanism.accountant),
     ]

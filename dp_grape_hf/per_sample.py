@@ -9,12 +9,10 @@ An engine's output is sensitive. Nothing here clips or adds noise.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
@@ -124,7 +122,8 @@ def per_sample_gradients(
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
 
     Raises:
-        UnsupportedModelError: if a gradient cannot be computed exactly; the message names the module.
+        UnsupportedModelError: if a gradient cannot be computed exactly; the message names the
+        module.
     """
     return make_engine(engine, model, loss)(inputs, projections or {})
 
@@ -134,19 +133,7 @@ def batch_size_of(inputs: Inputs) -> int:
     sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
     if len(set(sizes.values())) != 1:
         raise PrivacyError(
-            f"All tensors of a batch must have the samples in dimension 0; got leading sizes {sizes}."
+            "All tensors of a batch must have the samples in dimension 0; got leading sizes "
+            f"{sizes}."
         )
     return next(iter(sizes.values()))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and restores mode and random state afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ class ProjectionSchedule:
         return torch.cat(blocks).to(self._device)
 
 
-def default_targets(model: nn.Module, matrix_layers: tuple[type[nn.Module], ...]) -> list[str]:
+def default_targets(model: Any, matrix_layers: tuple[type[nn.Module], ...]) -> list[str]:
     """Returns the names of the weights that are projected unless the user names others.
 
     These are the trainable weights of the linear layers in the body of the model. The output
@@ -194,7 +194,7 @@ def default_targets(model: nn.Module, matrix_layers: tuple[type[nn.Module], ...]
     for name, module in model.named_modules():
         if not isinstance(module, matrix_layers) or module is output:
             continue
-        weight = module.weight
+        weight: Any = module.weight
         is_head = "." not in name and name and labels in tuple(weight.shape)
         if weight.requires_grad and not is_head and id(weight) not in shared:
             targets.append(f"{name}.weight" if name else "weight")

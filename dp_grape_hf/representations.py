@@ -4,19 +4,20 @@ Clipping asks of a gradient only its squared norm per sample and a weighted sum 
 gradient need not be stored as one dense tensor per sample:
 
 * ``Dense``: the gradient itself. Small or projected parameters.
-* ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al. 2021;
-  book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
+* ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al.
+2021; book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
 * ``SparseRows``: a table in which only the rows that sample b looked up are not zero. Embeddings.
 
-A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as gradient;
-``GradientSum`` holds that sum and counts the cross terms in the norm.
+A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as
+gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
 
-Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a matrix.
-All results are float32, whatever the dtype of the factors.
+Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
+matrix. All results are float32, whatever the dtype of the factors.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,22 +25,67 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+_CHUNK = 4096
+
+# The unit roundoff of a float32 matrix product, by torch's setting of its precision.
+_ROUNDOFF = {"highest": 2**-24, "high": 2**-11, "medium": 2**-8}
+
+
+class PerSampleGradient(ABC):
+    """The gradients of one parameter for the samples of a batch, in whatever form."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient."""
+
+    @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,)."""
+
+    @abstractmethod
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, float32, contiguous."""
+
+    @abstractmethod
+    def select(self, samples: Tensor) -> PerSampleGradient:
+        """Returns the gradients of the given samples only."""
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Returns ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
+        total = torch.zeros(self.shape, dtype=torch.float32, device=factors.device)
+        self.add_weighted_sum_(total, factors)
+        return total
+
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(PerSampleGradient):
     """One gradient tensor per sample."""
 
     values: Tensor  # (B, *shape)
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient."""
+        return self.values.shape[1:]
+
     def squared_norm(self) -> Tensor:
         """Returns the squared Frobenius norms, (B,)."""
-        flat = self.values.float().flatten(1)
-        return torch.linalg.vector_norm(flat, dim=1).square()
+        return self.magnitude().square()
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
+    def magnitude(self) -> Tensor:
+        """Returns the Frobenius norms, (B,)."""
         flat = self.values.float().flatten(1)
-        return (factors @ flat).view(self.values.shape[1:])
+        whole = flat.shape[1] - flat.shape[1] % _CHUNK
+        chunks = flat[:, :whole].unflatten(
+            1, (whole // _CHUNK, _CHUNK)
+        )  # one long sum would lose digits
+        parts = [torch.linalg.vector_norm(chunks, dim=2), flat[:, whole:].norm(dim=1, keepdim=True)]
+        return torch.linalg.vector_norm(torch.cat(parts, 1), dim=1)
+
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the gradient's shape."""
+        total.view(-1).addmv_(self.values.float().flatten(1).T, factors)
 
     def select(self, samples: Tensor) -> Dense:
         """Returns the gradients of the given samples only."""
@@ -47,20 +93,34 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Factored:
+class Factored(PerSampleGradient):
     """The gradient of sample b is ``rows[b].T @ cols[b]``; it is not materialised."""
 
     rows: Tensor  # (B, T, m)
     cols: Tensor  # (B, T, n)
 
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,), from two T x T Gram matrices per sample."""
-        return inner(self, self).clamp(min=0)
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient, (m, n)."""
+        return torch.Size((self.rows.shape[2], self.cols.shape[2]))
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * rows[b].T @ cols[b]``, (m, n), in one matrix product."""
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,), from two T x T Gram matrices per sample.
+
+        Guarantee:
+            Not too small: the rounding error of a sum whose terms cancel is added.
+        """
+        return _bound(inner(self, self), self.magnitude(), self)
+
+    def magnitude(self) -> Tensor:
+        """Returns the sum over positions of the norms of their terms, (B,)."""
+        return (self.rows.float().norm(dim=2) * self.cols.float().norm(dim=2)).sum(1)
+
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_b factors[b] * rows[b].T @ cols[b]`` to ``total``, m x n, in one product."""
         rows = self.rows.float() * factors[:, None, None]
-        return rows.flatten(0, 1).T @ self.cols.float().flatten(0, 1)
+        matrix = total.view(rows.shape[2], -1)
+        matrix.addmm_(rows.flatten(0, 1).T, self.cols.float().flatten(0, 1))
 
     def select(self, samples: Tensor) -> Factored:
         """Returns the gradients of the given samples only."""
@@ -71,30 +131,43 @@ class Factored:
         return Dense(torch.bmm(self.rows.transpose(1, 2), self.cols.to(self.rows.dtype)))
 
     def cheapest(self) -> Dense | Factored:
-        """Returns the form that needs less memory and work for the norm and the sum."""
+        """Returns the form that needs fewer numbers; it is also the one whose norm is cheaper.
+
+        The norm costs T^2 (m + n) from the factors and T m n by way of the dense form.
+        """
         positions, m, n = self.rows.shape[1], self.rows.shape[2], self.cols.shape[2]
-        fewer_numbers = positions * (m + n) < m * n
-        cheaper_norm = positions * (m + n) < 2 * m * n  # T^2 (m + n) against T m n + m n
-        return self if fewer_numbers and cheaper_norm else self.dense()
+        return self if positions * (m + n) < m * n else self.dense()
 
 
 @dataclass(frozen=True)
-class SparseRows:
-    """The gradient of sample b adds ``values[b, t]`` to row ``indices[b, t]`` of an m x n zero table."""
+class SparseRows(PerSampleGradient):
+    """The gradient of sample b adds ``values[b, t]`` to row ``indices[b, t]`` of an m x n table."""
 
     indices: Tensor  # (B, T), integer
     values: Tensor  # (B, T, n)
     num_rows: int  # m
 
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,); positions with the same index add up first."""
-        return inner(self, self).clamp(min=0)
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient, (m, n)."""
+        return torch.Size((self.num_rows, self.values.shape[2]))
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * gradient_b``, (m, n)."""
+    def squared_norm(self) -> Tensor:
+        """Returns the squared Frobenius norms, (B,); positions with the same index add up first.
+
+        Guarantee:
+            Not too small: the rounding error of a sum whose terms cancel is added.
+        """
+        return _bound(inner(self, self), self.magnitude(), self)
+
+    def magnitude(self) -> Tensor:
+        """Returns the sum over positions of the norms of their terms, (B,)."""
+        return self.values.float().norm(dim=2).sum(1)
+
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, m x n."""
         values = self.values.float() * factors[:, None, None]
-        total = values.new_zeros(self.num_rows, values.shape[-1])
-        return total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
+        total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
 
     def select(self, samples: Tensor) -> SparseRows:
         """Returns the gradients of the given samples only."""
@@ -105,29 +178,58 @@ Single = Dense | Factored | SparseRows
 
 
 @dataclass(frozen=True)
-class GradientSum:
+class GradientSum(PerSampleGradient):
     """The sum of gradients of different forms that share one weight."""
 
     parts: tuple[Single, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one sample's gradient."""
+        return self.parts[0].shape
+
     def squared_norm(self) -> Tensor:
-        """Returns the squared norms of the sum, (B,): the parts' own norms and all cross terms."""
-        total = reduce(torch.add, (part.squared_norm() for part in self.parts))
+        """Returns the squared norms of the sum, (B,): the parts' own norms and all cross terms.
+
+        Guarantee:
+            Not too small: the rounding error of a sum whose terms cancel is added.
+        """
+        total = reduce(torch.add, (inner(part, part) for part in self.parts))
         for i, left in enumerate(self.parts):
             for right in self.parts[i + 1 :]:
                 total = total + 2 * inner(left, right)
-        return total.clamp(min=0)
+        return _bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * gradient_b``, of the weight's shape."""
-        return reduce(torch.add, (part.weighted_sum(factors) for part in self.parts))
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the weight's shape."""
+        for part in self.parts:
+            part.add_weighted_sum_(total, factors)
 
     def select(self, samples: Tensor) -> GradientSum:
         """Returns the gradients of the given samples only."""
         return GradientSum(tuple(part.select(samples) for part in self.parts))
 
 
-PerSampleGradient = Single | GradientSum
+def _bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
+    """Returns computed squared norms plus their rounding error, so that clipping holds.
+
+    A norm that comes out too small lets a sample contribute more than C. By Cauchy-Schwarz, the
+    error of ``sum_tt' <r_t, r_t'> <c_t, c_t'>`` is at most (unit roundoff) x (a growth factor) x
+    ``(sum_t |r_t| |c_t|)^2``; the growth factor of a sum of k terms is taken to be sqrt(k).
+    """
+    terms = sum(_number_of_terms(part) for part in parts)
+    roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
+    return squared.clamp(min=0) + roundoff * terms**0.5 * magnitude**2
+
+
+def _number_of_terms(part: Single) -> int:
+    match part:
+        case Dense(values):
+            return values[0].numel() if len(values) else 0
+        case Factored(rows, cols):
+            return rows.shape[1] ** 2 + rows.shape[2] + cols.shape[2]
+        case SparseRows(indices, values, _):
+            return indices.shape[1] ** 2 + values.shape[2]
 
 
 def add(uses: Sequence[Single]) -> PerSampleGradient:
@@ -158,7 +260,8 @@ def add(uses: Sequence[Single]) -> PerSampleGradient:
 
 
 def inner(left: Single, right: Single) -> Tensor:
-    """Returns the Frobenius inner product per sample, (B,), without materialising a factored form."""
+    """Returns the Frobenius inner product per sample, (B,), without materialising a factored "
+    "form."""
     order = {Dense: 0, Factored: 1, SparseRows: 2}
     if order[type(left)] > order[type(right)]:
         left, right = right, left

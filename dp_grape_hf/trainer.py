@@ -20,10 +20,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import check_target_module_exists, has_length, seed_worker
+from transformers.trainer_utils import (
+    TrainOutput,
+    check_target_module_exists,
+    has_length,
+    seed_worker,
+)
 
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
-from dp_grape_hf.callbacks import PrivacyProgress, StopAtBudget
+from dp_grape_hf.callbacks import (
+    PrivacyProgress,
+    StopAtBudget,
+    last_whole_checkpoint,
+    refuse_early_stopping,
+)
 from dp_grape_hf.engine import PrivateEngine, private_norm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
@@ -122,6 +132,11 @@ class DPGrapeTrainer(Trainer):
             **kwargs,
         )
         self.optimizer_cls_and_kwargs = (ProjectedAdam, adam)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise PrivacyError(
+                "DeepSpeed or FSDP was asked for by the launcher. Sharded weights are not "
+                "supported yet; use accelerate launch with plain multi-process training."
+            )
         if args.n_gpu > 1:
             raise PrivacyError(
                 f"{args.n_gpu=}: DataParallel splits a batch behind the engine's back. Start one "
@@ -134,6 +149,7 @@ class DPGrapeTrainer(Trainer):
         self._per_sample = make_engine(args.engine, self.model, self._per_sample_loss())
         if train_dataset is not None:
             self.plan = PrivacyPlan(args, len(train_dataset))
+        refuse_early_stopping(self.callback_handler.callbacks, args.eval_data_is_public)
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(self.privacy_spent))
@@ -194,6 +210,22 @@ class DPGrapeTrainer(Trainer):
 
     # ---- Training ----
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Resumes from the last checkpoint that is whole, if it is to find one itself.
+
+        The original takes the last folder, which a run that was killed may have left half saved.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(str(self.args.output_dir)) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves a run that was resumed when complete as it is; the original makes a step more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
@@ -204,6 +236,7 @@ class DPGrapeTrainer(Trainer):
                 f"{self.plan.steps}. Set max_steps or num_train_epochs before making the "
                 "trainer."
             )
+        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         self._start_engine(self._start_ledger(resume_from_checkpoint))
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -291,6 +324,11 @@ class DPGrapeTrainer(Trainer):
         training loss, which is an un-noised function of the data.
         """
         assert self._engine is not None
+        if self.releases_left() <= 0:  # a callback may have overruled StopAtBudget
+            raise PrivacyError(
+                f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
+                "Take out the callback that resets control.should_training_stop."
+            )
         model.train()
         engine = self._engine
         optimizer: ProjectedAdam = self.optimizer.optimizer  # type: ignore[union-attr]

@@ -79,9 +79,10 @@ def assert_gradients_equal(
     for name, gradient in expected.items():
         exact = gradient.flatten(1).square().sum(1)
         assert squared[name].dtype is torch.float32, name
-        errors = (squared[name] - exact).abs() / exact.maximum(1e-6 * totals).clamp(min=1e-30)
-        assert errors.max() < 2 * max(tolerance, 1e-5), (
-            f"{name}: squared norm off by {errors.max():.2e}"
+        errors = (squared[name] - exact) / exact.maximum(1e-6 * totals).clamp(min=1e-30)
+        allowed = 2 * max(tolerance, 1e-5)  # more above than below: a bound on rounding is added
+        assert -allowed < errors.min() <= errors.max() < 5 * allowed, (
+            f"{name}: squared norm off by {errors.min():.2e} to {errors.max():.2e}"
         )
 
 

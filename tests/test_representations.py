@@ -57,7 +57,9 @@ def check(gradient: PerSampleGradient, expected: Tensor) -> None:
     factors = torch.rand(len(expected))
     norm, total = gradient.squared_norm(), gradient.weighted_sum(factors)
     assert norm.dtype is total.dtype is torch.float32
-    torch.testing.assert_close(norm, expected.square().sum((1, 2)), rtol=1e-5, atol=1e-4)
+    squared = expected.square().sum((1, 2))
+    torch.testing.assert_close(norm, squared, rtol=1e-4, atol=1e-4)
+    assert (norm >= squared * (1 - 1e-6)).all()  # the bound on rounding is added, not taken off
     torch.testing.assert_close(total, torch.einsum("b,bmn->mn", factors, expected))
 
 
@@ -116,7 +118,7 @@ def test_add_of_one_use_is_that_use(form: str) -> None:
 
 
 @each_form
-def test_gradients_that_cancel_have_norm_zero_and_never_less(form: str) -> None:
+def test_gradients_that_cancel_have_a_norm_of_about_zero_and_never_less(form: str) -> None:
     gradient = FORMS[form](dtype=torch.float32)
     minus = {
         "dense": lambda g: Dense(-g.values),
@@ -127,7 +129,7 @@ def test_gradients_that_cancel_have_norm_zero_and_never_less(form: str) -> None:
     for sum_of_both in (GradientSum((gradient, minus)), add([gradient, minus])):
         norm = sum_of_both.squared_norm()
         assert (norm >= 0).all()
-        assert (norm <= 1e-5 * scale).all()
+        assert (norm <= 1e-4 * scale).all()
 
 
 @each_form

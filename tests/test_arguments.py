@@ -1,0 +1,466 @@
+"""What may be asked for, in Python, on the command line and in files, and what is refused."""
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from dp_grape_hf import DPGrapeTrainingArguments
+from dp_grape_hf.arguments import ALIASES
+from dp_grape_hf.errors import PrivacyError
+
+HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
+BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}
+NO_NOISE = {"target_epsilon": None, "target_delta": None, "noise_multiplier": 0.0}
+OWN_FIELDS = {
+    field.name: field
+    for field in dataclasses.fields(DPGrapeTrainingArguments)
+    if field.name in DPGrapeTrainingArguments.__annotations__
+}
+
+
+def make(**changes: Any) -> DPGrapeTrainingArguments:
+    return DPGrapeTrainingArguments(**HOST | BUDGET | changes)
+
+
+def parse(*words: str) -> DPGrapeTrainingArguments:
+    host = ("--output_dir", "unused", "--report_to", "none", "--use_cpu")
+    parser = HfArgumentParser(DPGrapeTrainingArguments)
+    return parser.parse_args_into_dataclasses([*host, *words], look_for_args_file=False)[0]
+
+
+# ---- Values and their short names ----
+
+
+def test_only_the_budget_has_no_default() -> None:
+    args = make()
+    assert {name: getattr(args, name) for name in OWN_FIELDS} == {
+        "target_epsilon": 6.0,
+        "target_delta": 1e-5,
+        "noise_multiplier": None,
+        "accountant": "prv",
+        "max_grad_norm": 1.0,
+        "expected_batch_size": 8,
+        "num_samples": None,
+        "projection": "gaussian",
+        "projection_rank": 16,
+        "projection_update_steps": 100,
+        "projection_seed": 0,
+        "engine": "layerwise",
+        "log_unnoised_statistics": False,
+        "eval_data_is_public": False,
+    }
+    assert args.private
+
+
+@pytest.mark.parametrize(("short", "name"), ALIASES.items())
+def test_a_short_name_is_its_long_name(short: str, name: str) -> None:
+    value = {"eps": 3.0, "delta": 1e-6, "r": 8, "F": 50}[short]
+    settings = {key: v for key, v in BUDGET.items() if key != name}
+    by_short = DPGrapeTrainingArguments(**HOST | settings | {short: value})
+    assert getattr(by_short, name) == value
+    assert (
+        by_short.to_dict() == DPGrapeTrainingArguments(**HOST | settings | {name: value}).to_dict()
+    )
+    assert not hasattr(by_short, short)
+
+
+@pytest.mark.parametrize(("short", "name"), ALIASES.items())
+def test_both_names_of_one_quantity_are_refused(short: str, name: str) -> None:
+    with pytest.raises(PrivacyError, match=rf"{short}=0\.5 and {name}=0\.5 are the same"):
+        DPGrapeTrainingArguments(**HOST | {short: 0.5, name: 0.5})
+
+
+def test_an_unknown_keyword_is_an_error() -> None:
+    with pytest.raises(TypeError, match="epsilon"):
+        make(epsilon=3.0)
+
+
+# ---- The expected batch size ----
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_expected_batch_is_what_users_of_the_trainer_expect(
+    accumulation: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch per device, times accumulation, times ranks; accumulation has then done its work."""
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: ranks))
+    args = make(per_device_train_batch_size=5, gradient_accumulation_steps=accumulation)
+    assert args.expected_batch_size == args.logical_batch_size == 5 * accumulation * ranks
+    assert args.gradient_accumulation_steps == 1
+
+
+def test_an_expected_batch_that_is_given_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 4))
+    args = make(per_device_train_batch_size=5, expected_batch_size=100)
+    assert args.expected_batch_size == 100
+    assert args.per_device_train_batch_size == 5
+
+
+def test_two_ways_to_set_the_logical_batch_are_refused() -> None:
+    with pytest.raises(
+        PrivacyError, match=r"expected_batch_size=100.*gradient_accumulation_steps=2"
+    ):
+        make(expected_batch_size=100, gradient_accumulation_steps=2)
+
+
+# ---- Copies ----
+
+
+def rebuilt(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
+    return DPGrapeTrainingArguments(**args.to_dict())
+
+
+def through_torch(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
+    file = io.BytesIO()
+    torch.save(args, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        dataclasses.replace,
+        copy.deepcopy,
+        lambda args: pickle.loads(pickle.dumps(args)),
+        through_torch,
+        rebuilt,
+        lambda args: rebuilt(rebuilt(args)),
+    ],
+    ids=["replace", "deepcopy", "pickle", "torch.save", "to_dict", "to_dict twice"],
+)
+def test_a_copy_keeps_every_value(copied: Any) -> None:
+    args = make(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+        activation_checkpointing=True,
+        max_grad_norm=0.25,
+        projection_rank=4,
+        num_samples=1000,
+    )
+    assert args.expected_batch_size == 32
+    assert copied(args).to_dict() == args.to_dict()
+
+
+def test_a_changed_copy_changes_nothing_else() -> None:
+    args = make(per_device_train_batch_size=4, gradient_accumulation_steps=8)
+    changed = dataclasses.replace(args, learning_rate=0.5, per_device_train_batch_size=2)
+    assert changed.to_dict() == args.to_dict() | {
+        "learning_rate": 0.5,
+        "per_device_train_batch_size": 2,
+    }
+
+
+def test_a_copy_is_checked_again() -> None:
+    with pytest.raises(PrivacyError, match="max_grad_norm=-1"):
+        dataclasses.replace(make(), max_grad_norm=-1.0)
+
+
+# ---- The command line ----
+
+
+def test_the_command_line_takes_long_and_short_names() -> None:
+    long = parse(
+        *("--target_epsilon", "3", "--target_delta", "1e-6"),
+        *("--projection_rank", "8", "--projection-update-steps", "50", "--max_grad_norm", "0.5"),
+    )
+    short = parse(*"--eps 3 --delta 1e-6 --r 8 --F 50 --max_grad_norm 0.5".split())
+    expected = make(
+        target_epsilon=3.0,
+        target_delta=1e-6,
+        projection_rank=8,
+        projection_update_steps=50,
+        max_grad_norm=0.5,
+    )
+    assert long.to_dict() == short.to_dict() == expected.to_dict()
+
+
+@pytest.mark.parametrize(("short", "name"), ALIASES.items())
+@pytest.mark.parametrize("reverse", [False, True], ids=["short first", "long first"])
+def test_both_names_on_the_command_line_are_refused(
+    short: str, name: str, reverse: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where both give the same value, which is that of the default or is not."""
+    value = str(OWN_FIELDS[name].default or 1)
+    given = [f"--{short}", value, f"--{name}", value]
+    with pytest.raises(SystemExit) as stop:
+        parse(*(given[2:] + given[:2] if reverse else given))
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "given twice" in message
+    assert f"--{short}" in message
+    assert f"--{name}" in message
+
+
+def test_one_parser_parses_twice() -> None:
+    """What one command line gave is not held against the next."""
+    parser = HfArgumentParser(DPGrapeTrainingArguments)
+    words = "--output_dir unused --report_to none --use_cpu --eps 3 --delta 1e-6".split()
+    for _ in range(2):
+        args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)[0]
+        assert args.target_epsilon == 3.0
+
+
+def test_no_noise_is_asked_for_on_the_command_line_by_its_name() -> None:
+    args = parse("--noise_multiplier", "0", "--max_grad_norm", "inf")
+    assert (args.noise_multiplier, args.max_grad_norm, args.private) == (0.0, math.inf, False)
+
+
+def test_a_refusal_reaches_the_command_line() -> None:
+    with pytest.raises(PrivacyError, match="target_delta=None"):
+        parse("--eps", "3")
+
+
+@pytest.mark.parametrize("name", OWN_FIELDS)
+def test_help_explains_every_field(name: str) -> None:
+    text = OWN_FIELDS[name].metadata["help"]
+    assert len(text.split()) > 5
+    assert text.rstrip().endswith(".")
+    page = HfArgumentParser(DPGrapeTrainingArguments).format_help()
+    assert f"--{name}" in page
+    assert "".join(text.split()) in "".join(page.split())
+
+
+@pytest.mark.parametrize("short", ALIASES)
+def test_help_shows_the_short_names(short: str) -> None:
+    assert f"--{short} " in HfArgumentParser(DPGrapeTrainingArguments).format_help()
+
+
+# ---- Files ----
+
+
+def test_a_yaml_file_gives_what_keywords_give(tmp_path: Path) -> None:
+    settings = HOST | BUDGET | {"projection_rank": 4, "learning_rate": 0.01, "max_steps": 7}
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "args.json").write_text(json.dumps(settings))
+    parser = HfArgumentParser(DPGrapeTrainingArguments)
+    expected = DPGrapeTrainingArguments(**settings).to_dict()
+    assert parser.parse_yaml_file(tmp_path / "args.yaml")[0].to_dict() == expected
+    assert parser.parse_json_file(tmp_path / "args.json")[0].to_dict() == expected
+
+
+def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
+    """In YAML 1.1 a float needs a point: ``1e-5`` is text."""
+    file = tmp_path / "args.yaml"
+    file.write_text(
+        "output_dir: unused\nreport_to: none\nuse_cpu: true\n"
+        "target_epsilon: 6\ntarget_delta: 1e-5\nmax_grad_norm: 5e-1\n"
+    )
+    assert isinstance(yaml.safe_load(file.read_text())["target_delta"], str)
+    args = HfArgumentParser(DPGrapeTrainingArguments).parse_yaml_file(file)[0]
+    assert (args.target_epsilon, args.target_delta, args.max_grad_norm) == (6.0, 1e-5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["target_delta", "max_grad_norm", "noise_multiplier"])
+def test_text_that_is_no_number_is_refused(name: str) -> None:
+    settings = {"target_epsilon": None, "noise_multiplier": 1.0, name: "little"}
+    with pytest.raises(PrivacyError, match=f"{name}='little'"):
+        make(**settings)
+
+
+def test_a_misspelt_key_in_a_file_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps(HOST | BUDGET | {"max_gradient_norm": 1.0}))
+    with pytest.raises(ValueError, match="max_gradient_norm"):
+        HfArgumentParser(DPGrapeTrainingArguments).parse_json_file(file)
+
+
+# ---- Refused: values ----
+
+VALUES = [
+    *(("target_epsilon", value) for value in (0.0, -1.0, math.inf, math.nan)),
+    *(("target_delta", value) for value in (0.0, 1.0, -1e-5, 2.0, math.nan)),
+    *(("noise_multiplier", value) for value in (-1.0, math.inf, math.nan)),
+    *(("max_grad_norm", value) for value in (0.0, -0.5, math.nan, math.inf)),
+    *(("expected_batch_size", value) for value in (0, -4)),
+    *(("num_samples", value) for value in (0, -1)),
+    *(("projection_rank", value) for value in (0, -1)),
+    *(("projection_update_steps", value) for value in (0, -1)),
+    ("projection_seed", -1),
+    ("projection", "fourier"),
+    ("engine", "hooks"),
+    ("accountant", "moments"),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), VALUES)
+def test_a_value_out_of_range_is_refused_by_name_and_value(option: str, value: Any) -> None:
+    changes = {option: value}
+    if option == "noise_multiplier":
+        changes["target_epsilon"] = None
+    with pytest.raises(PrivacyError) as error:
+        make(**changes)
+    assert f"{option}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "sigma"), [(None, None), (6.0, 1.0), (6.0, 0.0)], ids=["neither", "both", "zero"]
+)
+def test_exactly_one_of_budget_and_noise_is_given(
+    epsilon: float | None, sigma: float | None
+) -> None:
+    with pytest.raises(PrivacyError) as error:
+        make(target_epsilon=epsilon, noise_multiplier=sigma)
+    assert f"target_epsilon={epsilon}" in str(error.value)
+    assert f"noise_multiplier={sigma}" in str(error.value)
+
+
+@pytest.mark.parametrize("promise", [{"target_epsilon": 6.0}, {"noise_multiplier": 1.0}], ids=str)
+def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
+    with pytest.raises(PrivacyError, match=r"target_delta=None.*1e-5"):
+        DPGrapeTrainingArguments(**HOST | promise)
+
+
+def test_no_noise_is_allowed_on_explicit_request_only() -> None:
+    args = make(**NO_NOISE, max_grad_norm=math.inf)
+    assert (args.noise_multiplier, args.private) == (0.0, False)
+    assert args.max_grad_norm == math.inf
+    assert make(**NO_NOISE | {"noise_multiplier": 0}).private is False
+
+
+def test_unnoised_statistics_contradict_a_budget() -> None:
+    with pytest.raises(PrivacyError, match=r"log_unnoised_statistics=True.*target_epsilon=6\.0"):
+        make(log_unnoised_statistics=True)
+    args = make(log_unnoised_statistics=True, target_epsilon=None, noise_multiplier=1.0)
+    assert args.log_unnoised_statistics
+
+
+def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="expected_batch_size=0"):
+        make(per_device_train_batch_size=0)
+
+
+# ---- Refused: options of the host ----
+
+OPTIONS = [
+    ("auto_find_batch_size", True),
+    ("fsdp", True),
+    ("fp16", True),
+    ("torch_compile", True),
+    ("use_liger_kernel", True),
+    ("neftune_noise_alpha", 5.0),
+    ("optim_args", "amsgrad=True"),
+    ("push_to_hub", True),
+    ("label_smoothing_factor", 0.1),
+    ("train_sampling_strategy", "group_by_length"),
+    ("train_sampling_strategy", "sequential"),
+    ("optim", "sgd"),
+    ("optim", "adafactor"),
+    ("optim", "galore_adamw"),
+    ("optim", "adamw_torch_8bit"),
+    ("include_num_input_tokens_seen", "all"),
+    ("include_num_input_tokens_seen", "non_padding"),
+    ("save_strategy", "best"),
+    ("load_best_model_at_end", True),
+    ("lr_scheduler_type", "reduce_lr_on_plateau"),
+    ("lr_scheduler_type", "greedy"),
+]
+EVALUATING = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+
+
+@pytest.mark.parametrize(("option", "value"), OPTIONS)
+def test_an_option_that_voids_the_guarantee_is_refused_by_name_and_value(
+    option: str, value: Any
+) -> None:
+    with pytest.raises(PrivacyError) as error:
+        make(**EVALUATING | {option: value})
+    assert f"{option}={value!r}" in str(error.value)
+
+
+def test_deepspeed_is_refused_whether_it_is_installed_or_not() -> None:
+    with pytest.raises(PrivacyError, match="deepspeed="):
+        make(deepspeed={"train_batch_size": 8})
+
+
+def test_half_precision_asked_for_by_the_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``accelerate launch --mixed_precision fp16`` speaks through the environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(PrivacyError, match="fp16"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("torch_compile_backend", "inductor"), ("torch_compile_mode", "default")]
+)
+def test_compilation_is_refused_under_its_other_names(option: str, value: str) -> None:
+    with pytest.raises(PrivacyError, match=option):
+        make(**{option: value})
+
+
+def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
+    for option, value in OPTIONS[-3:]:
+        args = make(**EVALUATING | {option: value, "eval_data_is_public": True})
+        assert args.eval_data_is_public
+
+
+def test_token_counts_are_allowed_without_a_budget() -> None:
+    args = make(
+        target_epsilon=None,
+        noise_multiplier=1.0,
+        include_num_input_tokens_seen=True,
+        log_unnoised_statistics=True,
+    )
+    assert args.include_num_input_tokens_seen == "all"
+
+
+def test_bfloat16_and_schedules_remain_free() -> None:
+    args = make(bf16=True, lr_scheduler_type="cosine", warmup_steps=10, optim="adamw_torch_fused")
+    assert args.bf16
+
+
+# ---- Gradient checkpointing ----
+
+CHECKPOINTING = {"activation_checkpointing", "gradient_checkpointing"}
+
+
+@pytest.mark.parametrize("kwargs", [None, {}, {"use_reentrant": False}, '{"use_reentrant": false}'])
+def test_checkpointing_is_never_reentrant(kwargs: Any) -> None:
+    args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+    for name in CHECKPOINTING:
+        assert getattr(args, name) is True
+        assert getattr(args, f"{name}_kwargs") == {"use_reentrant": False}
+
+
+def test_checkpointing_is_never_reentrant_under_its_old_name() -> None:
+    with pytest.warns(FutureWarning, match="gradient_checkpointing"):
+        args = make(gradient_checkpointing=True)
+    for name in CHECKPOINTING:
+        assert getattr(args, name) is True
+        assert getattr(args, f"{name}_kwargs") == {"use_reentrant": False}
+
+
+def test_other_settings_of_checkpointing_are_kept() -> None:
+    kwargs = {"every_n_layers": 2}
+    args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+    assert args.activation_checkpointing_kwargs == {"every_n_layers": 2, "use_reentrant": False}
+    assert kwargs == {"every_n_layers": 2}
+
+
+def test_without_checkpointing_its_settings_are_left_alone() -> None:
+    args = make()
+    assert not args.activation_checkpointing
+    assert args.activation_checkpointing_kwargs is None
+
+
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, '{"use_reentrant": true}'])
+def test_reentrant_checkpointing_is_refused(kwargs: Any) -> None:
+    with pytest.raises(PrivacyError, match="'use_reentrant': True"):
+        make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+    with (
+        pytest.warns(FutureWarning, match="deprecated"),
+        pytest.raises(PrivacyError, match="'use_reentrant': True"),
+    ):
+        make(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)

@@ -1,0 +1,761 @@
+"""The mechanism against its definition: clip each sample, sum, record, add noise, divide.
+
+Shapes: B samples in a batch, T positions, m x n a weight.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_, private_norm
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.losses import causal_language_modelling
+from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
+from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.representations import (
+    Dense,
+    Factored,
+    GradientSum,
+    PerSampleGradient,
+    SparseRows,
+    add,
+)
+from tests.models import FIRST_WORD, IGNORED, LABELS, PAD, VOCABULARY, Batch, only
+from tests.oracles import projectors_for, single_sample_gradients
+
+MECHANISM = Mechanism(
+    noise_multiplier=1.0,
+    sample_rate=0.5,
+    max_grad_norm=1.0,
+    expected_batch_size=4,
+    num_samples=8,
+    target_epsilon=None,
+    target_delta=1e-5,
+    accountant="rdp",
+    engine="layerwise",
+    projection="gaussian",
+    projection_rank=8,
+    projection_update_steps=100,
+    projection_seed=0,
+)
+ROUNDING = 1e-6  # relative, by which float32 may exceed a bound
+INF, NAN = math.inf, math.nan
+
+
+class Given(PerSampleEngine):
+    """Hands out the gradients that the inputs hold, for parameters of the given shapes."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+        super().__init__(model, lambda outputs, labels: outputs)
+
+    def __call__(
+        self, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        gradients = {name: inputs[name] for name in self.trainable}
+        return next(iter(gradients.values())).squared_norm(), gradients
+
+
+def make_private(
+    per_sample: PerSampleEngine,
+    *,
+    noise_multiplier: float = 0.0,
+    max_grad_norm: float = 1.0,
+    expected_batch_size: float = 1.0,
+    seed: int = 0,
+    distributed: bool = False,
+) -> PrivateEngine:
+    """Returns an engine whose release is the clipped sum itself, unless told otherwise."""
+    return PrivateEngine(
+        per_sample,
+        max_grad_norm=max_grad_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=expected_batch_size,
+        ledger=Ledger.start(replace(MECHANISM, noise_multiplier=noise_multiplier)),
+        noise_generator=torch.Generator().manual_seed(seed),
+        distributed=distributed,
+    )
+
+
+def released(
+    engine: PrivateEngine,
+    batches: Sequence[Mapping[str, Any]],
+    projectors: Mapping[str, Projector] | None = None,
+) -> dict[str, Tensor]:
+    """Returns the release of one logical batch, given its physical batches."""
+    engine.begin(projectors or {})
+    for batch in batches:
+        engine.accumulate(batch)
+    return engine.release()
+
+
+def joint_norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return joint_norm({name: left[name] - right[name] for name in left})
+
+
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    parts = {key: value.split(list(sizes)) for key, value in batch.items()}
+    return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
+
+
+def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Returns the norms (B,) over all parameters jointly."""
+    squared = [g.double().flatten(1).square().sum(1) for g in gradients.values()]
+    return torch.stack(squared).sum(0).sqrt()
+
+
+# ---- The release and its definition ----
+
+
+@pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
+@pytest.mark.parametrize("name", ["roberta-classifier", "opt"])
+def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
+    """The oracle differentiates each sample alone; half of the samples are clipped."""
+    model, inputs = only(name).model(), only(name).batch(6)
+    projectors = projectors_for(model, rank)
+    assert bool(projectors) == (rank is not None)
+    assert projectors.keys() < dict(model.named_parameters()).keys()
+    gradients = single_sample_gradients(model, inputs, projectors)[1]
+    norms = sample_norms(gradients)
+    bound, sigma, expected_batch_size = norms.median().item(), 0.7, 5.0
+    assert (norms > bound).any()
+    assert (norms < bound).any()
+    generator = torch.Generator().manual_seed(3)
+    expected = {}
+    for parameter, gradient in gradients.items():
+        clipped = torch.einsum("b,b...->...", (bound / norms).clamp(max=1.0).float(), gradient)
+        noise = torch.empty_like(clipped).normal_(0, sigma * bound, generator=generator)
+        expected[parameter] = (clipped + noise) / expected_batch_size
+    engine = make_private(
+        make_engine("layerwise", model),
+        max_grad_norm=bound,
+        noise_multiplier=sigma,
+        expected_batch_size=expected_batch_size,
+        seed=3,
+    )
+    private = released(engine, [inputs], projectors)
+    assert list(private) == list(gradients)
+    assert distance(private, expected) < 1e-5 * bound
+    assert private_norm(private) == pytest.approx(joint_norm(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["roberta-classifier", "opt", "vit"])
+def test_no_physical_split_changes_the_release(name: str) -> None:
+    """For one noise seed; also not when a physical batch is of size one."""
+    model, inputs = only(name).model(), only(name).batch(6)
+    projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
+    norms = sample_norms(single_sample_gradients(model, inputs, projectors)[1])
+    bound = norms.median().item()
+
+    def run(sizes: Sequence[int], sigma: float) -> dict[str, Tensor]:
+        engine = make_private(per_sample, max_grad_norm=bound, noise_multiplier=sigma, seed=5)
+        return released(engine, split(inputs, sizes), projectors)
+
+    whole = {sigma: run([6], sigma) for sigma in (0.0, 1.0)}
+    for sizes in ([1] * 6, [1, 5], [5, 1], [2, 3, 1], [3, 3]):
+        for sigma, reference in whole.items():
+            assert distance(run(sizes, sigma), reference) < 1e-5 * bound, (sizes, sigma)
+
+
+def test_the_noise_depends_on_its_seed_alone_not_on_what_was_drawn() -> None:
+    """Any number of samples, any split and the empty draw meet one and the same noise."""
+    model, batch = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
+    projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
+
+    def noise(batches: Sequence[Batch]) -> dict[str, Tensor]:
+        noisy = make_private(per_sample, noise_multiplier=1.5, max_grad_norm=0.5, seed=9)
+        plain = make_private(per_sample, max_grad_norm=0.5)
+        total = released(plain, batches, projectors)
+        return {
+            name: value - total[name]
+            for name, value in released(noisy, batches, projectors).items()
+        }
+
+    empty = noise([])
+    size = sum(value.numel() for value in empty.values())
+    assert joint_norm(empty) == pytest.approx(1.5 * 0.5 * math.sqrt(size), rel=0.1)
+    for batches in ([batch], split(batch, [1] * 6), split(batch, [2, 4]), split(batch, [1, 5])[:1]):
+        assert distance(noise(batches), empty) < 1e-6 * joint_norm(empty)
+
+
+def test_an_empty_logical_batch_releases_noise_and_is_recorded() -> None:
+    engine = make_private(Given(a=(20, 10)), noise_multiplier=2.0, max_grad_norm=0.5, seed=1)
+    expected = torch.empty(20, 10).normal_(0, 1.0, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(released(engine, [])["a"], expected)
+    assert engine.ledger.steps == 1
+
+
+@pytest.mark.parametrize("sizes", [[], [4], [1, 1, 2]], ids=str)
+def test_one_logical_batch_is_one_release_in_the_ledger(sizes: list[int]) -> None:
+    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
+    for step in range(1, 4):
+        released(engine, [{"a": Dense(torch.randn(size, 3))} for size in sizes])
+        assert engine.ledger.steps == step
+
+
+def test_without_noise_the_release_is_the_clipped_sum_exactly() -> None:
+    values = torch.randn(4, 30)
+    total = {"a": torch.zeros(30)}
+    add_clipped_sum_(total, {"a": Dense(values)}, 0.5)
+    engine = make_private(Given(a=(30,)), max_grad_norm=0.5, expected_batch_size=3)
+    before = engine._noise_generator.get_state()
+    private = released(engine, [{"a": Dense(values)}])
+    assert torch.equal(private["a"], total["a"] / 3)
+    assert torch.equal(engine._noise_generator.get_state(), before)
+    assert not engine.ledger.private
+
+
+# ---- Neighbours ----
+
+
+def text(length: int, seed: int, target: str) -> Batch:
+    """Returns one text without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator)
+    kind = torch.randint(0, LABELS, (), generator=generator)
+    labels = kind if target == "class" else ids
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def padded(texts: Sequence[Batch]) -> Batch:
+    """Returns a batch in which all texts are as long as the longest of them."""
+    longest = max(len(text["input_ids"]) for text in texts)
+    fill = {"input_ids": PAD, "attention_mask": 0, "labels": IGNORED}
+    batch = {}
+    for key, value in fill.items():
+        rows = [
+            nn.functional.pad(text[key], (0, longest - text[key].shape[0]), value=value)
+            if text[key].dim()
+            else text[key]
+            for text in texts
+        ]
+        batch[key] = torch.stack(rows)
+    return batch
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("length", [3, 7, 20], ids=["short", "equal", "long"])
+@pytest.mark.parametrize(
+    ("name", "target"), [("roberta-classifier", "class"), ("opt", "tokens")], ids=["class", "lm"]
+)
+def test_one_more_record_moves_what_meets_the_noise_by_at_most_c(
+    name: str, target: str, length: int, place: str
+) -> None:
+    """The same coins draw from both data sets; a longer record pads its batch-mates further."""
+    model = only(name).model()
+    projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
+    data = [text(3 + i % 5, seed=i, target=target) for i in range(12)]
+    coins = torch.rand(12, generator=torch.Generator().manual_seed(0)) < 0.5
+    drawn = [record for record, coin in zip(data, coins, strict=True) if coin]
+    assert 3 <= len(drawn) <= 9
+    record = text(length, seed=100, target=target)
+    more = [record, *drawn] if place == "first" else [*drawn, record]
+    own = joint_norm(released(make_private(per_sample, max_grad_norm=INF), [padded([record])]))
+    for bound in (0.01 * own, 0.5 * own, 100 * own):
+
+        def clipped_sum(records: list[Batch], bound: float = bound) -> dict[str, Tensor]:
+            batches = [padded(records[i : i + 3]) for i in range(0, len(records), 3)]
+            return released(make_private(per_sample, max_grad_norm=bound), batches, projectors)
+
+        moved = distance(clipped_sum(more), clipped_sum(drawn))
+        assert 0 < moved <= bound * (1 + ROUNDING)
+
+
+# ---- The contribution of one example ----
+
+KINDS = ("dense", "factored", "sparse", "sum", "dense and factored", "two uses", "two tables")
+POSITIONS, ROWS, COLUMNS = 3, 7, 5
+
+
+def gradients_of(kind: str, samples: int, seed: int = 0) -> PerSampleGradient:
+    """Returns random gradients (B, m, n) in some form; positions may name a row twice."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(samples, *shape, generator=g)
+
+    dense = Dense(normal(ROWS, COLUMNS))
+    factored = [Factored(normal(POSITIONS, ROWS), normal(POSITIONS, COLUMNS)) for _ in range(2)]
+    indices = torch.randint(0, ROWS, (2, samples, POSITIONS), generator=g)
+    sparse = [SparseRows(i, normal(POSITIONS, COLUMNS), ROWS) for i in indices]
+    return {
+        "dense": dense,
+        "factored": factored[0],
+        "sparse": sparse[0],
+        "sum": GradientSum((dense, factored[0], sparse[0])),
+        "dense and factored": GradientSum((dense, factored[0])),
+        "two uses": add(factored),
+        "two tables": add([*sparse, factored[0]]),
+    }[kind]
+
+
+def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
+    """Multiplies what a backward pass would have multiplied: values, or the factor ``rows``."""
+    shaped = factors[:, None, None]
+    match gradient:
+        case Dense(values):
+            return Dense(values * shaped)
+        case Factored(rows, cols):
+            return Factored(rows * shaped, cols)
+        case SparseRows(indices, values, num_rows):
+            return SparseRows(indices, values * shaped, num_rows)
+        case GradientSum(parts):
+            return GradientSum(tuple(scaled(part, factors) for part in parts))
+
+
+def clipped(gradients: Gradients, bound: float) -> dict[str, Tensor]:
+    total = {"weight": torch.zeros(ROWS, COLUMNS), "bias": torch.zeros(ROWS)}
+    add_clipped_sum_(total, gradients, bound)
+    return total
+
+
+def pair(kind: str, factors: Sequence[float], seed: int = 0) -> Gradients:
+    """Returns the gradients of a weight and a bias, both scaled by one factor per sample."""
+    scale = torch.tensor(factors)
+    bias = torch.randn(len(factors), ROWS, generator=torch.Generator().manual_seed(seed + 1))
+    return {
+        "weight": scaled(gradients_of(kind, len(factors), seed), scale),
+        "bias": Dense(bias * scale[:, None]),
+    }
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(
+    kind: str, bound: float
+) -> None:
+    for seed in range(20):
+        for factor in (1e-30, 1e-3, 1.0, 1e3, 1e12):
+            gradients = pair(kind, [factor], seed)
+            own = joint_norm({name: g.weighted_sum(torch.ones(1)) for name, g in gradients.items()})
+            contribution = joint_norm(clipped(gradients, bound))
+            assert contribution <= bound * (1 + ROUNDING)
+            assert contribution == pytest.approx(min(own, bound), rel=1e-5)
+
+
+@pytest.mark.parametrize("bound", [1.0, INF])
+@pytest.mark.parametrize("factor", [0.0, 1e20, NAN, INF, -INF])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(
+    kind: str, factor: float, bound: float
+) -> None:
+    """The norm of 1e20 overflows; the gradient 0 must not become 0 / 0."""
+    for total in clipped(pair(kind, [factor]), bound).values():
+        assert torch.equal(total, torch.zeros_like(total))
+
+
+@pytest.mark.parametrize("bound", [1.0, INF])
+@pytest.mark.parametrize("factor", [1e20, NAN, INF, -INF])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, factor: float, bound: float) -> None:
+    for bad in ([0], [3], [1, 2], [0, 1, 2, 3]):
+        factors = [factor if i in bad else 0.1 * (i + 1) for i in range(4)]
+        good = [i for i in range(4) if i not in bad]
+        mates = {
+            name: g.select(torch.tensor(good, dtype=int)) for name, g in pair(kind, factors).items()
+        }
+        expected = clipped(mates, bound)
+        assert distance(clipped(pair(kind, factors), bound), expected) <= ROUNDING * len(good)
+        assert (joint_norm(expected) > 0) == bool(good)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_one_bad_number_in_one_parameter_drops_the_sample_from_all(bad: float) -> None:
+    gradients = pair("dense", [1.0, 1.0])
+    gradients["weight"].values[0, 2, 3] = bad
+    mate = {name: gradient.select(torch.tensor([1])) for name, gradient in gradients.items()}
+    assert distance(clipped(gradients, 1.0), clipped(mate, 1.0)) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_clipped_under_an_infinite_bound(kind: str) -> None:
+    gradients = pair(kind, [1.0, 0.0, 1e3])
+    plain = {name: gradient.weighted_sum(torch.ones(3)) for name, gradient in gradients.items()}
+    assert distance(clipped(gradients, INF), plain) <= ROUNDING * joint_norm(plain)
+
+
+SCALES = torch.tensor([1.0, 1e-30, 0.0, 1e25, NAN, INF, -INF])
+
+
+def scaled_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Multiplies the loss of a text by what its first label, which predicts nothing, stands for."""
+    return causal_language_modelling(outputs["logits"], labels, None) * SCALES[labels[:, 0]]
+
+
+@pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
+def test_extreme_texts_of_a_tied_model_contribute_at_most_c_or_nothing(rank: int | None) -> None:
+    model, inputs = only("opt").model(), only("opt").batch(len(SCALES))
+    inputs["labels"][:, 0] = torch.arange(len(SCALES))
+    projectors = projectors_for(model, rank)
+    engine = make_private(make_engine("layerwise", model, scaled_loss), max_grad_norm=0.1)
+    each = [released(engine, [sample], projectors) for sample in split(inputs, [1] * len(SCALES))]
+    norms = [joint_norm(contribution) for contribution in each]
+    assert 0.1 * (1 - 1e-5) < norms[0] <= 0.1 * (1 + ROUNDING)
+    assert 0 <= norms[1] < 1e-25
+    assert norms[2:] == [0.0] * 5
+    together = released(engine, [inputs], projectors)
+    assert distance(together, each[0]) < 1e-6
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("pixel", [NAN, INF])
+def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel: float, place: int) -> None:
+    model, inputs = only("vit").model(), only("vit").batch(4)
+    engine = make_private(make_engine("layerwise", model))
+    inputs["pixel_values"][place, 0, 2, 2] = pixel
+    good = [i for i in range(4) if i != place]
+    expected = released(engine, [{key: value[good] for key, value in inputs.items()}])
+    assert distance(released(engine, [inputs]), expected) < 1e-5
+    assert joint_norm(expected) > 0.1
+
+
+def cancelling(kind: str, ratio: float) -> Gradients:
+    """Returns gradients whose parts are ``ratio`` times longer than their sum."""
+    first, second, rest = torch.randn(3, ROWS, 1), torch.randn(3, 1, COLUMNS), torch.randn(3, 1, 5)
+    rows = torch.cat([first.mT, -first.mT], 1) * ratio
+    cols = torch.cat([second, second + rest / ratio], 1)
+    same_row = torch.zeros(3, 2, dtype=torch.int64)
+    far = SparseRows(same_row, torch.cat([second, -second + rest / ratio], 1) * ratio, ROWS)
+    near = Dense(-torch.cat([second * ratio, torch.zeros(3, ROWS - 1, COLUMNS)], 1))
+    weight = {
+        "factored": Factored(rows, cols),
+        "sparse": far,
+        "sum": GradientSum((near, SparseRows(same_row[:, :1], second * ratio + rest, ROWS))),
+    }[kind]
+    return {"weight": weight, "bias": Dense(torch.zeros(3, ROWS))}
+
+
+@pytest.mark.parametrize("kind", ["factored", "sparse", "sum"])
+def test_uses_that_cancel_contribute_at_most_c(kind: str) -> None:
+    """In float32 the norm of such a sum has few right digits, or none."""
+    for ratio in (1e2, 1e3, 1e4, 1e5):
+        gradients = cancelling(kind, ratio)
+        for i in range(3):
+            one = {name: gradient.select(torch.tensor([i])) for name, gradient in gradients.items()}
+            assert joint_norm(clipped(one, 0.1)) <= 0.1 * (1 + ROUNDING)
+
+
+def test_a_long_gradient_contributes_at_most_c() -> None:
+    """One float32 sum over ten million squares is off by a percent."""
+    gradients: Gradients = {"a": Dense(torch.full((1, 10_000_000), 0.1))}
+    total = {"a": torch.zeros(10_000_000)}
+    add_clipped_sum_(total, gradients, 1.0)
+    assert total["a"].double().norm().item() <= 1 + 1e-5
+
+
+# ---- Precision ----
+
+
+def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
+    """Rounded to bfloat16, a contribution would exceed C by up to half a percent."""
+    model = only("roberta-classifier").model().to(torch.bfloat16)
+    inputs, projectors = only("roberta-classifier").batch(4), projectors_for(model, 8)
+    per_sample = make_engine("layerwise", model)
+    for sample in split(inputs, [1] * 4):
+        total = released(make_private(per_sample, max_grad_norm=0.1), [sample], projectors)
+        assert all(value.dtype is torch.float32 for value in total.values())
+        assert 0.1 * (1 - 1e-5) < joint_norm(total) <= 0.1 * (1 + ROUNDING)
+    engine = make_private(per_sample, noise_multiplier=1.0, seed=4)
+    private, generator = released(engine, [], projectors), torch.Generator().manual_seed(4)
+    for value in private.values():
+        expected = torch.empty(value.shape, dtype=torch.float32).normal_(generator=generator)
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind: str) -> None:
+    engine = make_private(Given(weight=(ROWS, COLUMNS), bias=(ROWS,)))
+    batches = [pair(kind, [1.0, 3.0, 1e-3], seed) for seed in range(3)]
+    expected = released(engine, batches)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert distance(released(engine, batches), expected) < 1e-6
+
+
+def test_the_default_dtype_does_not_reach_sums_and_noise() -> None:
+    engine = make_private(Given(a=(100,)), noise_multiplier=1.0)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        private = released(engine, [])["a"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert private.dtype is torch.float32
+    assert not torch.equal(private, private.bfloat16().float())
+
+
+# ---- The noise ----
+
+SIGMA, BOUND, EXPECTED = 1.5, 0.4, 5.0
+FALSE_ALARM = 1e-8  # of each check below, if the noise were drawn afresh
+
+
+def chi_square_fits(sum_of_squares: float, degrees: int) -> bool:
+    """Bounds of Laurent and Massart (2000, lemma 1): each is exceeded with probability e^-t."""
+    t = math.log(2 / FALSE_ALARM)
+    lower = degrees - 2 * math.sqrt(degrees * t)
+    upper = degrees + 2 * math.sqrt(degrees * t) + 2 * t
+    return lower <= sum_of_squares <= upper
+
+
+def follows_normal(values: Tensor, std: float) -> bool:
+    """Kolmogorov-Smirnov, with the bound of Massart (1990) on its false alarms."""
+    ordered = torch.special.ndtr(values.double().flatten() / std).sort().values
+    ranks = torch.arange(ordered.numel() + 1) / ordered.numel()
+    furthest = max((ordered - ranks[:-1]).abs().max(), (ordered - ranks[1:]).abs().max())
+    return bool(furthest <= math.sqrt(math.log(2 / FALSE_ALARM) / (2 * ordered.numel())))
+
+
+def noise_of(releases: int, seed: int) -> dict[str, Tensor]:
+    """Returns the releases (R, ...) of empty draws of a model with projected and other weights."""
+    model = only("roberta-classifier").model()
+    engine = make_private(
+        make_engine("layerwise", model),
+        noise_multiplier=SIGMA,
+        max_grad_norm=BOUND,
+        expected_batch_size=EXPECTED,
+        seed=seed,
+    )
+    projectors = projectors_for(model, 8)
+    found = [released(engine, [], projectors) for _ in range(releases)]
+    assert engine.ledger.steps == releases
+    return {name: torch.stack([release[name] for release in found]) for name in found[0]}
+
+
+def test_the_noise_of_every_tensor_is_normal_with_std_sigma_c_over_b() -> None:
+    """Seeded. False alarm for fresh noise: below 1e-8 for each check and tensor, 1e-6 in all."""
+    std = SIGMA * BOUND / EXPECTED
+    found = noise_of(releases=60, seed=0)
+    assert len(found) < 50
+    for name, noise in found.items():
+        standard = noise.double() / std
+        assert follows_normal(noise, std), name
+        assert chi_square_fits(standard.square().sum().item(), standard.numel()), name
+        if standard.numel() > 1000:
+            for factor in (2 / 3, 3 / 2):
+                wrong = factor * standard
+                assert not chi_square_fits(wrong.square().sum().item(), wrong.numel()), name
+                assert not follows_normal(wrong, 1.0), name
+
+
+def test_the_noise_has_its_std_in_every_single_coordinate() -> None:
+    """Seeded. False alarm for fresh noise: 1e-8 for each of the 500 coordinates, 5e-6 in all."""
+    engine = make_private(
+        Given(a=(20, 20), b=(100,)),
+        noise_multiplier=SIGMA,
+        max_grad_norm=BOUND,
+        expected_batch_size=EXPECTED,
+    )
+    found = [torch.cat([v.flatten() for v in released(engine, []).values()]) for _ in range(600)]
+    squares = torch.stack(found).double().div(SIGMA * BOUND / EXPECTED).square().sum(0)  # (500,)
+    assert squares.shape == (500,)
+    assert all(chi_square_fits(value.item(), 600) for value in squares)
+    for factor in (4 / 9, 9 / 4):
+        assert not any(chi_square_fits(factor * value.item(), 600) for value in squares)
+
+
+def test_no_two_releases_and_no_two_tensors_share_noise() -> None:
+    """Seeded. Two independent normals agree by chance with probability below 1e-6 per pair."""
+    noise = torch.cat([value.flatten(1) for value in noise_of(releases=3, seed=1).values()], 1)
+    assert noise.numel() > 10_000
+    assert noise.unique().numel() > 0.99 * noise.numel()
+    standard = noise.double() / (SIGMA * BOUND / EXPECTED)
+    for i, j in ((0, 1), (0, 2), (1, 2)):  # |correlation| is below 6 / sqrt(n) but for 2e-9
+        assert (standard[i] * standard[j]).mean().abs() < 6 / math.sqrt(standard.shape[1])
+    assert not torch.equal(
+        noise[0], torch.cat([v.flatten(1) for v in noise_of(1, 2).values()], 1)[0]
+    )
+
+
+# ---- The protocol ----
+
+
+def test_draws_do_not_merge_and_steps_have_their_order() -> None:
+    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
+    for step in (engine.release, lambda: engine.accumulate({"a": Dense(torch.ones(2, 3))})):
+        with pytest.raises(PrivacyError, match=r"without begin\(\)"):
+            step()
+    engine.begin({})
+    with pytest.raises(PrivacyError, match="never released"):
+        engine.begin({})
+    engine.release()
+    with pytest.raises(PrivacyError, match=r"without begin\(\)"):
+        engine.release()
+    assert engine.ledger.steps == 1
+
+
+def test_a_release_that_is_not_recorded_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither noise nor sum exists when the disk is full; the next logical batch starts at zero."""
+    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
+    before = engine._noise_generator.get_state()
+
+    def full_disk(steps: int = 1) -> None:
+        assert torch.equal(engine._noise_generator.get_state(), before)
+        raise OSError("no space left")
+
+    engine.begin({})
+    engine.accumulate({"a": Dense(torch.ones(2, 3))})
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.ledger, "record", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            engine.release()
+    assert torch.equal(engine._noise_generator.get_state(), before)
+    with pytest.raises(PrivacyError):
+        engine.release()
+    with pytest.raises(PrivacyError):
+        engine.accumulate({"a": Dense(torch.ones(2, 3))})
+    private = released(engine, [])["a"]
+    assert torch.equal(private, torch.empty(3).normal_(generator=torch.Generator().manual_seed(0)))
+
+
+def test_the_ledger_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> None:
+    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
+    engine.ledger = Ledger.start(MECHANISM, tmp_path / "ledger.json")
+    seen = []
+
+    class Watched(dict):  # the noise is drawn while the values of the sum are walked through
+        def values(self) -> Any:
+            seen.append(Ledger.load(tmp_path / "ledger.json").steps)
+            return super().values()
+
+    engine.begin({})
+    engine._clipped_sum = Watched(engine._clipped_sum)
+    assert Ledger.load(tmp_path / "ledger.json").steps == 0
+    engine.release()
+    assert seen
+    assert set(seen) == {1}
+
+
+def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
+    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
+    engine.begin({})
+    with pytest.raises(KeyError):
+        engine.accumulate({"b": Dense(torch.ones(2, 3))})
+    with pytest.raises(PrivacyError, match="never released"):
+        engine.begin({})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_grad_norm", value) for value in (0.0, -1.0, NAN)),
+        *(("expected_batch_size", value) for value in (0.0, -1.0, NAN)),
+        *(("noise_multiplier", value) for value in (-1.0, NAN, INF)),
+    ],
+)
+def test_a_bad_number_is_refused_by_name_and_value(option: str, value: float) -> None:
+    with pytest.raises(PrivacyError, match=rf"{option}={value}"):
+        PrivateEngine(
+            Given(a=(3,)),
+            ledger=Ledger.start(MECHANISM),
+            noise_generator=torch.Generator(),
+            **{
+                "max_grad_norm": 1.0,
+                "expected_batch_size": 1.0,
+                "noise_multiplier": 1.0,
+                option: value,
+            },
+        )
+
+
+def test_noise_without_a_bound_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="max_grad_norm=inf"):
+        make_private(Given(a=(3,)), noise_multiplier=1.0, max_grad_norm=INF)
+
+
+def test_the_losses_of_a_physical_batch_are_handed_back() -> None:
+    model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(5)
+    engine = make_private(make_engine("layerwise", model))
+    engine.begin({})
+    losses = engine.accumulate(inputs)
+    torch.testing.assert_close(losses, single_sample_gradients(model, inputs)[0])
+    assert not losses.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- Several ranks ----
+
+SHARES = {"halves": (3, 3), "one rank empty": (0, 6), "other rank empty": (6, 0), "none": (0, 0)}
+RANK_SETTINGS = {"noise_multiplier": 1.2, "max_grad_norm": 0.5, "expected_batch_size": 6.0}
+
+
+def _release_on_rank(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(minutes=3),
+    )
+    try:
+        case = only("roberta-classifier")
+        model, inputs = case.model(), case.batch(6)
+        projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
+        private = {}
+        for name, sizes in SHARES.items():
+            engine = make_private(per_sample, **RANK_SETTINGS, seed=10 + rank, distributed=True)
+            start = sum(sizes[:rank])
+            share = {key: value[start : start + sizes[rank]] for key, value in inputs.items()}
+            private[name] = released(engine, split(share, [1] * sizes[rank]), projectors)
+        return private
+    finally:
+        dist.destroy_process_group()
+
+
+def _second_rank(index: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.save(_release_on_rank(1, folder), f"{folder}/1.pt")
+
+
+def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:
+    """The noise is drawn once, by the first rank; both ranks hold the same bits."""
+    other = mp.spawn(_second_rank, (str(tmp_path),), nprocs=1, join=False)
+    zero = _release_on_rank(0, str(tmp_path))
+    while not other.join():
+        pass
+    one = torch.load(tmp_path / "1.pt")
+    case = only("roberta-classifier")
+    model, inputs = case.model(), case.batch(6)
+    projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
+    for share, sizes in SHARES.items():
+        alone = released(
+            make_private(per_sample, **RANK_SETTINGS, seed=10),
+            [inputs] if sum(sizes) else [],
+            projectors,
+        )
+        assert zero[share].keys() == alone.keys()
+        assert all(torch.equal(zero[share][name], one[share][name]) for name in alone), share
+        assert distance(zero[share], alone) < 1e-5 * joint_norm(alone), share
+
+
+def test_two_refreshes_of_the_projection_release_in_their_own_coordinates() -> None:
+    """The projectors of a logical batch are those given to ``begin``."""
+    model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(4)
+    names = default_targets(model, MATRIX_LAYERS)
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+    schedule = ProjectionSchedule(shapes, rank=8, update_steps=1, seed=0)
+    engine = make_private(make_engine("layerwise", model), max_grad_norm=INF)
+    plain = released(engine, [inputs])
+    for step in range(2):
+        projectors = schedule.at(step)
+        private = released(engine, [inputs], projectors)
+        assert engine.projectors is projectors
+        expected = {
+            name: projectors[name].project(value) if name in projectors else value
+            for name, value in plain.items()
+        }
+        assert distance(private, expected) < 1e-5 * joint_norm(expected)

@@ -1,0 +1,326 @@
+"""``ProjectedAdam`` against ``torch.optim.AdamW`` and against its definition."""
+
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import get_linear_schedule_with_warmup
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.optimizer import ProjectedAdam
+from dp_grape_hf.projection import Projector, Side
+
+SHAPES = {"left": (6, 20), "right": (20, 6), "square": (6, 6), "vector": (7,)}
+RANK = 3
+Parameters = dict[str, nn.Parameter]
+Draw = dict[str, Projector]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
+
+
+def draw(seed: int, rank: int = RANK) -> Draw:
+    """Returns a projector for each matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = {"left": Side.LEFT, "right": Side.RIGHT, "square": Side.RIGHT}
+    return {
+        name: Projector(torch.randn(6, rank, generator=generator) / rank**0.5, side)
+        for name, side in sides.items()
+    }
+
+
+def gradients(seed: int, projectors: Draw | None = None) -> dict[str, Tensor]:
+    """Returns gradients, in coordinates where a parameter has a projector."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    projectors = projectors or {}
+    return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
+
+
+def step(
+    optimizer: ProjectedAdam,
+    weights: Parameters,
+    grads: dict[str, Tensor],
+    projectors: Draw | None = None,
+) -> None:
+    by_weight = {weights[name]: projector for name, projector in (projectors or {}).items()}
+    received = {weights[name]: gradient.clone() for name, gradient in grads.items()}
+    optimizer.receive(received, by_weight)
+    optimizer.step()
+
+
+def assert_same(found: Parameters, expected: Parameters, **tolerance: float) -> None:
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, msg=name, **tolerance)
+
+
+# ---- Without a projection: AdamW ----
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3},
+        {"weight_decay": 0.3, "lr": 0.1},
+        {"betas": (0.0, 0.0)},
+        {"lr": 0.0, "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+def test_without_projectors_every_step_is_that_of_adamw(settings: dict[str, Any]) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = ProjectedAdam(ours.values(), **settings)
+    reference = torch.optim.AdamW(theirs.values(), **{"weight_decay": 0.0} | settings)
+    for i in range(8):
+        step(optimizer, ours, gradients(i))
+        for name, gradient in gradients(i).items():
+            theirs[name].grad = gradient
+        reference.step()
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_groups_and_a_schedule_act_as_on_adamw() -> None:
+    """The groups of the Hugging Face Trainer: vectors do not decay."""
+
+    def groups(weights: Parameters) -> list[dict[str, Any]]:
+        matrices = [weight for weight in weights.values() if weight.dim() == 2]
+        return [
+            {"params": matrices, "weight_decay": 0.2},
+            {"params": [weights["vector"]], "weight_decay": 0.0, "lr": 0.05, "betas": (0.5, 0.9)},
+        ]
+
+    ours, theirs = parameters(), parameters()
+    optimizer = ProjectedAdam(groups(ours), lr=0.1)
+    reference = torch.optim.AdamW(groups(theirs), lr=0.1)
+    schedules = [get_linear_schedule_with_warmup(o, 3, 10) for o in (optimizer, reference)]
+    rates = []
+    for i in range(10):
+        step(optimizer, ours, gradients(i))
+        for name, gradient in gradients(i).items():
+            theirs[name].grad = gradient
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        assert rates[-1] == [group["lr"] for group in reference.param_groups]
+    assert rates[2] == [0.1, 0.05]
+    assert rates[-1] == [0.0, 0.0]
+
+
+def test_an_orthogonal_projection_of_full_rank_moves_as_far_as_its_coordinates() -> None:
+    """With P a permutation, Adam in coordinates is Adam: it treats every number alike."""
+    permutation = torch.eye(6)[torch.randperm(6)]
+    projectors = {
+        "left": Projector(permutation, Side.LEFT),
+        "right": Projector(permutation, Side.RIGHT),
+    }
+    projected, plain = parameters(), parameters()
+    ours, reference = ProjectedAdam(projected.values()), ProjectedAdam(plain.values())
+    for i in range(4):
+        step(ours, projected, gradients(i, projectors), projectors)
+        step(reference, plain, gradients(i))
+    assert_same(projected, plain, rtol=1e-6, atol=1e-7)
+
+
+# ---- With one: the definition ----
+
+
+def by_definition(
+    rates: list[float], beta1: float, beta2: float, eps: float, decay: float
+) -> Iterator[Parameters]:
+    """Yields the weights after each step, in float64; P is redrawn at every third step."""
+    weights = {name: value.detach().double() for name, value in parameters().items()}
+    first = {name: torch.zeros(()) for name in SHAPES}
+    second = {name: torch.zeros(()) for name in SHAPES}
+    for t, rate in enumerate(rates, start=1):
+        projectors = draw((t - 1) // 3)
+        for name, gradient in gradients(t, projectors).items():
+            gradient = gradient.double()
+            first[name] = beta1 * first[name] + (1 - beta1) * gradient
+            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
+            m, v = first[name] / (1 - beta1**t), second[name] / (1 - beta2**t)
+            update = m / (v.sqrt() + eps)
+            if name in projectors:
+                matrix = projectors[name].matrix.double()
+                left = projectors[name].side is Side.LEFT
+                update = matrix @ update if left else update @ matrix.T
+            weights[name] = (1 - rate * decay) * weights[name] - rate * update
+        yield {name: nn.Parameter(value.float()) for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_projected_step_is_its_definition_and_moments_outlive_a_redraw(decay: float) -> None:
+    rates, weights = [0.1, 0.05, 0.2, 0.1, 0.1, 0.01, 0.3], parameters()
+    optimizer = ProjectedAdam(weights.values(), betas=(0.8, 0.9), eps=1e-4, weight_decay=decay)
+    expected = by_definition(rates, 0.8, 0.9, 1e-4, decay)
+    for t, (rate, reference) in enumerate(zip(rates, expected, strict=True), start=1):
+        optimizer.param_groups[0]["lr"] = rate
+        projectors = draw((t - 1) // 3)
+        step(optimizer, weights, gradients(t, projectors), projectors)
+        assert_same(weights, reference, rtol=1e-5, atol=1e-6)
+        assert {optimizer.state[weight]["step"] for weight in weights.values()} == {t}
+
+
+def test_moments_have_the_shape_of_the_coordinates_and_are_counted() -> None:
+    weights, projectors = parameters(), draw(0)
+    optimizer = ProjectedAdam(weights.values())
+    assert optimizer.state_bytes() == 0
+    step(optimizer, weights, gradients(0, projectors), projectors)
+    shapes = {"left": (3, 20), "right": (20, 3), "square": (6, 3), "vector": (7,)}
+    for name, shape in shapes.items():
+        state = optimizer.state[weights[name]]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shape
+    assert optimizer.state_bytes() == 2 * 4 * sum(math.prod(shape) for shape in shapes.values())
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    """Neither decayed nor given state: it is not part of the release."""
+    weights, before = parameters(), parameters()
+    optimizer = ProjectedAdam(weights.values(), lr=0.1, weight_decay=0.5)
+    grads = gradients(0)
+    del grads["square"]
+    step(optimizer, weights, grads)
+    assert torch.equal(weights["square"], before["square"])
+    assert weights["square"] not in optimizer.state
+    assert not torch.equal(weights["left"], before["left"])
+
+
+def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
+    weights, expected = parameters(), parameters()
+    optimizer, reference = ProjectedAdam(weights.values()), ProjectedAdam(expected.values())
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, 1e6)
+    step(optimizer, weights, gradients(0))
+    step(reference, expected, gradients(0))
+    assert_same(weights, expected, rtol=0, atol=0)
+
+
+# ---- State ----
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_state_continues_as_if_it_had_never_been_saved(dtype: torch.dtype) -> None:
+    weights = parameters(dtype)
+    settings = {"lr": 0.05, "weight_decay": 0.1}
+    optimizer = ProjectedAdam(weights.values(), **settings)
+    for i in range(3):
+        step(optimizer, weights, gradients(i, draw(0)), draw(0))
+    copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
+    resumed = ProjectedAdam(copies.values(), lr=1.0)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.05
+    for i in range(3, 7):
+        projectors = draw(i // 5)
+        step(optimizer, weights, gradients(i, projectors), projectors)
+        step(resumed, copies, gradients(i, projectors), projectors)
+        for name, weight in weights.items():
+            assert torch.equal(copies[name], weight), name
+
+
+def test_moments_of_bfloat16_weights_are_float32_and_stay_so_when_loaded() -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer = ProjectedAdam(weights.values())
+    step(optimizer, weights, gradients(0, draw(0)), draw(0))
+    fresh = parameters(torch.bfloat16)
+    loaded = ProjectedAdam(fresh.values())
+    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for name, weight in weights.items():
+        assert weight.dtype is fresh[name].dtype is torch.bfloat16
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[weight][key]
+            assert moment.dtype is torch.float32
+            assert not torch.equal(moment, moment.bfloat16().float())
+            assert torch.equal(loaded.state[fresh[name]][key], moment)
+            assert loaded.state[fresh[name]][key].dtype is torch.float32
+
+
+def test_a_loaded_state_shares_no_memory_with_its_source() -> None:
+    weights = parameters()
+    optimizer = ProjectedAdam(weights.values())
+    step(optimizer, weights, gradients(0))
+    state = optimizer.state_dict()
+    before = {key: state["state"][0][key].clone() for key in ("exp_avg", "exp_avg_sq")}
+    other = parameters()
+    loaded = ProjectedAdam(other.values())
+    loaded.load_state_dict(state)
+    step(loaded, other, gradients(1))
+    for key, value in before.items():
+        assert torch.equal(state["state"][0][key], value)
+
+
+def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
+    weights, fresh = parameters(), parameters()
+    optimizer, loaded = ProjectedAdam(weights.values()), ProjectedAdam(fresh.values())
+    step(optimizer, weights, {"vector": torch.ones(7)})
+    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert list(loaded.state) == [fresh["vector"]]
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    weights = parameters()
+    optimizer = ProjectedAdam(weights.values())
+    step(optimizer, weights, gradients(0, draw(0)), draw(0))
+    fresh = parameters()
+    resumed = ProjectedAdam(fresh.values())
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    other = draw(0, rank=2)
+    with pytest.raises(PrivacyError, match=r"\(3, 20\).*\(2, 20\).*projection_rank"):
+        step(resumed, fresh, gradients(1, other), other)
+
+
+# ---- Refusals ----
+
+
+def test_a_step_needs_a_release_of_its_own() -> None:
+    weights, before = parameters(), parameters()
+    optimizer = ProjectedAdam(weights.values(), weight_decay=0.1)
+    with pytest.raises(PrivacyError, match=r"without receive\(\)"):
+        optimizer.step()
+    assert_same(weights, before, rtol=0, atol=0)
+    step(optimizer, weights, gradients(0))
+    with pytest.raises(PrivacyError, match=r"without receive\(\)"):
+        optimizer.step()
+
+
+def test_a_closure_is_refused_before_it_runs() -> None:
+    weights = parameters()
+    optimizer = ProjectedAdam(weights.values())
+    optimizer.receive({weights[name]: gradient for name, gradient in gradients(0).items()})
+
+    def closure() -> float:
+        raise AssertionError("it ran")
+
+    with pytest.raises(PrivacyError, match="closure"):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{option}="):
+        ProjectedAdam(parameters().values(), **{option: value})
