@@ -23,6 +23,9 @@ from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.projection import Projector
 
 
+_NOISE_AT_ONCE = 2**24  # coordinates: bounds the memory of the noise to 64 MiB
+
+
 class PrivateEngine:
     """Turns the physical batches of a logical batch into one private gradient.
 
@@ -112,8 +115,9 @@ class PrivateEngine:
         if self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0):
             std = self.noise_multiplier * self.max_grad_norm
             for value in total.values():
-                noise = torch.empty_like(value).normal_(0, std, generator=self._noise_generator)
-                value.add_(noise)
+                for part in value.view(-1).split(_NOISE_AT_ONCE):
+                    noise = torch.empty_like(part)
+                    part.add_(noise.normal_(0, std, generator=self._noise_generator))
         for value in total.values():
             if self._distributed:
                 dist.all_reduce(value)
@@ -141,6 +145,6 @@ def add_clipped_sum_(
         gradient.add_weighted_sum_(total[name], factors)
 
 
-def private_norm(private_grads: Mapping[str, Tensor]) -> float:
-    """Returns the L2 norm of private gradients, free to log."""
-    return math.sqrt(sum(float(value.square().sum()) for value in private_grads.values()))
+def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:
+    """Returns the L2 norm of private gradients, a scalar, free to log."""
+    return torch.nn.utils.get_total_norm(list(private_grads.values()))

@@ -145,7 +145,7 @@ class DPGrapeTrainer(Trainer):
         self.ledger: Ledger | None = None  # made when training starts
         self._test_generators = test_generators
         self._engine: PrivateEngine | None = None
-        self._private_norm = 0.0
+        self._private_norm = torch.zeros(())
         self._per_sample = make_engine(args.engine, self.model, self._per_sample_loss())
         if train_dataset is not None:
             self.plan = PrivacyPlan(args, len(train_dataset))
@@ -268,8 +268,8 @@ class DPGrapeTrainer(Trainer):
 
     def _start_engine(self, ledger: Ledger) -> None:
         args, device = self.args, self.args.device
-        if self._per_sample.model is not self.model:  # model_init made a new one
-            self._per_sample = make_engine(args.engine, self.model, self._per_sample_loss())
+        # Anew: model_init may have made another model, and parameters may have been frozen since.
+        self._per_sample = make_engine(args.engine, self.model, self._per_sample_loss())
         if args.world_size > 1:
             for parameter in self.model.parameters():
                 dist.broadcast(parameter.data, src=0)
@@ -355,11 +355,11 @@ class DPGrapeTrainer(Trainer):
 
     # ---- Training Utilities ----
 
-    def _clip_grad_norm(self, model: nn.Module) -> float:
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Reports the norm of the private gradient; clipping again would be wrong."""
         return self._private_norm
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         """Reports the norm of the private gradient, as ``_clip_grad_norm`` does."""
         return self._private_norm
 
