@@ -22,7 +22,6 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.projection import Projector
 
-
 _NOISE_AT_ONCE = 2**24  # coordinates: bounds the memory of the noise to 64 MiB
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import EpsilonCurve, find_noise_multiplier
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
@@ -127,3 +131,17 @@ class PrivacyPlan:
         if self._args.target_epsilon is None or ledger is None:
             return math.inf
         return self.steps - ledger.steps
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuses a training dataset that Poisson sampling cannot draw from by index."""
+    if dataset is None:
+        return
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+        raise PrivacyError(
+            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling "
+            "draws each example by its index. Load it as a map-style dataset "
+            "(streaming=False, or list(...))."
+        )
+    if len(dataset) == 0:
+        raise PrivacyError("train_dataset is empty; there is nothing to train on.")

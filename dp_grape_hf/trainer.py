@@ -8,6 +8,7 @@ records.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +17,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import (
     TrainOutput,
     check_target_module_exists,
-    has_length,
     seed_worker,
 )
 
@@ -42,7 +43,7 @@ from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.model_card import render
 from dp_grape_hf.optimizer import ProjectedAdam
 from dp_grape_hf.per_sample import make_engine
-from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
+from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
 from dp_grape_hf.projection import ProjectionSchedule, default_targets
 from dp_grape_hf.randomness import noise_generator, shared_sampling_generator
 from dp_grape_hf.sampling import (
@@ -73,8 +74,9 @@ class DPGrapeTrainer(Trainer):
         compute_loss_func: if given, ``f(outputs, labels, num_items_in_batch=None)`` must return one
             loss per sample, (B,), each computed from that sample alone.
         test_generators: for tests only; marks the ledger as not private.
-        **kwargs: everything else that ``Trainer`` takes, except optimizers: the optimizer is
-            ``ProjectedAdam`` (a scheduler may be passed as ``optimizers=(None, scheduler)``).
+        **kwargs: everything else that ``Trainer`` takes, except ``optimizers``: the optimizer is
+            ``ProjectedAdam``. For a scheduler of your own, set ``trainer.lr_scheduler`` to one made
+            around ``trainer.create_optimizer()``.
 
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
@@ -107,19 +109,19 @@ class DPGrapeTrainer(Trainer):
                 f"args is a {type(args).__name__}; pass a DPGrapeTrainingArguments, which carries "
                 "target_epsilon and target_delta."
             )
-        if optimizers[0] is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
+        if tuple(optimizers) != (None, None) or kwargs.get("optimizer_cls_and_kwargs") is not None:
             raise PrivacyError(
-                "An optimizer was passed, but private gradients are in projected coordinates, "
-                "which only ProjectedAdam understands. Pass optimizers=(None, scheduler) at most."
+                "An optimizer or its scheduler was passed, but private gradients are in projected "
+                "coordinates, which only ProjectedAdam understands. Choose a schedule by "
+                "lr_scheduler_type, or set trainer.lr_scheduler to one made around "
+                "trainer.create_optimizer()."
             )
-        _check_dataset(train_dataset, args)
+        check_dataset(train_dataset)
         adam = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        if optimizers == (None, None):
-            kwargs["optimizer_cls_and_kwargs"] = (ProjectedAdam, adam)
         super().__init__(
             model,
             args,
@@ -128,10 +130,8 @@ class DPGrapeTrainer(Trainer):
             eval_dataset,
             processing_class,
             compute_loss_func=compute_loss_func,
-            optimizers=optimizers,
-            **kwargs,
+            **kwargs | {"optimizer_cls_and_kwargs": (ProjectedAdam, adam)},
         )
-        self.optimizer_cls_and_kwargs = (ProjectedAdam, adam)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise PrivacyError(
                 "DeepSpeed or FSDP was asked for by the launcher. Sharded weights are not "
@@ -150,10 +150,11 @@ class DPGrapeTrainer(Trainer):
         if train_dataset is not None:
             self.plan = PrivacyPlan(args, len(train_dataset))
         refuse_early_stopping(self.callback_handler.callbacks, args.eval_data_is_public)
+        me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
-            self.add_callback(PrivacyProgress(self.privacy_spent))
-        self.add_callback(StopAtBudget(self.releases_left))
+            self.add_callback(PrivacyProgress(lambda: me.privacy_spent()))
+        self.add_callback(StopAtBudget(lambda: me.releases_left()))
 
     def _per_sample_loss(self) -> LossFunction | None:
         user = self.compute_loss_func
@@ -164,8 +165,9 @@ class DPGrapeTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
         super().create_accelerator_and_postprocess()
+        accelerator = weakref.proxy(self.accelerator)  # no cycle, as for the callbacks
         self.accelerator.prepare_model = partial(
-            self.accelerator.prepare_model, evaluation_mode=True
+            Accelerator.prepare_model, accelerator, evaluation_mode=True
         )
 
     # ---- Data Loading ----
@@ -434,16 +436,3 @@ class DPGrapeTrainer(Trainer):
             "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
             "run does not cover. Tune on public data, or account for every run and add them up."
         )
-
-
-def _check_dataset(dataset: Any, args: DPGrapeTrainingArguments) -> None:
-    if dataset is None:
-        return
-    if isinstance(dataset, IterableDataset) or not has_length(dataset):
-        raise PrivacyError(
-            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling "
-            "draws each example by its index. Load it as a map-style dataset "
-            "(streaming=False, or list(...))."
-        )
-    if len(dataset) == 0:
-        raise PrivacyError("train_dataset is empty; there is nothing to train on.")

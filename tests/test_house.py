@@ -36,7 +36,15 @@ TIER_OF = {module: tier for tier, modules in enumerate(TIERS) for module in modu
 
 # The libraries only some modules know about, so that the rest can be read and tested without them.
 ONLY_IN = {
-    "transformers": {"layer_rules", "functorch", "arguments", "callbacks", "model_card", "trainer"},
+    "transformers": {
+        "layer_rules",
+        "functorch",
+        "arguments",
+        "callbacks",
+        "model_card",
+        "plan",
+        "trainer",
+    },
     "datasets": set(),
     "evaluate": set(),
     "recipes": set(),

@@ -1,0 +1,113 @@
+"""The recipes run offline for a few steps, and what they print and leave behind is true."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ViTForImageClassification
+
+from dp_grape_hf import DPGrapeTrainingArguments, Ledger
+from dp_grape_hf.ledger import LEDGER_NAME
+from recipes import digits
+
+SMALL = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "projection_rank": 8},
+    **{"max_steps": 3, "expected_batch_size": 64, "per_device_train_batch_size": 40},
+    **{"use_cpu": True, "accountant": "rdp", "disable_tqdm": True},
+}
+
+
+def parse(output_dir: Path | str, **options: Any) -> tuple[digits.DigitsArguments, Any]:
+    """The recipe's arguments for a run of seconds."""
+    given = SMALL | {"output_dir": output_dir} | options
+    return digits.parse([f"--{name}={value}" for name, value in given.items()])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the results of one run of the digits recipe."""
+    folder = tmp_path_factory.mktemp("digits")
+    with torch.random.fork_rng(devices=[]):
+        return folder, digits.main(*parse(folder))
+
+
+def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = run
+    ledger = Ledger.load(folder / LEDGER_NAME)
+    assert ledger.private
+    assert ledger.steps == results["privacy"]["steps"] == 3
+    assert results["privacy"]["epsilon"] == pytest.approx(ledger.epsilon())
+    assert results["privacy"]["epsilon"] <= 8.0
+    assert results["privacy"]["delta"] == ledger.mechanism.target_delta == 1e-5
+    assert results["privacy"]["adjacency"] == ledger.mechanism.adjacency
+    assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == results
+
+
+def test_digits_leaves_a_checkpoint_that_loads(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = run
+    model = ViTForImageClassification.from_pretrained(folder)
+    _, test = digits.load_data(split_seed=0)
+    assert digits.accuracy_of(model, test) == results["metric"]["value"]
+    assert "ε = " in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_digits_counts_bytes(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = run
+    held, samples = results["bytes"], SMALL["per_device_train_batch_size"]
+    model = ViTForImageClassification.from_pretrained(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    # The layer's matrices are 4 of 32 x 32 and 2 of 64 x 32; projected, 32 becomes r = 8.
+    coordinates = parameters - (4 * 32 + 2 * 64) * 32 + (4 * 32 + 2 * 64) * 8
+    assert held["parameters"] == parameters
+    assert held["dp_grape"]["optimizer_state"] == 2 * 4 * coordinates
+    assert held["adam"]["optimizer_state"] == 2 * 4 * parameters
+    assert held["dp_adam"]["gradients"] == samples * 4 * parameters
+    assert 0 < held["dp_grape"]["gradients"] < held["dp_adam"]["gradients"]
+
+
+def test_digits_prints_an_aligned_table(run: tuple[Path, dict[str, Any]]) -> None:
+    _, results = run
+    lines = digits.report(results).splitlines()
+    assert any(re.fullmatch(r"test accuracy +\d+\.\d% of 360", line) for line in lines)
+    assert any(re.fullmatch(r"epsilon spent +\d\.\d+ at delta 1e-05", line) for line in lines)
+    table = [line for line in lines if re.search("DP-Adam {2}|computed {2}|MiB", line)]
+    assert len(table) == 4
+    assert len({len(line) for line in table}) == 1
+
+
+def test_digits_saved_files_name_what_the_result_depends_on(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, results = run
+    assert {"model.safetensors", "config.json", "README.md", LEDGER_NAME} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert results["settings"]["projection_rank"] == SMALL["projection_rank"]
+    assert results["settings"]["split_seed"] == 0
+    assert results["versions"]["torch"] == torch.__version__
+
+
+def test_the_command_line_wins_over_the_config() -> None:
+    _, args = digits.parse(["--output_dir=out", "--eps=3", "--learning_rate=0.5"])
+    assert isinstance(args, DPGrapeTrainingArguments)
+    assert (args.target_epsilon, args.learning_rate, args.projection_rank) == (3.0, 0.5, 16)
+
+
+def test_a_config_with_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("target_epsilom: 8.0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="target_epsilom"):
+        digits.parse([f"--config={config}"])
+
+
+def test_the_split_is_reproducible_and_disjoint() -> None:
+    (train, test), (again, _) = digits.load_data(3), digits.load_data(3)
+    assert (len(train), len(test)) == (1437, 360)
+    assert all(
+        torch.equal(a["pixel_values"], b["pixel_values"]) for a, b in zip(train, again, strict=True)
+    )
+    assert all(-1 <= example["pixel_values"].min() for example in test)
+    assert all(example["pixel_values"].max() <= 1 for example in test)

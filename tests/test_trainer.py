@@ -1,0 +1,866 @@
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedAdam, UnsupportedModelError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.models import only
+from tests.trainers import (
+    EXACT,
+    Examples,
+    RecordingTrainer,
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    examples_of,
+    make_args,
+    make_trainer,
+    points,
+    weights_of,
+)
+
+
+def small(name: str, **changes: Any) -> Any:
+    """A model of one layer, and examples for it."""
+    return only(name).model(num_hidden_layers=1, **changes), examples_of(name)
+
+
+# ---- Without noise, clipping and projection it is the plain Trainer ----
+
+
+def _plain_run(folder: Path, model: Any, train_dataset: Any, **settings: Any) -> Watch:
+    watch = Watch()
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=len(train_dataset),
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    Trainer(model, args, train_dataset=train_dataset, callbacks=[watch]).train()
+    return watch
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "roberta-classifier", "vit"])
+@pytest.mark.parametrize(
+    "projection", [{"projection": "identity"}, {"projection": "gaussian", "projection_rank": 32}]
+)
+def test_without_noise_and_projection_training_equals_the_plain_trainer(
+    name: str, projection: dict[str, Any], tmp_path: Path
+) -> None:
+    """Step for step, with weight decay, warm-up and a schedule; min(m, n) <= 32 everywhere."""
+    settings = {
+        "max_steps": 6,
+        "learning_rate": 2e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "adam_epsilon": 1e-5,  # so that a gradient of rounding errors is not blown up
+    }
+    examples = examples_of(name)
+    plain = _plain_run(tmp_path / "plain", only(name).model(), examples, **settings)
+    watch = Watch()
+    make_trainer(
+        tmp_path / "private",
+        model=only(name).model(),
+        train_dataset=examples,
+        callbacks=[watch],
+        **EXACT | {"per_device_train_batch_size": 4, "expected_batch_size": 12},
+        **settings | projection,
+    ).train()
+    assert len(watch.weights) == len(plain.weights) == 7
+    for actual, expected in zip(watch.weights, plain.weights, strict=True):
+        assert_same_weights(actual, expected, atol=5e-6, rtol=1e-4)
+    moved = max((plain.weights[-1][k] - v).abs().max() for k, v in plain.weights[0].items())
+    assert moved > 1e-3
+    for key in ("learning_rate", "epoch"):
+        ours, theirs = ([logs[key] for logs in w.logs if key in logs] for w in (watch, plain))
+        assert ours == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial"])
+def test_learning_rates_are_those_of_the_plain_trainer(name: str, tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": name, "warmup_steps": 3, "max_steps": 7}
+    plain = _plain_run(
+        tmp_path / "plain", TinyForSequenceClassification(), points(), **settings, learning_rate=0.1
+    )
+    watch = Watch()
+    make_trainer(tmp_path, callbacks=[watch], learning_rate=0.1, **settings).train()
+    ours, theirs = ([x["learning_rate"] for x in w.logs[:7]] for w in (watch, plain))
+    assert ours == theirs
+    assert len(set(ours)) > 3 or name == "constant_with_warmup"
+
+
+# ---- Length: steps and epochs ----
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch", "epochs", "steps"),
+    [(24, 4, 1.0, 6), (24, 4, 2.0, 12), (24, 4, 1.5, 9), (26, 8, 1.0, 4), (26, 8, 0.3, 2)],
+)
+def test_an_epoch_is_one_over_q_steps(
+    num_samples: int, batch: int, epochs: float, steps: int, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        train_dataset=points(num_samples),
+        per_device_train_batch_size=batch,
+        max_steps=-1,
+        num_train_epochs=epochs,
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.ledger.steps == steps
+    assert trainer.state.epoch == pytest.approx(steps / math.ceil(num_samples / batch))
+
+
+def test_max_steps_rules_over_epochs(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=8, num_train_epochs=1)
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert trainer.state.epoch == pytest.approx(8 / 6)
+
+
+# ---- Evaluation ----
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_evaluate_predict_and_metrics_work_before_during_and_after_training(
+    tmp_path: Path,
+) -> None:
+    watch = Watch()
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[watch],
+        eval_dataset=points(10, seed=1),
+        compute_metrics=_accuracy,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_on_start=True,
+    )
+    before = trainer.evaluate()
+    assert 0 <= before["eval_accuracy"] <= 1
+    assert before["eval_loss"] > 0
+    trainer.train()
+    assert watch.events.count("evaluate") == 1 + 1 + 2
+    evaluations = [logs for logs in trainer.state.log_history if "eval_accuracy" in logs]
+    assert [logs["step"] for logs in evaluations] == [0, 2, 4]
+    prediction = trainer.predict(points(7, seed=2))
+    assert prediction.predictions.shape == (7, 3)
+    assert "test_accuracy" in prediction.metrics
+    assert trainer.ledger.steps == 4
+
+
+def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
+    weights = []
+    for strategy in ("no", "steps"):
+        model, examples = small("bert-classifier")
+        trainer = make_trainer(
+            tmp_path / strategy,
+            model=model,
+            train_dataset=examples,
+            eval_dataset=examples,
+            eval_strategy=strategy,
+            eval_steps=1,
+            **EXACT | {"per_device_train_batch_size": 12},
+        )
+        trainer.train()
+        weights.append(weights_of(trainer.model))
+    assert_same_weights(weights[0], weights[1])
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """300 points of a simple rule at little noise; chance is 1/3."""
+    trainer = make_trainer(
+        tmp_path,
+        train_dataset=points(300),
+        eval_dataset=points(200, seed=1),
+        compute_metrics=_accuracy,
+        noise_multiplier=0.5,
+        per_device_train_batch_size=100,
+        max_steps=60,
+        learning_rate=5e-2,
+        projection_rank=4,
+        logging_strategy="no",
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_accuracy"] > 0.6
+
+
+# ---- Losses ----
+
+
+def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(
+        outputs["logits"], labels, reduction="none", label_smoothing=0.1
+    )
+
+
+def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, compute_loss_func=_smoothed, eval_dataset=points(9, seed=1))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    expected = torch.stack(
+        [
+            _smoothed({"logits": trainer.model(e["x"])["logits"][None]}, e["labels"][None])[0]
+            for e in points(9, seed=1).examples
+        ]
+    ).mean()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_function_that_reduces_over_the_batch_is_refused(
+    reduction: str, tmp_path: Path
+) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction=reduction)
+
+    trainer = make_trainer(tmp_path, compute_loss_func=loss, **EXACT)
+    with pytest.raises(PrivacyError, match="one loss per sample"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+@pytest.mark.parametrize("name", ["opt", "gpt2", "roberta-masked-lm", "vit", "roberta-classifier"])
+def test_every_kind_of_head_trains_and_saves(name: str, engine: str, tmp_path: Path) -> None:
+    model, examples = small(name)
+    watch = Watch()
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        train_dataset=examples,
+        engine=engine,
+        callbacks=[watch],
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.train()
+    for name_, move in watch.moves()[0].items():
+        assert move.any(), name_
+    loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
+    assert_same_weights(weights_of(loaded), weights_of(model))
+
+
+# ---- Data ----
+
+
+def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> None:
+    columns = {key: [e[key] for e in points()] for key in ("x", "labels", "id")}
+    dataset = datasets.Dataset.from_dict(
+        {
+            "x": [x.tolist() for x in columns["x"]],
+            "labels": [int(y) for y in columns["labels"]],
+            "text": ["never a tensor"] * 24,
+        }
+    )
+    trainer = make_trainer(tmp_path, train_dataset=dataset, eval_dataset=dataset)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert "eval_loss" in trainer.evaluate()
+
+
+def test_columns_are_kept_if_asked_for(tmp_path: Path) -> None:
+    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        assert all("weight_in_grams" in e for e in examples)
+        return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
+
+    examples = [{**e, "weight_in_grams": 3} for e in points().examples]
+    trainer = make_trainer(
+        tmp_path,
+        train_dataset=Examples(examples),
+        data_collator=collate,
+        remove_unused_columns=False,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Knows 60 words, ``w0`` to ``w59``."""
+    vocabulary = {"<pad>": 1, "<unk>": 0} | {f"w{i}": i for i in range(2, 60)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
+
+
+def _texts(tokenizer: PreTrainedTokenizerFast) -> datasets.Dataset:
+    texts = [" ".join(f"w{2 + (7 * i + j) % 58}" for j in range(3 + i % 6)) for i in range(12)]
+    dataset = datasets.Dataset.from_dict({"text": texts, "label": [i % 3 for i in range(12)]})
+    return dataset.map(lambda row: tokenizer(row["text"]))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_texts_are_padded_per_physical_batch(
+    explicit: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Padding differs with the physical batch size, and has no influence on the release."""
+    weights = []
+    for physical in (1, 5, 12):
+        model, _ = small("bert-classifier")
+        shapes: set[int] = set()
+        trainer = make_trainer(
+            tmp_path / str(physical),
+            model=model,
+            train_dataset=_texts(tokenizer),
+            data_collator=DataCollatorWithPadding(tokenizer) if explicit else None,
+            processing_class=tokenizer,
+            **EXACT | {"max_grad_norm": 0.1, "per_device_train_batch_size": physical},
+            expected_batch_size=12,
+            adam_epsilon=1e-3,
+        )
+        for batch in next(iter(trainer.get_train_dataloader())):
+            shapes.add(batch["input_ids"].shape[1])
+        assert len(shapes) == {1: 6, 5: 2, 12: 1}[physical]
+        trainer.train()
+        weights.append(weights_of(trainer.model))
+    assert_same_weights(weights[1], weights[0], atol=1e-5, rtol=1e-4)
+    assert_same_weights(weights[2], weights[0], atol=1e-5, rtol=1e-4)
+    trainer.save_model()
+    assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "12")) == len(tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
+def test_workers_fetch_the_same_data(workers: int, persistent: bool, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        cls=RecordingTrainer,
+        dataloader_num_workers=workers,
+        dataloader_persistent_workers=persistent,
+        dataloader_prefetch_factor=2 if workers else None,
+        **EXACT | {"per_device_train_batch_size": 24},
+        max_steps=3,
+    )
+    trainer.train()
+    assert trainer.draws == [list(range(24))] * 3
+    # A garbage collector that finds them takes five seconds to stop each worker.
+    trainer.callback_handler.train_dataloader._iterator = None
+
+
+# ---- Callbacks, logs, trackers ----
+
+
+def test_callbacks_see_every_step_once(tmp_path: Path) -> None:
+    watch = Watch()
+    trainer = make_trainer(tmp_path, callbacks=[watch], max_steps=7)
+    trainer.train()
+    assert watch.events[0] == "train_begin"
+    assert watch.events.count("step_end") == 7
+    assert watch.events.count("epoch_end") == 2
+    trainer.remove_callback(watch)
+    assert watch not in trainer.callback_handler.callbacks
+
+
+def test_logging_steps_are_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logging_steps=3, max_steps=7)
+    trainer.train()
+    logged = [logs["step"] for logs in trainer.state.log_history if "grad_norm" in logs]
+    assert logged == [3, 6]
+
+
+def test_a_callback_can_stop_training(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[Watch(stop_at=2)])
+    trainer.train()
+    assert trainer.state.global_step == trainer.ledger.steps == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+def test_tensorboard_gets_the_scrubbed_logs(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(tmp_path, report_to="tensorboard")
+    trainer.train()
+    folder = next(iter(tmp_path.rglob("events.out*"))).parent
+    events = EventAccumulator(str(folder)).Reload()
+    assert "train/epsilon" in events.Tags()["scalars"]
+    assert not [tag for tag in events.Tags()["scalars"] if "loss" in tag or "flos" in tag]
+
+
+EVALUATING = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "eval_dataset": points(8, seed=1),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"load_best_model_at_end": True},
+        {"save_strategy": "best", "metric_for_best_model": "loss"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+    ],
+)
+def test_following_evaluation_data_needs_the_word_that_it_is_public(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match="eval_data_is_public"):
+        make_trainer(tmp_path, **EVALUATING | change)
+    trainer = make_trainer(tmp_path, eval_data_is_public=True, **EVALUATING | change)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        load_best_model_at_end=True,
+        eval_data_is_public=True,
+        learning_rate=1.0,
+        **EVALUATING,
+    )
+    trainer.train()
+    best = min(x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-5)
+    assert trainer.ledger.steps == 4
+
+
+def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: Path) -> None:
+    settings = EVALUATING | {"metric_for_best_model": "loss", "greater_is_better": True}
+    with pytest.raises(PrivacyError, match="eval_data_is_public"):
+        make_trainer(tmp_path, callbacks=[EarlyStoppingCallback(1)], **settings)
+    trainer = make_trainer(tmp_path, **settings)
+    trainer.add_callback(EarlyStoppingCallback(1))
+    with pytest.raises(PrivacyError, match="eval_data_is_public"):
+        trainer.train()
+
+
+def test_early_stopping_on_public_data_stops_and_accounts_for_what_was_done(
+    tmp_path: Path,
+) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=1e6)],
+        metric_for_best_model="loss",
+        load_best_model_at_end=True,
+        eval_data_is_public=True,
+        **EVALUATING,
+    )
+    trainer.train()
+    assert trainer.state.global_step == trainer.ledger.steps == trainer.privacy_spent().steps == 2
+
+
+# ---- Saving and loading ----
+
+
+def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+    folders = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert folders == ["checkpoint-3", "checkpoint-4"]
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", LEDGER_NAME, "README.md"} <= names
+
+
+def test_saving_only_the_model_keeps_ledger_and_card(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True).train()
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"model.safetensors", LEDGER_NAME, "README.md"} <= names
+    assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+
+
+def test_a_saved_model_loads_with_from_pretrained(tmp_path: Path) -> None:
+    model, examples = small("roberta-classifier")
+    trainer = make_trainer(tmp_path, model=model, train_dataset=examples)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert_same_weights(weights_of(loaded), weights_of(model))
+    ledger = Ledger.load(tmp_path / "saved" / LEDGER_NAME)
+    assert (ledger.steps, ledger.updates) == (4, 4)
+    assert "differential privacy" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_the_model_card_of_the_host_is_replaced(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    trainer.create_model_card()
+    text = (tmp_path / "README.md").read_text()
+    assert "Training Loss" not in text
+    claimed = re.search(r"ε = ([0-9.]+)", text)
+    assert claimed is not None
+    assert trainer.ledger.epsilon() <= float(claimed[1]) < trainer.ledger.epsilon() + 0.002
+
+
+def test_the_state_of_the_trainer_is_strict_json(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=4).train()
+    text = (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(text, parse_constant=refuse)["global_step"] == 4
+
+
+# ---- Models ----
+
+
+def test_model_init_makes_the_model_that_is_trained(tmp_path: Path) -> None:
+    made = []
+
+    def model_init() -> TinyForSequenceClassification:
+        made.append(TinyForSequenceClassification(seed=len(made)))
+        return made[-1]
+
+    trainer = make_trainer(tmp_path, model_init=model_init)
+    trainer.train()
+    assert trainer.model is made[-1]
+    assert len(made) == 2  # one at construction, one at the start, as in the plain Trainer
+    initial = weights_of(TinyForSequenceClassification(seed=1))
+    for name, value in weights_of(trainer.model).items():
+        assert (value != initial[name]).any()
+    assert_same_weights(weights_of(made[0]), weights_of(TinyForSequenceClassification(seed=0)))
+
+
+def test_frozen_parameters_do_not_move(tmp_path: Path) -> None:
+    model, examples = small("bert-classifier")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("encoder" not in name)
+    before = weights_of(model)
+    make_trainer(tmp_path, model=model, train_dataset=examples, weight_decay=0.1).train()
+    for name, value in weights_of(model).items():
+        assert (value == before[name]).all() == ("encoder" in name), name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_lora_model_trains_and_saves_its_adapter(tmp_path: Path) -> None:
+    model, examples = small("roberta-classifier")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+    adapted = peft.get_peft_model(model, config)
+    before = weights_of(adapted)
+    trainer = make_trainer(tmp_path, model=adapted, train_dataset=examples)
+    trainer.train()
+    trainer.save_model()
+    after = weights_of(adapted)
+    for name, parameter in adapted.named_parameters():
+        assert (after[name] != before[name]).any() == parameter.requires_grad, name
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    assert Ledger.load(tmp_path / LEDGER_NAME).steps == 4
+    assert "differential privacy" in (tmp_path / "README.md").read_text()
+    base, _ = small("roberta-classifier")
+    loaded = weights_of(peft.PeftModel.from_pretrained(base, tmp_path))
+    assert_same_weights(loaded, after)
+
+
+def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
+    runs = []
+    for bf16 in (False, True):
+        model, examples = small("roberta-classifier")
+        watch = Watch()
+        make_trainer(
+            tmp_path / str(bf16),
+            model=model,
+            train_dataset=examples,
+            callbacks=[watch],
+            bf16=bf16,
+            adam_epsilon=1e-2,  # near plain descent, which rounding does not turn around
+            **EXACT | {"per_device_train_batch_size": 12},
+        ).train()
+        runs.append(torch.cat([m.flatten() for m in watch.moves()[0].values()]))
+        assert all(value.dtype == torch.float32 for value in model.parameters())
+    assert not runs[0].equal(runs[1])
+    assert (runs[0] - runs[1]).norm() < 0.05 * runs[0].norm()
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the older name
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    runs = []
+    for checkpointing in ({}, {"gradient_checkpointing": True}, {"activation_checkpointing": True}):
+        model, examples = small("bert-classifier")
+        watch = Watch()
+        make_trainer(
+            tmp_path,
+            model=model,
+            train_dataset=examples,
+            callbacks=[watch],
+            **EXACT | {"per_device_train_batch_size": 12} | checkpointing,
+        ).train()
+        assert model.is_activation_checkpointing == bool(checkpointing)
+        runs.append(watch.weights[-1])
+    assert_same_weights(runs[1], runs[0], atol=1e-6, rtol=1e-5)
+    assert_same_weights(runs[2], runs[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_reentrant_checkpointing_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="use_reentrant"):
+        make_args(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
+
+
+def test_both_engines_train_the_same(tmp_path: Path) -> None:
+    runs = []
+    for engine in ("layerwise", "functorch"):
+        model, examples = small("bert-classifier")
+        trainer = make_trainer(
+            tmp_path / engine,
+            model=model,
+            train_dataset=examples,
+            engine=engine,
+            **EXACT | {"max_grad_norm": 0.1, "per_device_train_batch_size": 12},
+            adam_epsilon=1e-3,
+        )
+        trainer.train()
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[1], runs[0], atol=1e-5, rtol=1e-4)
+
+
+# ---- Projection ----
+
+
+def _projected(trainer: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the moments of the weights that are projected."""
+    names = {p: n for n, p in trainer.model.named_parameters()}
+    states = trainer.optimizer.optimizer.state
+    return {
+        names[p]: tuple(state["exp_avg"].shape)
+        for p, state in states.items()
+        if state["exp_avg"].shape != p.shape
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, {"body.weight", "head.weight"}),
+        (["body"], {"body.weight"}),
+        (["bo.*"], {"body.weight"}),
+        (r"^head$", {"head.weight"}),
+        ("all-linear", {"body.weight", "head.weight"}),
+    ],
+)
+def test_target_modules_say_what_is_projected(
+    wanted: Any, expected: set[str], tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, optim_target_modules=wanted)
+    trainer.train()
+    assert _projected(trainer).keys() == expected
+
+
+def test_target_modules_that_match_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="nowhere"):
+        make_trainer(tmp_path, optim_target_modules=["nowhere"]).train()
+
+
+@pytest.mark.parametrize("changes", [{"projection_rank": 6}, {"projection": "identity"}])
+def test_nothing_is_projected_where_that_would_save_nothing(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, optim_target_modules="all-linear", **changes)
+    trainer.train()
+    assert _projected(trainer) == {}
+
+
+def test_updates_stay_in_the_projected_space_until_it_is_redrawn(tmp_path: Path) -> None:
+    """The rank of the accumulated change is r, and grows by r with every redraw, here after 3."""
+    watch = Watch()
+    make_trainer(
+        tmp_path,
+        callbacks=[watch],
+        max_steps=6,
+        projection_rank=2,
+        projection_update_steps=3,
+        weight_decay=0.0,
+    ).train()
+    body = [weights["body.weight"].double() for weights in watch.weights]
+
+    def rank(change: torch.Tensor) -> int:
+        values = torch.linalg.svdvals(change)
+        return int((values > 1e-4 * values[0]).sum())
+
+    assert [rank(body[i] - body[0]) for i in (1, 2, 3)] == [2, 2, 2]
+    assert rank(body[6] - body[3]) == 2
+    assert rank(body[6] - body[0]) == 4
+
+
+# ---- Refused ----
+
+
+def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
+    model = TinyForSequenceClassification()
+    with pytest.raises(PrivacyError, match="TrainingArguments"):
+        DPGrapeTrainer(model, TrainingArguments(str(tmp_path)), train_dataset=points())
+    with pytest.raises(PrivacyError, match="NoneType"):
+        DPGrapeTrainer(model, train_dataset=points())
+
+
+def test_an_optimizer_of_the_user_is_refused(tmp_path: Path) -> None:
+    model = TinyForSequenceClassification()
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(PrivacyError, match="ProjectedAdam"):
+        make_trainer(tmp_path, model=model, optimizers=(adam, None))
+    with pytest.raises(PrivacyError, match="ProjectedAdam"):
+        DPGrapeTrainer(
+            model,
+            make_args(tmp_path),
+            train_dataset=points(),
+            optimizer_cls_and_kwargs=(torch.optim.Adam, {}),
+        )
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(points().examples)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (_Stream(), "_Stream without random access"),
+        (datasets.Dataset.from_dict({"x": [1.0]}).to_iterable_dataset(), "IterableDataset"),
+        (Examples([]), "empty"),
+    ],
+)
+def test_a_dataset_that_poisson_sampling_cannot_draw_from_is_refused(
+    dataset: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        make_trainer(tmp_path, train_dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"per_device_train_batch_size": 25}, "expected batch size 25 is larger than the 24"),
+        ({"gradient_accumulation_steps": 7}, "expected batch size 28 is larger than the 24"),
+        ({"expected_batch_size": 25}, "expected batch size 25 is larger than the 24"),
+        ({"num_samples": 3}, "expected batch size 4 is larger than the 3"),
+        ({"target_delta": 1 / 24}, "not below 1/24"),
+        ({"target_delta": 0.1}, "target_delta=0.1 is not below"),
+    ],
+)
+def test_numbers_that_contradict_the_dataset_are_refused_at_construction(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        make_trainer(tmp_path, **change)
+
+
+def test_a_model_that_couples_samples_is_refused_at_construction(tmp_path: Path) -> None:
+    model = TinyForSequenceClassification()
+    model.norm = torch.nn.BatchNorm1d(8)
+    with pytest.raises(UnsupportedModelError, match=r"norm.*BatchNorm1d"):
+        make_trainer(tmp_path, model=model)
+
+
+def test_a_head_without_a_known_loss_is_refused_at_construction(tmp_path: Path) -> None:
+    class Unheard(TinyForSequenceClassification):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="Unheard"):
+        make_trainer(tmp_path, model=Unheard())
+    make_trainer(tmp_path, model=Unheard(), compute_loss_func=_smoothed).train()
+
+
+def test_a_model_without_trainable_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="requires_grad"):
+        make_trainer(tmp_path, model=TinyForSequenceClassification().requires_grad_(False))
+
+
+def test_pushing_and_searching_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(PrivacyError, match="push_to_hub"):
+        trainer.push_to_hub()
+    with pytest.raises(PrivacyError, match="hyperparameter_search"):
+        trainer.hyperparameter_search()
+    with pytest.raises(PrivacyError, match="push_to_hub"):
+        make_trainer(tmp_path, push_to_hub=True)
+
+
+def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Path) -> None:
+    class Untouchable(Examples):
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("an example was read")
+
+    trainer = make_trainer(tmp_path, train_dataset=Untouchable([{}] * 24), target_epsilon=2.0)
+    assert trainer.plan.noise_multiplier > 0.5
+    assert trainer.plan.steps == 4
+    assert trainer.privacy_spent().epsilon == 0
+
+
+def test_the_optimizer_is_projected_adam_with_the_groups_of_the_host(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, weight_decay=0.1, adam_beta2=0.9)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, ProjectedAdam)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+
+
+def test_a_scheduler_of_the_user_sets_the_learning_rate(tmp_path: Path) -> None:
+    """It is made for the optimizer in use, which the trainer makes when asked."""
+    watch = Watch()
+    trainer = make_trainer(tmp_path, callbacks=[watch], learning_rate=0.5)
+    optimizer = trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    trainer.train()
+    assert [x["learning_rate"] for x in watch.logs[:4]] == [0.5, 0.25, 0.125, 0.0625]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.03125
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """It would be stepped and logged, and the learning rate would never change."""
+    model = TinyForSequenceClassification()
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5**step)
+    with pytest.raises(PrivacyError, match="scheduler"):
+        make_trainer(tmp_path, model=model, optimizers=(None, scheduler)).train()
+
+
+def test_training_without_a_training_set_is_refused_and_evaluation_works(tmp_path: Path) -> None:
+    trainer = DPGrapeTrainer(
+        TinyForSequenceClassification(), make_args(tmp_path), eval_dataset=points(8)
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        trainer.train()
+
+
+def test_a_subclass_may_compute_on_what_callbacks_get(tmp_path: Path) -> None:
+    """Parameters have no gradient that a callback could read or log."""
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert all(p.grad is None for p in kwargs["model"].parameters())
+
+        on_optimizer_step = on_step_end = on_pre_optimizer_step
+
+    trainer = make_trainer(tmp_path, callbacks=[Look()])
+    trainer.train()
+    assert trainer.state.global_step == 4

@@ -1,0 +1,649 @@
+import itertools
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments, set_seed
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.accounting import compute_epsilon
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.sampling import LogicalBatch, PoissonBatchSampler
+from tests.models import only
+from tests.trainers import (
+    EXACT,
+    Examples,
+    RecordingTrainer,
+    Watch,
+    assert_same_weights,
+    examples_of,
+    known_generators,
+    make_trainer,
+    no_loss,
+    points,
+    spy_releases,
+    weights_of,
+)
+
+# ---- One update is one Poisson draw ----
+
+NUM_SAMPLES, BATCH, DELTA = 26, 8, 1e-3  # 3.25 draws make an epoch: N is not divisible
+STEPS_PER_EPOCH = 4
+LENGTHS = {"max_steps": (14, {"max_steps": 14}), "epochs": (12, {"num_train_epochs": 3})}
+
+
+def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    draws: list[list[int]] = []
+    original = PoissonBatchSampler._draw
+
+    def draw(self: PoissonBatchSampler) -> list[int]:
+        draws.append(original(self))
+        return draws[-1]
+
+    monkeypatch.setattr(PoissonBatchSampler, "_draw", draw)
+    return draws
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(
+    ("length", "accumulation", "drop_last", "workers"),
+    [
+        *itertools.product(LENGTHS, (1, 4), (False, True), (0, 1)),
+        ("epochs", 4, True, 2),
+        ("max_steps", 1, False, 2),
+    ],
+)
+def test_every_noisy_update_is_exactly_one_poisson_draw(
+    length: str,
+    accumulation: int,
+    drop_last: bool,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """More than three epochs; sizes are judged together.
+
+    False alarm: below 1e-6 a case (five standard deviations of a binomial).
+    """
+    steps, settings = LENGTHS[length]
+    drawn, releases, watch = _spy_draws(monkeypatch), spy_releases(monkeypatch), Watch()
+    trainer = make_trainer(
+        tmp_path,
+        cls=RecordingTrainer,
+        train_dataset=points(NUM_SAMPLES),
+        callbacks=[watch],
+        target_epsilon=3.0,
+        target_delta=DELTA,
+        per_device_train_batch_size=BATCH // accumulation,
+        gradient_accumulation_steps=accumulation,
+        dataloader_drop_last=drop_last,
+        dataloader_num_workers=workers,
+        **{"max_steps": -1} | settings,
+    )
+    trainer.train()
+    # An epoch that max_steps cuts short may leave draws that no update used, at its end only.
+    assert trainer.draws == drawn[:steps]
+    assert len(drawn) <= STEPS_PER_EPOCH * math.ceil(steps / STEPS_PER_EPOCH)
+    for draw in trainer.draws:
+        assert len(set(draw)) == len(draw)
+    # Calibrated for, released, recorded, counted by the host, and seen by the weights.
+    spent = trainer.privacy_spent()
+    assert trainer.plan.steps == steps
+    assert len(releases) == spent.steps == trainer.state.global_step == steps
+    assert Ledger.load(tmp_path / LEDGER_NAME).steps == steps
+    assert all(any(move.any() for move in moves.values()) for moves in watch.moves())
+    # The rate that was accounted is the rate that was drawn at.
+    rate = BATCH / NUM_SAMPLES
+    assert spent.sample_rate == rate
+    assert Ledger.load(tmp_path / LEDGER_NAME).releases[0].sample_rate == rate
+    mean, variance = steps * BATCH, steps * BATCH * (1 - rate)
+    assert abs(sum(map(len, trainer.draws)) - mean) < 5 * math.sqrt(variance)
+    assert spent.epsilon <= 3.0
+    promised = compute_epsilon(
+        noise_multiplier=spent.noise_multiplier, sample_rate=rate, steps=steps, delta=DELTA
+    )
+    assert promised <= 3.0
+
+
+def test_every_example_is_drawn_at_the_accounted_rate(tmp_path: Path) -> None:
+    """False alarm: below 1e-6 (chi-square of 40 counts, normal approximation, five deviations)."""
+    num_samples, steps, rate = 40, 150, 0.1
+    trainer = make_trainer(
+        tmp_path,
+        cls=RecordingTrainer,
+        train_dataset=points(num_samples),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_strategy="no",
+    )
+    trainer.train()
+    assert trainer.privacy_spent().sample_rate == rate
+    counts = np.bincount([i for draw in trainer.draws for i in draw], minlength=num_samples)
+    variance = steps * rate * (1 - rate)
+    chi_square = ((counts - steps * rate) ** 2 / variance).sum()
+    assert abs(chi_square - num_samples) < 5 * math.sqrt(2 * num_samples)
+
+
+def test_a_declared_dataset_size_sets_the_rate_of_accountant_and_draws(tmp_path: Path) -> None:
+    """False alarm: below 1e-6 (five standard deviations)."""
+    trainer = make_trainer(
+        tmp_path,
+        cls=RecordingTrainer,
+        train_dataset=points(50),
+        num_samples=100,
+        per_device_train_batch_size=20,
+        max_steps=20,
+    )
+    trainer.train()
+    spent = trainer.privacy_spent()
+    assert spent.sample_rate == 0.2
+    assert spent.expected_batch_size == 20
+    size = sum(map(len, trainer.draws))
+    assert abs(size - 20 * 50 * 0.2) < 5 * math.sqrt(20 * 50 * 0.2 * 0.8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_empty_draw_still_takes_a_noisy_step(workers: int, tmp_path: Path) -> None:
+    """At q = 1/1000 over 10 examples, ten draws hold anything at all once in ten runs."""
+    watch = Watch()
+    trainer = make_trainer(
+        tmp_path,
+        cls=RecordingTrainer,
+        train_dataset=points(10),
+        num_samples=1000,
+        target_delta=1e-4,
+        per_device_train_batch_size=1,
+        max_steps=10,
+        callbacks=[watch],
+        dataloader_num_workers=workers,
+        test_generators=known_generators(),
+    )
+    trainer.train()
+    assert trainer.draws[0] == []
+    assert sum(draw == [] for draw in trainer.draws) >= 9
+    assert trainer.state.global_step == trainer.ledger.steps == 10
+    for moves in watch.moves():
+        assert all(move.all() for move in moves.values())
+
+
+# ---- The noise ----
+
+
+def _read_noise(trainer: Any, watch: Watch) -> list[dict[str, torch.Tensor]]:
+    """Returns the private gradients as the weights received them, one per step.
+
+    Adam with both decay rates zero and a huge epsilon, equal to the learning rate, subtracts its
+    gradient from the weights.
+    """
+    trainer.add_callback(watch)
+    trainer.train()
+    return [{name: -move for name, move in moves.items()} for moves in watch.moves()]
+
+
+PLAIN_DESCENT = {
+    "adam_beta1": 0.0,
+    "adam_beta2": 0.0,
+    "adam_epsilon": 1e6,
+    "learning_rate": 1e6,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+}
+
+
+def _zeroed(model: torch.nn.Module) -> torch.nn.Module:
+    """Sets the weights to zero, so that small steps are not rounded away."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("physical", [1, 3, 8])
+@pytest.mark.parametrize(("sigma", "clip"), [(1.0, 0.5), (0.3, 4.0)])
+def test_the_noise_in_the_weights_has_std_sigma_c_over_expected_batch(
+    physical: int, sigma: float, clip: float, tmp_path: Path
+) -> None:
+    """Chi-square over 83 coordinates of 40 steps; it rejects a factor of 1.07 or more.
+
+    False alarm: below 1e-6 (five standard deviations, normal approximation), for the whole and
+    for every tensor.
+    """
+    steps = 40
+    trainer = make_trainer(
+        tmp_path,
+        model=_zeroed(make_trainer(tmp_path).model),
+        compute_loss_func=no_loss,
+        noise_multiplier=sigma,
+        max_grad_norm=clip,
+        per_device_train_batch_size=physical,
+        expected_batch_size=8,
+        max_steps=steps,
+        projection="identity",
+        **PLAIN_DESCENT,
+    )
+    noise = _read_noise(trainer, Watch())
+    std = sigma * clip / 8
+    assert len(noise) == steps
+    for name in noise[0]:
+        z = torch.stack([n[name] for n in noise]).double() / std
+        assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
+        assert abs(z.sum()) < 5 * math.sqrt(z.numel())
+    z = torch.cat([value.flatten() for n in noise for value in n.values()]).double() / std
+    assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
+    # Consecutive steps share nothing: their correlation is that of independent draws.
+    first, second = (z.view(steps, -1)[part] for part in (slice(None, -1), slice(1, None)))
+    assert abs((first * second).sum()) < 5 * math.sqrt(first.numel())
+
+
+def test_projected_noise_has_the_same_std_in_every_coordinate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The noise is white in the projected space, and the weights get it lifted.
+
+    False alarm: below 1e-6 (five standard deviations).
+    """
+    releases = spy_releases(monkeypatch)
+    trainer = make_trainer(
+        tmp_path,
+        model=_zeroed(make_trainer(tmp_path).model),
+        compute_loss_func=no_loss,
+        max_steps=40,
+        projection_update_steps=1000,
+        **PLAIN_DESCENT,
+    )
+    noise = _read_noise(trainer, Watch())
+    z = torch.stack([release["body.weight"] for release in releases]).double() * 4
+    assert tuple(z.shape) == (40, 8, 2)  # the smaller side of 8 x 6, projected to rank 2
+    assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
+    matrix = trainer._schedule.at(0)["body.weight"].matrix
+    for moved, released in zip(noise, releases, strict=True):
+        torch.testing.assert_close(
+            moved["body.weight"], released["body.weight"] @ matrix.T, atol=2e-6, rtol=1e-4
+        )
+
+
+def test_physical_batch_size_never_changes_the_release(tmp_path: Path) -> None:
+    weights = []
+    for physical in (1, 3, 8):
+        trainer = make_trainer(
+            tmp_path / str(physical),
+            per_device_train_batch_size=physical,
+            expected_batch_size=8,
+            test_generators=known_generators(),
+        )
+        trainer.train()
+        weights.append(weights_of(trainer.model))
+    assert_same_weights(weights[1], weights[0], atol=1e-5, rtol=1e-4)
+    assert_same_weights(weights[2], weights[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [2, 5, 12])
+@pytest.mark.parametrize("name", ["gpt2", "roberta-masked-lm"])
+def test_one_example_moves_what_meets_the_noise_by_at_most_c(
+    name: str, length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With and without one record, whatever its length; a batch-wide token count would couple."""
+    clip, size = 0.05, 5
+    releases = spy_releases(monkeypatch)
+    common = examples_of(name, size, positions=12).examples
+    extra = {key: v.clone() for key, v in examples_of(name, 1, positions=12, seed=1)[0].items()}
+    extra["attention_mask"][length:] = 0
+    extra["labels"][length:] = -100
+    extra["labels"][0] = extra["input_ids"][0]
+    for examples in ([*common], [*common, extra]):
+        make_trainer(
+            tmp_path,
+            model=only(name).model(num_hidden_layers=1)
+            if name != "gpt2"
+            else only(name).model(n_layer=1),
+            train_dataset=Examples(examples),
+            **EXACT | {"max_grad_norm": clip, "per_device_train_batch_size": 3},
+            num_samples=size,
+            expected_batch_size=size,
+            max_steps=1,
+        ).train()
+    without, with_it = releases
+    moved = math.sqrt(sum((with_it[k] - without[k]).square().sum() for k in without)) * size
+    assert 0 < moved <= clip * (1 + 1e-5)
+
+
+# ---- Secrets ----
+
+
+def test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise(tmp_path: Path) -> None:
+    runs = []
+    for name in "ab":
+        watch = Watch()
+        trainer = make_trainer(
+            tmp_path / name,
+            cls=RecordingTrainer,
+            compute_loss_func=no_loss,
+            callbacks=[watch],
+            seed=7,
+            data_seed=7,
+            max_steps=8,
+        )
+        trainer.train()
+        runs.append((watch, trainer.draws))
+    (first, first_draws), (second, second_draws) = runs
+    assert_same_weights(second.weights[0], first.weights[0])
+    for move, other in zip(first.moves(), second.moves(), strict=True):
+        assert not any((move[name] == other[name]).all() for name in move)
+    # Eight equal draws of 24 examples at q = 1/6: below 1e-50.
+    assert first_draws != second_draws
+
+
+def _walk(value: Any) -> list[Any]:
+    """Returns everything inside a value that was loaded from a checkpoint."""
+    found = [value]
+    if isinstance(value, dict):
+        inner: Any = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        inner = value
+    else:
+        inner = vars(value).values() if isinstance(value, TrainingArguments) else ()
+    for item in inner:
+        found += _walk(item)
+    return found
+
+
+class _TakeStates(TrainerCallback):
+    """Notes the states of the secret generators at each save, as a thief would like to."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.states: list[torch.Tensor] = []
+        self.next_noise: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        sampler = self.trainer.callback_handler.train_dataloader.batch_sampler
+        for generator in (self.trainer._engine._noise_generator, sampler.generator):
+            self.states.append(generator.get_state())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.take()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.take()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.take()
+
+
+def test_no_file_of_a_checkpoint_holds_the_state_of_a_secret_generator(tmp_path: Path) -> None:
+    thief = _TakeStates()
+    thief.trainer = make_trainer(
+        tmp_path, save_strategy="steps", save_steps=2, callbacks=[thief], max_steps=4
+    )
+    thief.trainer.train()
+    thief.trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"rng_state.pth", "optimizer.pt", "training_args.bin"} <= {path.name for path in files}
+    assert len(thief.states) >= 10
+    # A state is a header of 24 bytes and 624 words of 32 bits, stored in 64 bits each.
+    pieces = set()
+    for state in thief.states:
+        words = np.frombuffer(state.numpy().tobytes()[24 : 24 + 8 * 624], dtype="<u8")
+        for start in (0, 100, 300, 600):
+            chunk = words[start : start + 8]
+            assert chunk.any()
+            pieces |= {chunk.tobytes(), chunk.astype("<u4").tobytes()}
+    for path in files:
+        content = path.read_bytes()
+        assert not [piece for piece in pieces if piece in content], path
+        if path.suffix not in (".pth", ".pt", ".bin"):
+            continue
+        for value in _walk(torch.load(path, weights_only=False)):
+            assert not isinstance(value, torch.Generator)
+            if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+                assert not any(value.equal(state) for state in thief.states)
+
+
+def test_the_states_of_a_checkpoint_do_not_reproduce_the_next_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Everything a reader of the folder has is tried: the saved global state, and the seeds."""
+    releases = spy_releases(monkeypatch)
+    trainer = make_trainer(
+        tmp_path,
+        compute_loss_func=no_loss,
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=4,
+        seed=7,
+        projection_seed=8,
+    )
+    trainer.train()
+    following = releases[2]
+    std = trainer.plan.noise_multiplier * trainer.args.max_grad_norm / 4
+    states = torch.load(tmp_path / "checkpoint-2" / "rng_state.pth", weights_only=False)
+
+    def replayed() -> dict[str, torch.Tensor]:
+        return {n: torch.empty_like(v).normal_(0, std) for n, v in following.items()}
+
+    guesses = []
+    torch.set_rng_state(states["cpu"])
+    guesses.append(replayed())
+    for seed in (7, 8, 9, 0, 7 + 2, 7 + 3):
+        set_seed(seed)
+        guesses.append(replayed())
+        replayed(), replayed()
+        guesses.append(replayed())
+    random.setstate(states["python"])
+    for guess in guesses:
+        for name, value in following.items():
+            assert not torch.isclose(guess[name], value, rtol=1e-4, atol=0).all()
+
+
+# ---- What is published ----
+
+PUBLIC_KEYS = {
+    "epoch",
+    "epsilon",
+    "grad_norm",
+    "learning_rate",
+    "step",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
+
+
+def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    releases, tracker = spy_releases(monkeypatch), Watch()
+    trainer = make_trainer(
+        tmp_path, callbacks=[tracker], save_strategy="steps", save_steps=4, target_epsilon=4.0
+    )
+    output = trainer.train()
+    trainer.save_model()
+    assert output.training_loss == 0.0
+    assert set(output.metrics) <= PUBLIC_KEYS
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    for logs in (*tracker.logs, *trainer.state.log_history, *state["log_history"]):
+        assert set(logs) <= PUBLIC_KEYS
+    assert state["total_flos"] == trainer.state.total_flos == 0
+    assert state["num_input_tokens_seen"] == 0
+    for name in (LEDGER_NAME, "README.md"):
+        text = (tmp_path / "checkpoint-4" / name).read_text().lower()
+        for word in ("loss", "flos", "input_tokens", '"grad_norm"'):
+            assert word not in text
+    norms = [logs["grad_norm"] for logs in tracker.logs if "grad_norm" in logs]
+    expected = [math.sqrt(sum(v.square().sum() for v in r.values())) for r in releases]
+    assert norms == pytest.approx(expected, rel=1e-5)
+
+
+def test_epsilon_in_logs_grows_and_ends_at_what_was_spent(tmp_path: Path) -> None:
+    tracker = Watch()
+    trainer = make_trainer(tmp_path, callbacks=[tracker], target_epsilon=4.0)
+    assert trainer.privacy_spent().epsilon == 0
+    trainer.train()
+    epsilons = [logs["epsilon"] for logs in tracker.logs]
+    assert epsilons == sorted(epsilons)
+    assert len(set(epsilons)) == 4
+    spent = trainer.privacy_spent()
+    assert epsilons[-1] == spent.epsilon
+    assert 3.9 < spent.epsilon <= 4.0
+    assert spent.private
+    assert trainer.ledger.private
+    assert (spent.steps, spent.delta, spent.max_grad_norm) == (4, 1e-3, 1.0)
+    assert spent.epsilon == pytest.approx(trainer.ledger.epsilon(), abs=0.02)
+
+
+def test_asking_for_unnoised_statistics_logs_them_and_gives_up_the_claim(tmp_path: Path) -> None:
+    tracker = Watch()
+    trainer = make_trainer(
+        tmp_path,
+        model=only("bert-classifier").model(num_hidden_layers=1),
+        train_dataset=examples_of("bert-classifier"),
+        callbacks=[tracker],
+        log_unnoised_statistics=True,
+        include_num_input_tokens_seen="all",
+    )
+    trainer.train()
+    trainer.save_model()
+    logs = tracker.logs[0] | tracker.logs[-1]
+    assert logs["loss"] > 0
+    assert logs["train_loss"] > 0
+    assert logs["total_flos"] > 0
+    assert logs["num_input_tokens_seen"] > 0
+    assert not Ledger.load(tmp_path / LEDGER_NAME).private
+    assert trainer.privacy_spent().epsilon == math.inf
+    assert not trainer.privacy_spent().private
+    assert "no privacy guarantee" in (tmp_path / "README.md").read_text()
+
+
+def test_unnoised_statistics_contradict_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="log_unnoised_statistics"):
+        make_trainer(tmp_path, log_unnoised_statistics=True, target_epsilon=4.0)
+    with pytest.raises(PrivacyError, match="include_num_input_tokens_seen"):
+        make_trainer(tmp_path, include_num_input_tokens_seen="all")
+
+
+def test_the_progress_bar_shows_epsilon(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, disable_tqdm=False, target_epsilon=4.0)
+    trainer.train()
+    shown = capsys.readouterr().err
+    assert f"ε={trainer.privacy_spent().epsilon:.3f}/4" in shown
+
+
+def test_the_saved_card_and_ledger_say_what_was_spent(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, target_epsilon=4.0, save_strategy="steps", save_steps=2)
+    trainer.train()
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        ledger = Ledger.load(folder / LEDGER_NAME)
+        assert ledger.steps == ledger.updates == step
+        claimed = re.search(r"ε = ([0-9.]+)", (folder / "README.md").read_text())
+        assert claimed is not None
+        assert ledger.epsilon() <= float(claimed[1]) < ledger.epsilon() + 0.002
+
+
+# ---- What is not private says so ----
+
+
+def test_noise_zero_only_on_request_and_the_ledger_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"target_epsilon=None and .*noise_multiplier=None"):
+        make_trainer(tmp_path, noise_multiplier=None)
+    trainer = make_trainer(tmp_path, noise_multiplier=0, target_delta=None)
+    trainer.train()
+    assert not trainer.ledger.private
+    assert trainer.privacy_spent().epsilon == math.inf
+    assert not trainer.privacy_spent().private
+    assert "epsilon" not in trainer.state.log_history[0]
+
+
+def test_an_infinite_clipping_norm_needs_noise_zero(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="max_grad_norm"):
+        make_trainer(tmp_path, max_grad_norm=math.inf)
+
+
+def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, test_generators=known_generators())
+    trainer.train()
+    assert not Ledger.load(tmp_path / LEDGER_NAME).private
+    assert trainer.privacy_spent().epsilon == math.inf
+
+
+# ---- What would break the count ----
+
+
+@pytest.mark.parametrize("rows", ["fewer", "more"])
+def test_a_collator_whose_rows_are_not_examples_is_refused_before_a_release(
+    rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        examples = examples[: len(examples) // 2] if rows == "fewer" else examples * 2
+        return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
+
+    releases = spy_releases(monkeypatch)
+    trainer = make_trainer(tmp_path, data_collator=collate, **EXACT)
+    with pytest.raises(PrivacyError, match="rows of 24 examples"):
+        trainer.train()
+    assert releases == []
+
+
+def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    weights = weights_of(trainer.model)
+    with pytest.raises(PrivacyError, match="4 releases"):
+        trainer.train()
+    assert_same_weights(weights_of(trainer.model), weights)
+    assert trainer.ledger.steps == 4
+
+
+@pytest.mark.parametrize("change", [{"max_steps": 8}, {"max_steps": -1, "num_train_epochs": 9.0}])
+def test_a_length_changed_after_calibration_is_refused(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    releases = spy_releases(monkeypatch)
+    trainer = make_trainer(tmp_path, target_epsilon=4.0)
+    for name, value in change.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(PrivacyError, match="calibrated for 4"):
+        trainer.train()
+    assert releases == []
+
+
+def test_a_callback_that_never_stops_cannot_overdraw_the_budget(tmp_path: Path) -> None:
+    class GoOn(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = False
+
+    trainer = make_trainer(tmp_path, target_epsilon=4.0, max_steps=4, callbacks=[GoOn()])
+    with pytest.raises(PrivacyError, match="budget"):  # 6 draws make an epoch
+        trainer.train()
+    assert trainer.ledger.steps == 4
+    assert trainer.privacy_spent().epsilon <= 4.0
+
+
+def test_a_logical_batch_larger_than_memory_is_one_release(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Accumulation by the host would be several draws: here it only enlarges the one draw."""
+    releases = spy_releases(monkeypatch)
+    sizes: list[int] = []
+    trainer = make_trainer(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3
+    )
+    step = trainer.training_step
+
+    def training_step(model: Any, inputs: LogicalBatch, *rest: Any) -> Any:
+        assert isinstance(inputs, LogicalBatch)
+        assert max(inputs.sizes, default=0) <= 2
+        sizes.append(inputs.num_examples)
+        return step(model, inputs, *rest)
+
+    monkeypatch.setattr(trainer, "training_step", training_step)
+    trainer.train()
+    assert trainer.privacy_spent().expected_batch_size == 8
+    assert len(sizes) == len(releases) == 3

@@ -1,0 +1,466 @@
+import json
+import logging
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from dp_grape_hf import PrivacyError, ProjectedAdam
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.trainers import (
+    EXACT,
+    RecordingTrainer,
+    Watch,
+    assert_same_weights,
+    make_trainer,
+    no_loss,
+    points,
+    spy_releases,
+    weights_of,
+)
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+
+
+def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[Any, Any]:
+    """Returns the trainer that stopped after its checkpoint and the one that resumed from it."""
+    stopped = make_trainer(folder, callbacks=[Watch(stop_at=stop_at)], **SAVING | settings)
+    stopped.train()
+    resumed = make_trainer(folder, callbacks=[Watch()], **SAVING | settings)
+    resumed.train(resume_from_checkpoint=True)
+    return stopped, resumed
+
+
+# ---- Resumed as if never stopped ----
+
+
+@pytest.mark.parametrize("length", [{}, {"max_steps": -1, "num_train_epochs": 1.6}])
+def test_a_resumed_run_accounts_as_the_uninterrupted_one(
+    length: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = SAVING | {"target_epsilon": 4.0, "per_device_train_batch_size": 5} | length
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    stopped, resumed = _stop_and_resume(tmp_path / "parts", **settings)
+    assert stopped.privacy_spent().steps == 3
+    assert resumed.state.global_step == whole.state.global_step == 8
+    assert resumed.privacy_spent() == whole.privacy_spent()
+    assert resumed.privacy_spent().epsilon <= 4.0
+    assert resumed.ledger.run_id == stopped.ledger.run_id
+    ledgers = [Ledger.load(tmp_path / name / LEDGER_NAME) for name in ("whole", "parts")]
+    assert ledgers[0].releases == ledgers[1].releases
+    assert ledgers[0].mechanism == ledgers[1].mechanism
+
+
+@pytest.mark.parametrize("projection", ["identity", "gaussian"])
+@pytest.mark.parametrize("update_steps", [2, 3, 100])
+def test_weights_optimizer_and_projection_continue_where_they_stopped(
+    projection: str, update_steps: int, tmp_path: Path
+) -> None:
+    """Nothing is random but P, which a seed fixes: the weights agree to the last bit."""
+    settings = EXACT | {
+        "projection": projection,
+        "projection_update_steps": update_steps,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+    }
+    whole, watch = make_trainer(tmp_path / "whole", **SAVING | settings), Watch()
+    whole.add_callback(watch)
+    whole.train()
+    _, resumed = _stop_and_resume(tmp_path / "parts", **settings)
+    seen = next(c for c in resumed.callback_handler.callbacks if isinstance(c, Watch)).weights
+    assert len(seen) == 6
+    for actual, expected in zip(seen, watch.weights[3:], strict=True):
+        assert_same_weights(actual, expected)
+    assert_same_weights(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> None:
+    """The draws that the host skips to get there are never used."""
+    settings = SAVING | {"max_steps": -1, "num_train_epochs": 3, "cls": RecordingTrainer}
+    stopped, resumed = _stop_and_resume(tmp_path, stop_at=9, **settings)
+    assert len(stopped.draws) == 9
+    assert len(resumed.draws) == 9
+    assert resumed.state.global_step == resumed.ledger.steps == 18
+    assert resumed.state.epoch == 3.0
+
+
+@pytest.mark.parametrize("ignore_data_skip", [False, True])
+def test_skipping_data_or_not_makes_the_same_number_of_releases(
+    ignore_data_skip: bool, tmp_path: Path
+) -> None:
+    _, resumed = _stop_and_resume(
+        tmp_path, stop_at=3, ignore_data_skip=ignore_data_skip, target_epsilon=4.0
+    )
+    assert resumed.ledger.steps == resumed.state.global_step == 8
+
+
+def test_resuming_repeats_neither_noise_nor_coins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    releases = spy_releases(monkeypatch)
+    settings = SAVING | {
+        "compute_loss_func": no_loss,
+        "cls": RecordingTrainer,
+        "train_dataset": points(200),
+        "per_device_train_batch_size": 100,
+    }
+    first = make_trainer(tmp_path, callbacks=[Watch(stop_at=5)], **settings)
+    first.train()
+    for _ in range(2):  # twice from the same checkpoint, after step 3
+        again = make_trainer(tmp_path, callbacks=[Watch(stop_at=5)], **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        first.draws += again.draws
+    assert len(releases) == len(first.draws) == 9
+    for name in releases[0]:
+        noise = torch.stack([release[name].flatten() for release in releases])
+        assert len(noise.flatten().unique()) == noise.numel()
+    assert len({tuple(draw) for draw in first.draws}) == 9
+    assert again.ledger.steps == 9  # every release counts, lost or not
+    assert again.state.global_step == 5
+
+
+def test_a_checkpoint_that_was_moved_resumes_in_its_new_folder(tmp_path: Path) -> None:
+    make_trainer(
+        tmp_path / "old", callbacks=[Watch(stop_at=3)], target_epsilon=4.0, **SAVING
+    ).train()
+    shutil.move(tmp_path / "old" / "checkpoint-3", tmp_path / "elsewhere" / "checkpoint-3")
+    resumed = make_trainer(tmp_path / "new", target_epsilon=4.0, **SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere" / "checkpoint-3"))
+    assert Ledger.load(tmp_path / "new" / LEDGER_NAME).steps == 8
+    assert resumed.state.global_step == 8
+
+
+def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) -> None:
+    _, resumed = _stop_and_resume(tmp_path, save_only_model=True)
+    assert resumed.ledger.steps == resumed.state.global_step == 8
+
+
+# ---- Releases that were lost ----
+
+
+def _lose(folder: Path, lost: int, **settings: Any) -> None:
+    """Leaves a checkpoint after three updates, and ``lost`` releases that no checkpoint holds."""
+    stop = Watch(stop_at=3 + lost)
+    make_trainer(folder, callbacks=[stop], **SAVING | {"save_steps": 3} | settings).train()
+    for path in folder.glob("checkpoint-*"):
+        if path.name != "checkpoint-3":
+            shutil.rmtree(path)
+
+
+def test_training_stops_and_saves_when_lost_releases_have_used_up_the_budget(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _lose(tmp_path, lost=2, target_epsilon=4.0)
+    resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert resumed.ledger.steps == 8
+    assert resumed.releases_left() == 0
+    assert resumed.privacy_spent().epsilon <= 4.0
+    assert "stops at step 6 of 8" in caplog.text
+    saved = Ledger.load(tmp_path / "checkpoint-6" / LEDGER_NAME)
+    assert (saved.updates, saved.steps) == (6, 8)
+
+
+def test_without_a_budget_lost_releases_count_and_training_goes_on(tmp_path: Path) -> None:
+    _lose(tmp_path, lost=2)
+    resumed = make_trainer(tmp_path, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert resumed.ledger.steps == 10
+    assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon(), abs=0.02)
+
+
+def test_resuming_without_any_budget_left_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _lose(tmp_path, lost=5, target_epsilon=4.0)
+    releases = spy_releases(monkeypatch)
+    resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
+    with pytest.raises(PrivacyError, match=r"budget is spent: 8 releases of 8.* 3 of which"):
+        resumed.train(resume_from_checkpoint=True)
+    assert releases == []
+
+
+def test_resuming_a_finished_run_releases_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"save_steps": 8}).train()
+    releases = spy_releases(monkeypatch)
+    resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"save_steps": 8})
+    resumed.train(resume_from_checkpoint=True)
+    assert releases == []
+    assert resumed.ledger.steps == resumed.state.global_step == 8
+
+
+# ---- A ledger that does not belong ----
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _set_updates(folder: Path) -> None:
+    _edit(folder / "checkpoint-3" / LEDGER_NAME, lambda c: c.update(updates=2))
+
+
+def _forget_releases(folder: Path) -> None:
+    _edit(folder / LEDGER_NAME, lambda c: c["releases"][0].update(count=1))
+
+
+def _forget_releases_everywhere(folder: Path) -> None:
+    _forget_releases(folder)
+    _forget_releases(folder / "checkpoint-3")
+
+
+def _take_the_ledger_of_another_run(folder: Path) -> None:
+    make_trainer(folder.parent / "other", callbacks=[Watch(stop_at=3)], **SAVING).train()
+    copy = folder / "checkpoint-3" / LEDGER_NAME
+    shutil.copy(folder.parent / "other" / "checkpoint-3" / LEDGER_NAME, copy)
+
+
+def _lose_the_ledger(folder: Path) -> None:
+    (folder / "checkpoint-3" / LEDGER_NAME).unlink()
+
+
+def _damage_the_ledger(folder: Path) -> None:
+    (folder / "checkpoint-3" / LEDGER_NAME).write_text("{")
+
+
+def _claim_more_noise(folder: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["mechanism"]["noise_multiplier"] = 2.0
+        content["releases"][0]["noise_multiplier"] = 2.0
+
+    for ledger_path in (folder / LEDGER_NAME, folder / "checkpoint-3" / LEDGER_NAME):
+        _edit(ledger_path, change)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (_set_updates, r"updates=3.* 2 updates"),
+        (_forget_releases, r"1 and 3 releases"),
+        (_forget_releases_everywhere, r"updates=3.* 1 releases"),
+        (_take_the_ledger_of_another_run, r"different runs"),
+        (_lose_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
+        (_damage_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
+        (_claim_more_noise, r"noise_multiplier=1.0 \(recorded: 2.0\)"),
+    ],
+)
+def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
+    tamper: Callable[[Path], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
+    tamper(folder)
+    releases = spy_releases(monkeypatch)
+    with pytest.raises(PrivacyError, match=message):
+        make_trainer(folder, **SAVING).train(resume_from_checkpoint=True)
+    assert releases == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_multiplier": 0.9}, r"noise_multiplier=0.9 \(recorded: 1.0\)"),
+        ({"noise_multiplier": 0}, r"noise_multiplier=0.0 \(recorded: 1.0\)"),
+        ({"max_grad_norm": 0.5}, r"max_grad_norm=0.5 \(recorded: 1.0\)"),
+        ({"per_device_train_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 4.*\)"),
+        ({"num_samples": 48}, r"sample_rate=0.0833.* \(recorded: 0.1666.*\)"),
+        ({"target_delta": 1e-4}, r"target_delta=0.0001 \(recorded: 0.001\)"),
+        ({"projection_seed": 5}, r"projection_seed=5 \(recorded: 0\)"),
+        ({"projection_rank": 4}, r"projection_rank=4 \(recorded: 2\)"),
+        ({"projection": "identity"}, r"projection='identity' \(recorded: 'gaussian'\)"),
+        ({"target_epsilon": 4.0}, r"target_epsilon=4.0 \(recorded: None\)"),
+    ],
+)
+def test_arguments_that_change_the_mechanism_are_refused_by_name(
+    change: dict[str, Any], message: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    with pytest.raises(PrivacyError, match=message):
+        make_trainer(folder, **SAVING | change).train(resume_from_checkpoint=True)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after three steps and its checkpoint; copy it before use."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
+    return folder
+
+
+def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
+    """More steps need more noise, and the first steps had less."""
+    settings = {"target_epsilon": 4.0, "callbacks": [Watch(stop_at=3)]}
+    make_trainer(tmp_path, **SAVING | settings).train()
+    with pytest.raises(PrivacyError, match="noise_multiplier="):
+        make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"max_steps": 16}).train(
+            resume_from_checkpoint=True
+        )
+
+
+def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    changes = {"engine": "functorch", "accountant": "prv", "expected_batch_size": 4}
+    resumed = make_trainer(folder, **SAVING | changes | {"per_device_train_batch_size": 1})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.steps == 8
+
+
+def test_once_not_private_is_never_private_again(tmp_path: Path) -> None:
+    settings = {"callbacks": [Watch(stop_at=3)], "log_unnoised_statistics": True}
+    make_trainer(tmp_path, **SAVING | settings).train()
+    resumed = make_trainer(tmp_path, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert not resumed.ledger.private
+    assert resumed.privacy_spent().epsilon == math.inf
+
+
+# ---- Killed ----
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying(function: Callable[..., Any], at_call: int, *, after: bool = False) -> Any:
+    """Returns the function, which now kills this process before or after call ``at_call``."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call and not after:
+            _die()
+        result = function(*args, **kwargs)
+        if calls == at_call:
+            _die()
+        return result
+
+    return wrapped
+
+
+# Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
+# (what is replaced, the call that dies, whether after it was made)
+MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
+    "before a release is recorded": (os, "replace", 5, False),
+    "after a release is recorded, before it is made": (Ledger, "record", 4, True),
+    "before the gradient reaches the weights": (ProjectedAdam, "step", 3, False),
+    "while weights are saved": (torch, "save", 5, False),
+    "before the optimizer state is saved": (torch, "save", 6, False),
+    "before the state of the trainer is saved": (TrainerState, "save_to_json", 2, False),
+    "after a checkpoint": (TrainerState, "save_to_json", 2, True),
+}
+
+
+def _train_until_killed(folder: Path, moment: str | None) -> None:
+    """Runs in a process of its own; notes each release in a file as soon as it is made."""
+    torch.set_num_threads(1)
+    report = os.open(folder.parent / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    original = PrivateEngine.release
+
+    def release(self: PrivateEngine) -> dict[str, torch.Tensor]:
+        result = original(self)
+        os.write(report, b".")
+        if moment is None:
+            time.sleep(0.03)
+        return result
+
+    PrivateEngine.release = release  # type: ignore[method-assign]
+    if moment is not None:
+        owner, name, at_call, after = MOMENTS[moment]
+        setattr(owner, name, _dying(getattr(owner, name), at_call, after=after))
+    make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2}).train()
+
+
+def _start(folder: Path, moment: str | None) -> Any:
+    """Starts that process, as a fork of one that has imported everything and run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_train_until_killed, args=(folder, moment), daemon=True)
+    process.start()
+    return process
+
+
+def _reported(folder: Path) -> int:
+    path = folder.parent / "reported"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _assert_resumes_without_undercounting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Resumes by ``True``; every noisy update of both processes is in the ledger."""
+    reported, recorded = _reported(folder), Ledger.load(folder / LEDGER_NAME).steps
+    assert reported <= recorded <= reported + 1
+    releases = spy_releases(monkeypatch)
+    resumed = make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2})
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
+        resumed.train(resume_from_checkpoint=True)
+    updates_before = resumed.state.global_step - len(releases)
+    assert updates_before >= 2  # the first checkpoint, or a later one
+    assert resumed.ledger.steps == recorded + len(releases)
+    assert reported + len(releases) <= resumed.ledger.steps == 8
+    assert Ledger.load(folder / LEDGER_NAME).steps == 8
+    assert resumed.privacy_spent().epsilon <= 4.0
+    lost = recorded - updates_before
+    assert resumed.state.global_step == 8 - lost
+    if lost:
+        assert f"stops at step {8 - lost} of 8" in caplog.text
+        assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_this_moment_resumes_without_undercounting(
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    process = _start(tmp_path / "run", moment)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert 2 <= _reported(tmp_path / "run") < 8
+    _assert_resumes_without_undercounting(tmp_path / "run", monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("repetition", range(3))
+def test_a_run_killed_at_any_moment_resumes_without_undercounting(
+    repetition: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """The moment is random, once there is a checkpoint to resume from."""
+    folder = tmp_path / "run"
+    process = _start(folder, None)
+    kill_at, deadline = random.Random().randint(3, 7), time.monotonic() + 60
+    while _reported(folder) < kill_at and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(random.Random().random() * 0.03)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    _assert_resumes_without_undercounting(folder, monkeypatch, caplog)

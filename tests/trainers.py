@@ -1,0 +1,234 @@
+"""Tiny trainers: a model, a data set and arguments, each of which a test may replace.
+
+Shapes: N examples, B samples in a batch.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.trainer import TestGenerators
+from tests.models import only
+
+FEATURES, WIDTH, CLASSES = 6, 8, 3
+TRAINER_KEYWORDS = (
+    "callbacks",
+    "compute_loss_func",
+    "compute_metrics",
+    "data_collator",
+    "eval_dataset",
+    "model_init",
+    "optimizers",
+    "processing_class",
+    "test_generators",
+)
+
+# ---- Model and data ----
+
+
+class TinyForSequenceClassification(nn.Module):
+    """Two layers on plain features; ``id`` only travels with the example, for tests to see."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.body = nn.Linear(FEATURES, WIDTH)
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Examples(Dataset[dict[str, Any]]):
+    """A list of examples."""
+
+    def __init__(self, examples: Sequence[dict[str, Any]]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.examples[index]
+
+
+def points(num_samples: int = 24, seed: int = 0) -> Examples:
+    """Returns labelled random points, of a rule that can be learnt; each knows its ``id``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, FEATURES, generator=generator)
+    labels = x[:, :CLASSES].argmax(1)
+    return Examples([{"x": x[i], "labels": labels[i], "id": i} for i in range(num_samples)])
+
+
+def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
+    """Returns examples for the model of that name in ``tests.models``."""
+    batch = only(name).batch(num_samples, **settings)
+    return Examples([{key: v[i] for key, v in batch.items()} for i in range(num_samples)])
+
+
+# ---- Trainers ----
+
+
+def make_args(output_dir: Path | str, **changes: Any) -> DPGrapeTrainingArguments:
+    """Returns quiet arguments of a short private run on the CPU; a budget replaces the noise."""
+    settings: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "noise_multiplier": None if {"target_epsilon", "eps"} & changes.keys() else 1.0,
+        "target_delta": 1e-3,
+        "accountant": "rdp",
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "projection_rank": 2,
+        "projection_update_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    return DPGrapeTrainingArguments(**settings | changes)
+
+
+def make_trainer(
+    output_dir: Path | str,
+    *,
+    cls: type[DPGrapeTrainer] = DPGrapeTrainer,
+    model: nn.Module | None = None,
+    train_dataset: Any = None,
+    **changes: Any,
+) -> Any:
+    """Returns a trainer of ``TinyForSequenceClassification`` on ``points``.
+
+    ``changes`` are keywords of the trainer or of its arguments, whichever they name.
+    """
+    keywords = {name: changes.pop(name) for name in TRAINER_KEYWORDS if name in changes}
+    if model is None and "model_init" not in keywords:
+        model = TinyForSequenceClassification()
+    return cls(
+        model=model,
+        args=make_args(output_dir, **changes),
+        train_dataset=points() if train_dataset is None else train_dataset,
+        **keywords,
+    )
+
+
+EXACT = {
+    "noise_multiplier": 0,
+    "max_grad_norm": float("inf"),
+    "per_device_train_batch_size": 24,  # all of ``points``: q = 1
+}
+"""Arguments of a run without any chance in it but the projection."""
+
+
+def known_generators(seed: int = 0) -> TestGenerators:
+    """Returns streams of coins and noise that a test can repeat."""
+    coins, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
+    return TestGenerators(sampling=coins, noise=noise)
+
+
+def no_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """A loss (B,) whose gradient is zero: whatever moves is noise."""
+    return outputs["logits"].sum(1) * 0.0
+
+
+# ---- Looking on ----
+
+
+class RecordingTrainer(DPGrapeTrainer):
+    """Remembers which examples each update was made from."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.draws: list[list[int]] = []
+
+    def training_step(
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        ids = [int(i) for physical in inputs for i in physical["id"]]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.draws.append(ids)
+        return loss
+
+
+class Watch(TrainerCallback):
+    """Keeps logs, and the weights before the first and after every step."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.logs: list[dict[str, Any]] = []
+        self.weights: list[dict[str, Tensor]] = []
+        self.events: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("train_begin")
+        self.weights.append(weights_of(kwargs["model"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("step_end")
+        self.weights.append(weights_of(kwargs["model"]))
+        if state.global_step == self.stop_at:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("epoch_end")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("save")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+    def moves(self) -> list[dict[str, Tensor]]:
+        """Returns what each step added to the weights."""
+        pairs = zip(self.weights, self.weights[1:], strict=False)
+        return [{name: new[name] - old[name] for name in new} for old, new in pairs]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of all parameters."""
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def assert_same_weights(actual: Any, expected: Any, **tolerance: float) -> None:
+    """Compares two dictionaries of weights, exactly unless a tolerance is given."""
+    tolerance = tolerance or {"atol": 0.0, "rtol": 0.0}
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, **tolerance, msg=lambda m, n=name: n + m)
+    assert actual.keys() == expected.keys()
+
+
+def spy_releases(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """Returns a list that every later release of any engine is copied to."""
+    releases: list[dict[str, Tensor]] = []
+    original = PrivateEngine.release
+
+    @functools.wraps(original)
+    def release(self: PrivateEngine) -> dict[str, Tensor]:
+        result = original(self)
+        releases.append({name: value.clone() for name, value in result.items()})
+        return result
+
+    monkeypatch.setattr(PrivateEngine, "release", release)
+    return releases
