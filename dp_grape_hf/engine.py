@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
+from dp_grape_hf.probing import refusing_changed_buffers
 from dp_grape_hf.projection import Projector
 
 _NOISE_AT_ONCE = 2**24  # coordinates: bounds the memory of the noise to 64 MiB
@@ -80,6 +82,7 @@ class PrivateEngine:
         self._noise_generator = noise_generator
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
+        self._watched = False  # whether a pass was seen to leave the model's buffers alone
         self.projectors: Mapping[str, Projector] = {}
 
     def begin(self, projectors: Mapping[str, Projector]) -> None:
@@ -100,7 +103,11 @@ class PrivateEngine:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
-        losses, per_sample_grads = self.per_sample(inputs, self.projectors)
+        with ExitStack() as stack:
+            if not self._watched:
+                stack.enter_context(refusing_changed_buffers(self.per_sample.model))
+            losses, per_sample_grads = self.per_sample(inputs, self.projectors)
+        self._watched = True
         with torch.autocast(losses.device.type, enabled=False):  # it would round norms and sums
             add_clipped_sum_(self._clipped_sum, per_sample_grads, self.max_grad_norm)
         return losses

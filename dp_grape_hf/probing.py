@@ -81,3 +81,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def refusing_changed_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuses a pass that changes a buffer which is saved with the weights.
+
+    Running statistics of the training data are such buffers. They would leave the machine without
+    noise, past clipping and accountant.
+    """
+    saved = model.state_dict().keys()
+    before = {name: b.clone() for name, b in model.named_buffers() if name in saved}
+    yield
+    for name, buffer in model.named_buffers():
+        if name in before and not torch.equal(before[name], buffer):
+            raise UnsupportedModelError(
+                f"A training pass changed the buffer {name}, which is saved with the weights: it "
+                "would publish a statistic of the training data without noise. Switch that "
+                "statistic off (track_running_stats=False, for example)."
+            )

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_, private_norm
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.losses import causal_language_modelling
@@ -457,6 +457,25 @@ def test_a_long_gradient_contributes_at_most_c() -> None:
     total = {"a": torch.zeros(10_000_000)}
     add_clipped_sum_(total, gradients, 1.0)
     assert total["a"].double().norm().item() <= 1 + 1e-5
+
+
+def test_a_buffer_that_would_publish_a_statistic_of_the_data_is_refused() -> None:
+    class WithStatistics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(x).mean(2))
+
+    per_sample = make_engine(
+        "layerwise", WithStatistics().train(), lambda out, _: out.square()[:, 0]
+    )
+    engine = make_private(per_sample)
+    engine.begin({})
+    with pytest.raises(UnsupportedModelError, match=r"norm\.running_mean"):
+        engine.accumulate({"x": torch.randn(4, 3, 5)})
 
 
 # ---- Precision ----
