@@ -7,11 +7,10 @@ DEMO_DIR := runs/digits
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
 # --cpu keeps a personal accelerate configuration out of it, and the hidden devices keep the Trainer
-# off a GPU, so that the demo is the same run everywhere. Left to itself accelerate would allow one
-# thread; the count given here is the one torch would choose.
+# off a GPU, so that the demo is the same run everywhere. One thread: its matrices are too small to
+# share, and several threads wait for each other many times over on a machine that is busy.
 LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu --num_processes 1 \
-	--num_machines 1 --mixed_precision no --dynamo_backend no \
-	--num_cpu_threads_per_process $$($(BIN)/python -c "import torch; print(torch.get_num_threads())")
+	--num_machines 1 --mixed_precision no --dynamo_backend no --num_cpu_threads_per_process 1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check benchmark clean
@@ -23,7 +22,7 @@ help:  ## list the targets
 
 venv: $(VENV)/.installed-dev  ## make .venv with everything development needs
 
-demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, about two minutes
+demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half a minute
 	@rm -rf $(DEMO_DIR)
 	@$(LAUNCH) -m recipes.digits --output_dir $(DEMO_DIR)
 

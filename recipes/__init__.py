@@ -1,0 +1,1 @@
+"""Experiments, one script each: ``accelerate launch -m recipes.<name>``."""
