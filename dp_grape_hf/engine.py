@@ -24,7 +24,7 @@ from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_buffers
 from dp_grape_hf.projection import Projector
 
-_NOISE_AT_ONCE = 2**24  # coordinates: bounds the memory of the noise to 64 MiB
+_SLICE = {True: 2**16, False: 2**24}  # coordinates that get noise at once, on a CPU and elsewhere
 
 
 class PrivateEngine:
@@ -90,14 +90,7 @@ class PrivateEngine:
         if self._clipped_sum is not None:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
-        self._clipped_sum = {
-            name: torch.zeros(
-                self.per_sample.coordinate_shape(name, projectors),
-                dtype=torch.float32,
-                device=weight.device,
-            )
-            for name, weight in self.per_sample.trainable.items()
-        }
+        self._clipped_sum = {}
 
     def accumulate(self, inputs: Inputs) -> Tensor:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
@@ -116,25 +109,35 @@ class PrivateEngine:
         """Records the release, adds noise, and returns the private gradients by parameter name."""
         if self._clipped_sum is None:
             raise PrivacyError("release() without begin(): no logical batch was started.")
-        total, self._clipped_sum = self._clipped_sum, None
+        clipped_sum, self._clipped_sum = self._clipped_sum, None
         self.ledger.record()
-        if self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0):
-            std = self.noise_multiplier * self.max_grad_norm
-            for value in total.values():
-                for part in value.view(-1).split(_NOISE_AT_ONCE):
-                    noise = torch.empty_like(part)
-                    part.add_(noise.normal_(0, std, generator=self._noise_generator))
-        for value in total.values():
+        private_grads = {}
+        for name, weight in self.per_sample.trainable.items():
+            value = clipped_sum.pop(name, None)
+            if value is None:  # no sample was drawn, or none reached this parameter
+                shape = self.per_sample.coordinate_shape(name, self.projectors)
+                value = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+            self._add_noise_and_divide(value)
             if self._distributed:
                 dist.all_reduce(value)
-            value.div_(self.expected_batch_size)
-        return total
+            private_grads[name] = value
+        return private_grads
+
+    def _add_noise_and_divide(self, value: Tensor) -> None:
+        """Turns a clipped sum into a release in place, in slices that stay in the cache."""
+        noisy = self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0)
+        std = self.noise_multiplier * self.max_grad_norm if noisy else 0.0
+        size = _SLICE[value.device.type == "cpu"]
+        for part in value.view(-1).split(size):
+            if noisy:
+                part.add_(torch.empty_like(part).normal_(0, std, generator=self._noise_generator))
+            part.div_(self.expected_batch_size)
 
 
 def add_clipped_sum_(
     total: dict[str, Tensor], per_sample_grads: Gradients, max_grad_norm: float
 ) -> None:
-    """Adds ``sum_i clip(R_i, C)`` to ``total``.
+    """Adds ``sum_i clip(R_i, C)`` to ``total``, in which missing parameters count as zero.
 
     Sensitivity:
         One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
@@ -148,6 +151,9 @@ def add_clipped_sum_(
         norms = norms[finite]
     factors = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
     for name, gradient in per_sample_grads.items():
+        if name not in total:
+            shape, device = gradient.shape, factors.device
+            total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
         gradient.add_weighted_sum_(total[name], factors)
 
 

@@ -65,6 +65,10 @@ class _Site:
     outputs: list[bool] | None = None
 
     @property
+    def carried(self) -> bool:
+        return bool(self.inputs and self.inputs[0])
+
+    @property
     def label(self) -> str:
         return f"{self.path or 'the model'} ({type(self.module).__name__})"
 
@@ -243,7 +247,7 @@ class LayerwiseEngine(PerSampleEngine):
             )
         site.inputs, site.outputs = inputs, outputs
         first = two[0][0] if two[0] else 0
-        if site.rule is not None and not (inputs and inputs[0]) and first != 1:
+        if site.rule is not None and not site.carried and first != 1:
             raise UnsupportedModelError(
                 f"{site.label} has an input of leading size {first} that does not follow the batch "
                 "size, so its calls do not tell the samples apart. Freeze it with "
@@ -266,30 +270,48 @@ class LayerwiseEngine(PerSampleEngine):
     def _run(self, site: _Site, original: Forward, run: _Pass, *args: Any, **kwargs: Any) -> Any:
         if site.rule is None:
             return self._run_generic(site, original, run, args, kwargs)
-        capture = partial(self._capture, site, run)
-        with _detached(site.module, recurse=False), _look_ups(site, capture):
-            output = original(*args, **kwargs)
         if isinstance(site.module, nn.Embedding):
-            return output
-        layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        return capture(layer_input, output)
 
-    def _capture(self, site: _Site, run: _Pass, layer_input: Tensor, output: Tensor) -> Tensor:
-        rule, module, batch_size = site.rule, site.module, run.batch_size
+            def capture(indices: Tensor, output: Tensor) -> Tensor:
+                return self._capture(site, run, self._save(site, run, indices), output)
+
+            with _detached(site.module, recurse=False), _look_ups(site, capture):
+                return original(*args, **kwargs)
+        layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        saved = self._save(site, run, layer_input)  # first, while the input is in the cache
+        with _detached(site.module, recurse=False):
+            output = original(*args, **kwargs)
+        return self._capture(site, run, saved, output)
+
+    def _save(self, site: _Site, run: _Pass, layer_input: Tensor) -> Tensor:
+        """Returns what of a layer's input must survive until the backward pass."""
+        rule, batch_size = site.rule, run.batch_size
         assert rule is not None
-        if not site.inputs or not site.inputs[0]:  # broadcast position ids: one row for all samples
+        if not site.carried:  # broadcast position ids: one row for all samples
             layer_input = layer_input.expand(batch_size, *layer_input.shape[1:])
-            output = output.expand(batch_size, *output.shape[1:])
         elif layer_input.shape[0] % batch_size:
             raise UnsupportedModelError(
                 f"{site.label} was given a leading size {layer_input.shape[0]} in a batch of "
                 f"{batch_size}: it does not carry the batch as it did in the first batch."
             )
-        saved = rule.save(module, layer_input.detach(), batch_size)
+        saved = rule.save(site.module, layer_input.detach(), batch_size)
+        projector = self._early(site, run)
+        return projector.project(saved) if projector else saved  # only (B, T, r) survives
+
+    def _early(self, site: _Site, run: _Pass) -> Projector | None:
+        """Returns the projector that acts on the saved columns of the weight's gradient."""
         projector = run.projectors.get(site.parameters.get("weight", ""))
-        early = rule.saves_columns and projector is not None and projector.side is Side.RIGHT
-        if early and projector is not None:
-            saved = projector.project(saved.to(output.dtype))  # only (B, T, r) survives
+        saves_columns = site.rule is not None and site.rule.saves_columns
+        right = projector is not None and projector.side is Side.RIGHT
+        return projector if saves_columns and right else None
+
+    def _capture(self, site: _Site, run: _Pass, saved: Tensor, output: Tensor) -> Tensor:
+        """Adds the node that records the layer's gradients when its output's gradient arrives."""
+        rule, module, batch_size = site.rule, site.module, run.batch_size
+        assert rule is not None
+        early = self._early(site, run) is not None
+        if not site.carried:
+            output = output.expand(batch_size, *output.shape[1:])
 
         def record(saved: Tensor, grad_output: Tensor) -> None:
             gradients = rule.gradients(module, saved, grad_output, batch_size)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projection import Projector
@@ -75,29 +76,65 @@ class ProjectedAdam(torch.optim.Optimizer):
         if self._private_grads is None:
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._private_grads:
-                    self._update(parameter, self._private_grads[parameter], group)
+            given = {w: self._private_grads[w] for w in group["params"] if w in self._private_grads}
+            plain = {w: g for w, g in given.items() if self._is_plain(w)}
+            for weight, gradient in given.items():
+                self._check_state(weight, gradient)
+                if weight not in plain:
+                    self._update(weight, gradient, group)
+            self._update_plain([*plain], [*plain.values()], group)
         self._private_grads, self._projectors = None, {}
 
-    def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, projector = self.state[weight], self._projectors.get(weight)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        if not state:
-            state["step"] = 0
+    def _is_plain(self, weight: nn.Parameter) -> bool:
+        return weight not in self._projectors and weight.dtype is torch.float32
+
+    def _check_state(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        state = self.state[weight]
+        if not state:  # torch's kernel wants the step count on the device; reading it there waits
+            device = weight.device if self._is_plain(weight) else "cpu"
+            state["step"] = torch.zeros((), device=device)
             state["exp_avg"] = torch.zeros_like(gradient)
             state["exp_avg_sq"] = torch.zeros_like(gradient)
-        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first = state["exp_avg"]
         if first.shape != gradient.shape:
             raise PrivacyError(
                 f"The optimizer's state has shape {tuple(first.shape)} where the private gradient "
                 f"has {tuple(gradient.shape)}: the projection changed. Resume with the projection, "
                 "projection_rank and optim_target_modules that the checkpoint was made with."
             )
+
+    def _update_plain(
+        self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        """Updates unprojected float32 parameters by torch's own kernel: one pass over memory."""
+        beta1, beta2 = group["betas"]
+        states = [self.state[weight] for weight in weights]
+        adamw(
+            weights,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, projector = self.state[weight], self._projectors.get(weight)
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        first, second = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
+        step = int(state["step"])
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         denominator = torch.sqrt(second, out=gradient).div_(correction2**0.5).add_(group["eps"])
         if group["weight_decay"]:
             weight.mul_(1 - lr * group["weight_decay"])

@@ -75,7 +75,7 @@ class Dense(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Returns the Frobenius norms, (B,)."""
-        flat = self.values.float().flatten(1)
+        flat = self._flat()
         whole = flat.shape[1] - flat.shape[1] % _CHUNK
         chunks = flat[:, :whole].unflatten(
             1, (whole // _CHUNK, _CHUNK)
@@ -85,7 +85,19 @@ class Dense(PerSampleGradient):
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
         """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the gradient's shape."""
-        total.view(-1).addmv_(self.values.float().flatten(1).T, factors)
+        flat = self._flat()
+        if self._is_transposed():
+            total.add_((factors @ flat).view(self.shape[::-1]).T)
+        else:
+            total.view(-1).addmv_(flat.T, factors)
+
+    def _is_transposed(self) -> bool:
+        return self.values.dim() == 3 and not self.values.is_contiguous()
+
+    def _flat(self) -> Tensor:
+        """Returns one row of numbers per sample, in the order in which they lie in memory."""
+        values = self.values.mT if self._is_transposed() else self.values
+        return values.float().flatten(1)
 
     def select(self, samples: Tensor) -> Dense:
         """Returns the gradients of the given samples only."""
@@ -128,7 +140,10 @@ class Factored(PerSampleGradient):
 
     def dense(self) -> Dense:
         """Materialises the gradients, (B, m, n)."""
-        return Dense(torch.bmm(self.rows.transpose(1, 2), self.cols.to(self.rows.dtype)))
+        rows, cols = self.rows, self.cols.to(self.rows.dtype)
+        if cols.shape[2] < rows.shape[2]:  # a wide product is faster than a tall one
+            return Dense(torch.bmm(cols.mT, rows).mT)
+        return Dense(torch.bmm(rows.mT, cols))
 
     def cheapest(self) -> Dense | Factored:
         """Returns the form that needs fewer numbers; it is also the one whose norm is cheaper.

@@ -646,10 +646,10 @@ def test_the_ledger_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> None
     engine.ledger = Ledger.start(MECHANISM, tmp_path / "ledger.json")
     seen = []
 
-    class Watched(dict):  # the noise is drawn while the values of the sum are walked through
-        def values(self) -> Any:
+    class Watched(dict):  # each value is taken out of the sum before it gets its noise
+        def pop(self, *args: Any) -> Any:
             seen.append(Ledger.load(tmp_path / "ledger.json").steps)
-            return super().values()
+            return super().pop(*args)
 
     engine.begin({})
     engine._clipped_sum = Watched(engine._clipped_sum)

@@ -167,7 +167,7 @@ def test_a_projected_step_is_its_definition_and_moments_outlive_a_redraw(decay: 
         projectors = draw((t - 1) // 3)
         step(optimizer, weights, gradients(t, projectors), projectors)
         assert_same(weights, reference, rtol=1e-5, atol=1e-6)
-        assert {optimizer.state[weight]["step"] for weight in weights.values()} == {t}
+        assert {int(optimizer.state[weight]["step"]) for weight in weights.values()} == {t}
 
 
 def test_moments_have_the_shape_of_the_coordinates_and_are_counted() -> None:
