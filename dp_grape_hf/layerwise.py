@@ -318,9 +318,11 @@ class LayerwiseEngine(PerSampleEngine):
             for local, name in site.parameters.items():
                 done = early and local == "weight"
                 gradient = _project(gradients[local], run.projectors.get(name), done)
-                if isinstance(gradient, Dense) and name not in run.projectors:
-                    shape = self.trainable[name].shape  # a convolution's weight is not a matrix
-                    gradient = Dense(gradient.values.reshape(batch_size, *shape))
+                shape = self.trainable[name].shape
+                if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
+                    dense = gradient.dense() if isinstance(gradient, Factored) else gradient
+                    assert isinstance(dense, Dense)
+                    gradient = Dense(dense.values.reshape(batch_size, *shape))
                 run.captured[name].append(gradient)
 
         return _Capture.apply(output, saved, run.anchor, record)

@@ -407,6 +407,8 @@ class DPGrapeTrainer(Trainer):
 
     def privacy_spent(self) -> PrivacySpent:
         """Returns epsilon so far, an upper bound, and all it depends on."""
+        if self.train_dataset is None:
+            raise PrivacyError("train_dataset=None: nothing is trained, so nothing is spent.")
         return self.plan.spent(self.ledger)
 
     def releases_left(self) -> float:

@@ -459,6 +459,30 @@ def test_a_long_gradient_contributes_at_most_c() -> None:
     assert total["a"].double().norm().item() <= 1 + 1e-5
 
 
+def test_a_convolution_on_one_patch_is_released_in_the_shape_of_its_weight() -> None:
+    """With one place the factors are smaller than the gradient, which has four dimensions."""
+
+    class Patch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).flatten(1)
+
+    def loss(outputs: Tensor, _: Any) -> Tensor:
+        return outputs.square().sum(1)
+
+    model, inputs = Patch(), {"x": torch.randn(3, 3, 4, 4)}
+    engine = make_private(make_engine("layerwise", model, loss), max_grad_norm=1e6)
+    private = released(engine, [inputs])
+    loss(model(**inputs), None).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert private[name].shape == parameter.shape
+        expected = parameter.grad / engine.expected_batch_size
+        torch.testing.assert_close(private[name], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_buffer_that_would_publish_a_statistic_of_the_data_is_refused() -> None:
     class WithStatistics(nn.Module):
         def __init__(self) -> None:
