@@ -31,8 +31,8 @@ test: $(VENV)/.installed-test  ## run the tests and the examples in the docstrin
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
-	$(RUFF) .
-	$(BIN)/ruff format --isolated --line-length 100 --check .
+	$(RUFF) dp_grape_hf recipes tests
+	$(BIN)/ruff format --isolated --line-length 100 --check dp_grape_hf recipes tests
 	$(BIN)/mypy dp_grape_hf
 
 benchmark: $(VENV)/.installed-benchmark  ## time one private step next to its alternatives
