@@ -3,12 +3,13 @@
 import math
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
-from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
 from dp_grape_hf.model_card import render
 
 MECHANISM = Mechanism(
@@ -225,3 +226,17 @@ def test_a_card_says_what_epsilon_does_not_cover_and_where_the_record_is() -> No
     assert "privacy_ledger.json" in card
     for package, version in ledger().versions.items():
         assert f"{package} {version}" in card
+
+
+# ---- The cards that are committed ----
+
+CARDS = sorted((Path(__file__).parent.parent / "model_cards").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("path", CARDS, ids=[path.parent.name for path in CARDS])
+def test_a_committed_card_is_what_its_ledger_renders(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == render(Ledger.load(path.parent / LEDGER_NAME))
+
+
+def test_there_are_committed_cards() -> None:
+    assert CARDS
