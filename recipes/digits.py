@@ -71,7 +71,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     if not trainer.is_world_process_zero():
         return {}
     accuracy = accuracy_of(trainer.model, test)
-    loaded = ViTForImageClassification.from_pretrained(args.output_dir)
+    loaded = ViTForImageClassification.from_pretrained(args.output_dir).to(args.device)
     if accuracy_of(loaded, test) != accuracy:
         raise RuntimeError(
             f"The checkpoint in {args.output_dir} is not the model that was trained."
