@@ -185,7 +185,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
             )
         elif self.gradient_accumulation_steps != 1:
             raise PrivacyError(
-                f"{self.expected_batch_size=} and {self.gradient_accumulation_steps=} both set the "
+                f"expected_batch_size={self.expected_batch_size!r} and "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps!r} both set the "
                 "size of the logical batch. Leave gradient_accumulation_steps at 1: the logical "
                 "batch is split into physical batches of per_device_train_batch_size by itself."
             )
@@ -193,8 +194,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
         if self.logical_batch_size < 1:
             raise PrivacyError(
                 f"expected_batch_size={self.logical_batch_size}, the product of "
-                f"{self.per_device_train_batch_size=}, gradient_accumulation_steps and the number "
-                "of processes, must be at least 1."
+                f"per_device_train_batch_size={self.per_device_train_batch_size!r}, "
+                "gradient_accumulation_steps and the number of processes, must be at least 1."
             )
 
     @property
@@ -240,7 +241,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
             raise PrivacyError("max_grad_norm=None: give C, the norm each sample is clipped to.")
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise PrivacyError(
-                f"{self.target_epsilon=} and {self.noise_multiplier=}: give exactly one of them. "
+                f"target_epsilon={self.target_epsilon!r} and "
+                f"noise_multiplier={self.noise_multiplier!r}: give exactly one of them. "
                 "target_epsilon=8.0 asks for a budget; noise_multiplier=0 for no privacy at all."
             )
         if self.private and self.target_delta is None:
@@ -251,7 +253,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
         if self.log_unnoised_statistics and self.target_epsilon is not None:
             raise PrivacyError(
                 "log_unnoised_statistics=True publishes un-noised functions of the training data, "
-                f"which no epsilon covers, so it contradicts {self.target_epsilon=}. Debug with "
+                f"which no epsilon covers, so it contradicts "
+                f"target_epsilon={self.target_epsilon!r}. Debug with "
                 "noise_multiplier=..., on public data; the ledger then says not private."
             )
         checks = (
@@ -274,8 +277,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 raise PrivacyError(f"{name}={value!r} must be {needed}.")
         if self.private and math.isinf(self.max_grad_norm):
             raise PrivacyError(
-                f"{self.max_grad_norm=} leaves nothing to calibrate the noise to; give a finite C, "
-                "or noise_multiplier=0."
+                f"max_grad_norm={self.max_grad_norm!r} leaves nothing to calibrate the noise to; "
+                "give a finite C, or noise_multiplier=0."
             )
 
     def _refuse_host_options(self) -> None:
@@ -293,6 +296,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "torch_compile_mode": "it would not see the engine's per-layer forwards",
             "use_liger_kernel": "its fused losses reduce over the batch",
             "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates",
+            "debug": "it prints extreme activations of the training data",
             "optim_args": "the optimizer is Adam in projected coordinates",
             "push_to_hub": "uploads are not filtered yet, and a checkpoint folder holds optimizer "
             "state and logs; upload weights, config, tokenizer, ledger and card yourself",
@@ -300,15 +304,21 @@ class DPGrapeTrainingArguments(TrainingArguments):
         for name, reason in reasons.items():
             if getattr(self, name):
                 raise PrivacyError(f"{name}={getattr(self, name)!r} is refused: {reason}.")
+        if not self.skip_memory_metrics:
+            raise PrivacyError(
+                "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws."
+            )
         if self.label_smoothing_factor:
             raise PrivacyError(
-                f"{self.label_smoothing_factor=} is refused: its loss averages over the batch. "
-                "Pass a compute_loss_func that smooths and returns one loss per sample."
+                f"label_smoothing_factor={self.label_smoothing_factor!r} is refused: its loss "
+                "averages over the batch. Pass a compute_loss_func that smooths and returns one "
+                "loss per sample."
             )
         if self.train_sampling_strategy != "random":
             raise PrivacyError(
-                f"{self.train_sampling_strategy=} is refused: batches are Poisson draws, in which "
-                "each example enters independently. Leave it at 'random'."
+                f"train_sampling_strategy={self.train_sampling_strategy!r} is refused: "
+                "batches are Poisson draws, in which each example enters independently. Leave it "
+                "at 'random'."
             )
         optim = OptimizerNames(self.optim).value
         if optim not in ("adamw_torch", "adamw_torch_fused"):
@@ -321,16 +331,22 @@ class DPGrapeTrainingArguments(TrainingArguments):
             and not self.log_unnoised_statistics
         ):
             raise PrivacyError(
-                f"{self.include_num_input_tokens_seen=} is refused: token counts of drawn batches "
-                "are un-noised functions of private data. For debugging on public data, set "
+                f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r} is refused: "
+                "token counts of drawn batches are un-noised functions of private data. For "
+                "debugging on public data, set "
                 "log_unnoised_statistics=True with an explicit noise_multiplier."
             )
         chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
+        if self.metric_for_best_model is not None and self.save_total_limit:
+            chooses = True  # the best checkpoint is the one that is not deleted
         strategy = SaveStrategy(self.save_strategy)
         scheduler = SchedulerType(self.lr_scheduler_type)
         follows = scheduler.value in ("reduce_lr_on_plateau", "greedy")
         if (chooses or follows) and not self.eval_data_is_public:
-            option = f"save_strategy={strategy.value!r} with {self.load_best_model_at_end=}"
+            option = (
+                f"save_strategy={strategy.value!r} with "
+                f"load_best_model_at_end={self.load_best_model_at_end!r}"
+            )
             if follows:
                 option = f"lr_scheduler_type={scheduler.value!r}"
             raise PrivacyError(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
-from dp_grape_hf.probing import refusing_changed_buffers
+from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.projection import Projector
 
 _SLICE = {True: 2**16, False: 2**24}  # coordinates that get noise at once, on a CPU and elsewhere
@@ -82,7 +81,7 @@ class PrivateEngine:
         self._noise_generator = noise_generator
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
-        self._watched = False  # whether a pass was seen to leave the model's buffers alone
+        self._watched = False  # whether a pass was seen to leave what is saved alone
         self.projectors: Mapping[str, Projector] = {}
 
     def begin(self, projectors: Mapping[str, Projector]) -> None:
@@ -96,9 +95,7 @@ class PrivateEngine:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
-        with ExitStack() as stack:
-            if not self._watched:
-                stack.enter_context(refusing_changed_buffers(self.per_sample.model))
+        with refusing_changed_weights(self.per_sample.model, thorough=not self._watched):
             losses, per_sample_grads = self.per_sample(inputs, self.projectors)
         self._watched = True
         with torch.autocast(losses.device.type, enabled=False):  # it would round norms and sums

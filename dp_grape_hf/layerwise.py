@@ -39,10 +39,12 @@ from dp_grape_hf.per_sample import (
     engine,
 )
 from dp_grape_hf.probing import (
+    Selections,
     carries_batch,
     copies_of_first,
     evaluating,
     first_two,
+    keeping_random_state,
     leading_sizes,
     refuse_coupled_losses,
     refuse_shared_gradients,
@@ -217,6 +219,7 @@ class LayerwiseEngine(PerSampleEngine):
         runs = []
         with (
             evaluating(self.model),
+            Selections() as selections,
             self._installed(lambda site, original: partial(observe, site, original)),
         ):
             for size in (2, 3):
@@ -230,10 +233,25 @@ class LayerwiseEngine(PerSampleEngine):
             two, three = calls2.get(site.path, []), calls3.get(site.path, [])
             for sizes in zip(two, three, strict=True):
                 self._learn(site, *sizes)
+                if selections.seen and site.carried and sizes[0][0][0] != 2:
+                    raise UnsupportedModelError(
+                        f"{site.label} is given positions without their samples, in a model that "
+                        "selects positions by value (nonzero, a boolean mask): it is not known "
+                        'which sample a position belongs to. Use engine="functorch".'
+                    )
+        two_samples = first_two(inputs)
+        with evaluating(self.model):
+            together = self.losses(self.model, two_samples, 2).detach()
+            second = self.losses(self.model, copies_of_first(two_samples, 2, sample=1), 2).detach()
+        refuse_coupled_losses(losses2.detach()[:1], together[:1])
+        refuse_coupled_losses(second[:1], together[1:])
         for only in (0, 1):
             with evaluating(self.model):
-                _, found = self._pass(first_two(inputs), projectors, only)
+                _, found = self._pass(two_samples, projectors, only)
             self.refuse_unused(found)
+            refuse_shared_gradients(found, 1 - only)
+            with keeping_random_state():  # mixing may happen in training mode only
+                _, found = self._pass(two_samples, projectors, only)
             refuse_shared_gradients(found, 1 - only)
 
     def _learn(

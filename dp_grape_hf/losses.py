@@ -11,6 +11,7 @@ To add a head type, write a function ``(logits, labels, config) -> (B,)`` under 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -97,6 +98,19 @@ def loss_for(model: nn.Module) -> LossFunction:
         return found(logits.float(), labels, config)
 
     return loss
+
+
+def with_three_arguments(function: Callable[..., Tensor] | None) -> Any:
+    """Returns a user's loss as the Trainer calls it, also if it takes outputs and labels only."""
+    if function is None or "num_items_in_batch" in signature(function).parameters:
+        return function
+    if any(p.kind is p.VAR_KEYWORD for p in signature(function).parameters.values()):
+        return function
+
+    def called(outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None) -> Tensor:
+        return function(outputs, labels)
+
+    return called
 
 
 def checked(loss: Tensor, batch_size: int) -> Tensor:

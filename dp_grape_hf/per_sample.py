@@ -129,11 +129,23 @@ def per_sample_gradients(
 
 
 def batch_size_of(inputs: Inputs) -> int:
-    """Returns B, and refuses inputs whose tensors disagree about it."""
+    """Returns B, and refuses inputs that do not tell the samples apart.
+
+    Raises:
+        PrivacyError: if tensors disagree about B, or if there is a number or a container among
+            the inputs: computed from the batch, it would carry one sample into another's loss.
+    """
+    for name, value in inputs.items():
+        if not (value is None or isinstance(value, Tensor | bool | str)):
+            raise PrivacyError(
+                f"The batch holds {name!r} of type {type(value).__name__}, which has no dimension "
+                "of samples. Hand it to the model at construction, or make it a tensor with one "
+                "row per sample."
+            )
     sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
     if len(set(sizes.values())) != 1:
         raise PrivacyError(
-            "All tensors of a batch must have the samples in dimension 0; got leading sizes "
-            f"{sizes}."
+            "All tensors of a batch must have the samples in dimension 0; the leading sizes of "
+            f"{', '.join(sizes)} disagree."
         )
     return next(iter(sizes.values()))

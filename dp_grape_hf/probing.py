@@ -10,21 +10,24 @@ coordinates, which must be zero.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.representations import PerSampleGradient
 
 
-def copies_of_first(inputs: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Returns a batch of copies of the first sample."""
+def copies_of_first(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
+    """Returns a batch of copies of the first sample, or of another."""
     return {
-        key: value[:1].repeat(size, *[1] * (value.dim() - 1))
+        key: value[sample : sample + 1].repeat(size, *[1] * (value.dim() - 1))
         if isinstance(value, Tensor)
         else value
         for key, value in inputs.items()
@@ -59,15 +62,22 @@ def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: i
         )
 
 
-def refuse_coupled_losses(two: Tensor, three: Tensor) -> None:
-    """Refuses a loss that changes when copies of the sample join the batch."""
-    values = torch.cat([two, three]).float()
-    if not torch.allclose(values, values[:1].expand(5), rtol=1e-2, atol=1e-4, equal_nan=True):
+def refuse_coupled_losses(some: Tensor, others: Tensor) -> None:
+    """Refuses losses of one and the same sample that differ with what else is in its batch."""
+    values = torch.cat([some, others]).float()
+    if not torch.allclose(
+        values, values[:1].expand(len(values)), rtol=1e-2, atol=1e-4, equal_nan=True
+    ):
         raise PrivacyError(
-            f"The loss of one and the same sample is {two[0]:.6g} in a batch of two copies and "
-            f"{three[0]:.6g} in a batch of three: the loss couples samples, so clipping bounds "
+            "The loss of one and the same sample changes with the number or the contents of the "
+            "samples in its batch: the loss or the model couples samples, so clipping bounds "
             "nothing. Divide by each sample's own token count, not by a count over the batch."
         )
+
+
+def keeping_random_state() -> contextlib.AbstractContextManager[None]:
+    """Restores torch's global random state afterwards, that of the GPUs included."""
+    return torch.random.fork_rng()
 
 
 @contextlib.contextmanager
@@ -76,27 +86,138 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with keeping_random_state():
             yield
     finally:
         for module in training:
             module.training = True
 
 
-@contextlib.contextmanager
-def refusing_changed_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuses a pass that changes a buffer which is saved with the weights.
+class Selections(TorchDispatchMode):
+    """Notes whether a pass selects positions by their values, so that their number varies."""
 
-    Running statistics of the training data are such buffers. They would leave the machine without
-    noise, past clipping and accountant.
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten.index.Tensor:
+            self.seen |= any(i is not None and i.dtype is torch.bool for i in args[1])
+        self.seen |= func in (aten.nonzero.default, aten.masked_select.default)
+        return func(*args, **(kwargs or {}))
+
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
+    """Refuses a collator that puts one example into another's row, as mixup does.
+
+    Args:
+        collate: the data collator.
+        examples: at least three examples.
     """
-    saved = model.state_dict().keys()
-    before = {name: b.clone() for name, b in model.named_buffers() if name in saved}
+    first, second, third = examples[:3]
+    with_second, with_third = (_collate(collate, [first, other]) for other in (second, third))
+    for key, left in with_second.items():
+        right = with_third.get(key)
+        if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.dim() == 0:
+            continue
+        if len(left) != 2:
+            raise PrivacyError(
+                f"The data collator made {len(left)} rows of 2 examples, so a row is not an "
+                "example and its clipping bounds nothing. Turn packing off."
+            )
+        if left.shape == right.shape and not torch.equal(left[0], right[0]):
+            raise PrivacyError(
+                f"The data collator makes {key!r} of one example depend on the other examples of "
+                "its batch (mixup, say). An example would then contribute to several rows, and "
+                "clipping rows would not bound it. Transform examples one by one."
+            )
+
+
+def refuse_padding_dependence(
+    losses: Callable[[Mapping[str, Any]], Tensor],
+    collate: Collator,
+    examples: Sequence[Any],
+    tolerance: float,
+) -> None:
+    """Refuses a model for which an example's loss depends on how far its batch is padded.
+
+    The length of a batch is that of its longest example, so such a loss depends on batch-mates:
+    with padding on the left and absolute positions, for example, or where padding is not masked.
+    A collator that draws random numbers (it masks tokens, say) cannot be examined.
+
+    Args:
+        losses: a batch -> one loss per sample, (B,), without dropout.
+        collate: the data collator.
+        examples: some examples, of different lengths if there are any.
+        tolerance: relative, for the comparison of two losses.
+    """
+
+    def size(example: Any) -> int:
+        leaves = tree_leaves(dict(_collate(collate, [example])))
+        return max((t.numel() for t in leaves if isinstance(t, Tensor)), default=0)
+
+    ordered = sorted(examples, key=size)
+    short, long = ordered[0], ordered[-1]
+    alone, again = _collate(collate, [short]), _collate(collate, [short], seed=1)
+    padded = _collate(collate, [short, long])
+    tensors = {k: v for k, v in alone.items() if isinstance(v, Tensor) and v.dim() > 0}
+    draws = any(not torch.equal(value, again[key]) for key, value in tensors.items())
+    if draws or all(value.shape[1:] == padded[key].shape[1:] for key, value in tensors.items()):
+        return
+    by_itself, in_company = losses(alone)[0].float(), losses(padded)[0].float()
+    if not torch.allclose(by_itself, in_company, rtol=tolerance, atol=0.1 * tolerance):
+        raise PrivacyError(
+            "The loss of an example changes when its batch is padded to the length of a longer "
+            "example, so it depends on its batch-mates and clipping bounds nothing. Pad on the "
+            "right, give the model an attention_mask, or pad every example to one fixed length."
+        )
+
+
+def _collate(collate: Collator, examples: list[Any], seed: int = 0) -> Mapping[str, Any]:
+    """Collates with given random numbers, and leaves the random state as it was."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with keeping_random_state():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            return collate(examples)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]:
+    """Refuses a pass that changes a tensor which is saved with the weights.
+
+    Running statistics, moving averages and codebooks are such tensors. They would leave the machine
+    without noise, past clipping and accountant.
+
+    Args:
+        model: the model that runs inside the context.
+        thorough: whether to compare contents, and not only torch's count of in-place changes,
+            which a change through ``.data`` evades.
+    """
+
+    def state() -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (t.data_ptr(), t._version, t.sum(dtype=torch.float64).item() if thorough else 0)
+            for name, t in model.state_dict(keep_vars=True).items()
+            if isinstance(t, Tensor) and not t.is_complex()
+        }
+
+    before = state()
     yield
-    for name, buffer in model.named_buffers():
-        if name in before and not torch.equal(before[name], buffer):
+    after = state()
+    for name, fingerprint in before.items():
+        if repr(after.get(name)) != repr(fingerprint):  # by text: NaN is not equal to itself
             raise UnsupportedModelError(
-                f"A training pass changed the buffer {name}, which is saved with the weights: it "
-                "would publish a statistic of the training data without noise. Switch that "
-                "statistic off (track_running_stats=False, for example)."
+                f"A training pass changed {name}, which is saved with the weights: it would "
+                "publish a statistic of the training data without noise. Switch that statistic "
+                "off (track_running_stats=False, for example)."
             )

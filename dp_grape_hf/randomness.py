@@ -7,9 +7,11 @@ checkpoint or a log could hold, and they refuse to be pickled.
 
 import hashlib
 import os
+import random
 import struct
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,6 +94,21 @@ def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
     else:
         generator.manual_seed(int.from_bytes(os.urandom(8), "little"))
     return generator
+
+
+def forget_the_seed() -> None:
+    """Reseeds the global streams of torch, numpy and Python from OS entropy.
+
+    Dropout masks and the coins of a collator that masks tokens come from these streams, in the
+    order in which samples stand in a batch. Whoever knows them sees the masks of all samples move
+    when one sample is taken out; only as long as they are secret does a sample have no influence
+    on the gradients of the others.
+    """
+    torch.set_rng_state(secret_generator().get_state())
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+    random.seed(os.urandom(32))
+    np.random.seed(np.frombuffer(os.urandom(64), dtype=np.uint32))
 
 
 def sampling_generator() -> SecretGenerator:

@@ -233,7 +233,10 @@ def _bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
     ``(sum_t |r_t| |c_t|)^2``; the growth factor of a sum of k terms is taken to be sqrt(k).
     """
     terms = sum(_number_of_terms(part) for part in parts)
-    roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
+    try:
+        roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # set by torch's newer interface, which this one does not read
+        roundoff = _ROUNDOFF["medium"]
     return squared.clamp(min=0) + roundoff * terms**0.5 * magnitude**2
 
 

@@ -7,6 +7,7 @@ records.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -19,8 +20,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import (
     TrainOutput,
@@ -39,13 +42,18 @@ from dp_grape_hf.engine import PrivateEngine, private_norm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.losses import LossFunction
+from dp_grape_hf.losses import LossFunction, with_three_arguments
 from dp_grape_hf.model_card import render
 from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.per_sample import batch_size_of, make_engine
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
+from dp_grape_hf.probing import (
+    evaluating,
+    refuse_mixing_collator,
+    refuse_padding_dependence,
+)
 from dp_grape_hf.projection import ProjectionSchedule, default_targets
-from dp_grape_hf.randomness import noise_generator, shared_sampling_generator
+from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
 from dp_grape_hf.sampling import (
     EmptyDrawDataset,
     LogicalBatch,
@@ -53,6 +61,10 @@ from dp_grape_hf.sampling import (
     PoissonBatchSampler,
     expected_steps_per_epoch,
 )
+
+logger = logging.getLogger(__name__)
+
+EXAMINED = 16  # examples that the data collator is tried on before training
 
 _UNNOISED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 
@@ -71,8 +83,9 @@ class DPGrapeTrainer(Trainer):
     Args:
         model: as for ``Trainer``; parameters with ``requires_grad`` are trained.
         args: a ``DPGrapeTrainingArguments``.
-        compute_loss_func: if given, ``f(outputs, labels, num_items_in_batch=None)`` must return one
-            loss per sample, (B,), each computed from that sample alone.
+        compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
+            num_items_in_batch)``, whose last argument is None in training, must return one loss
+            per sample, (B,), each computed from that sample alone.
         test_generators: for tests only; marks the ledger as not private.
         **kwargs: everything else that ``Trainer`` takes, except ``optimizers``: the optimizer is
             ``ProjectedAdam``. For a scheduler of your own, set ``trainer.lr_scheduler`` to one made
@@ -81,7 +94,8 @@ class DPGrapeTrainer(Trainer):
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
         training data, for adding or removing one example, with the numbers of ``privacy_spent()``.
-        So are logs, progress bar and ledger, unless ``log_unnoised_statistics`` asks otherwise.
+        So are logs, progress bar and ledger, but for metrics of evaluation data, which are what
+            you evaluate on, and unless ``log_unnoised_statistics`` asks otherwise.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.
@@ -129,13 +143,18 @@ class DPGrapeTrainer(Trainer):
             train_dataset,
             eval_dataset,
             processing_class,
-            compute_loss_func=compute_loss_func,
+            compute_loss_func=with_three_arguments(compute_loss_func),
             **kwargs | {"optimizer_cls_and_kwargs": (ProjectedAdam, adam)},
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise PrivacyError(
                 "DeepSpeed or FSDP was asked for by the launcher. Sharded weights are not "
                 "supported yet; use accelerate launch with plain multi-process training."
+            )
+        if args.gradient_accumulation_steps != 1:
+            raise PrivacyError(
+                f"The accelerator's configuration asks for {args.gradient_accumulation_steps=}; "
+                "set expected_batch_size instead. Each draw must be one update."
             )
         if args.n_gpu > 1:
             raise PrivacyError(
@@ -157,10 +176,7 @@ class DPGrapeTrainer(Trainer):
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
 
     def _per_sample_loss(self) -> LossFunction | None:
-        user = self.compute_loss_func
-        if user is None:
-            return None
-        return lambda outputs, labels: user(outputs, labels, num_items_in_batch=None)
+        return self.compute_loss_func  # its third argument, a count over the batch, stays None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
@@ -240,7 +256,20 @@ class DPGrapeTrainer(Trainer):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         self._start_engine(self._start_ledger(resume_from_checkpoint))
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if train_dataloader is not None:
+            self._examine_collator(train_dataloader)
+        if self._test_generators is None:
+            forget_the_seed()
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        follows = isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR)
+        if follows and not self.args.eval_data_is_public:
+            raise PrivacyError(
+                f"The {type(self.lr_scheduler).__name__} follows a metric of the evaluation data, "
+                "which no epsilon covers. Set eval_data_is_public=True if that data is public."
+            )
+        return prepared
 
     def _start_ledger(self, checkpoint: str | None) -> Ledger:
         args, writes, mechanism = self.args, self.is_world_process_zero(), self.plan.mechanism()
@@ -255,6 +284,12 @@ class DPGrapeTrainer(Trainer):
                 "a new trainer: its budget then adds to the one spent."
             )
         else:
+            if live.exists() and writes:
+                logger.warning(
+                    "%s is of an earlier run; it is kept under another name. If that run used the "
+                    "same data, the budgets of both add up.",
+                    live,
+                )
             self.ledger = Ledger.start(mechanism, path=live if writes else None)
         if self._test_generators is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
@@ -263,8 +298,9 @@ class DPGrapeTrainer(Trainer):
         if self.releases_left() <= 0 < self.plan.steps - self.state.global_step:
             raise PrivacyError(
                 f"The budget is spent: {self.ledger.steps} releases of {self.plan.steps} were "
-                f"made, {self.state.global_step} of which are in {checkpoint}; the others were "
-                "lost when a run was killed, and count. The checkpoint itself is private as it is."
+                f"made, {self.state.global_step} of which are in {checkpoint}; those made "
+                "after it count as well. The checkpoint itself is private as it is; so are later "
+                "ones of the same run."
             )
         return self.ledger
 
@@ -294,6 +330,24 @@ class DPGrapeTrainer(Trainer):
             noise_generator=generators.noise if generators else noise_generator(device),
             distributed=args.world_size > 1,
         )
+
+    def _examine_collator(self, loader: DataLoader[Any]) -> None:
+        """Tries the collator on a few examples: it must not make examples depend on each other."""
+        dataset: Any = loader.dataset
+        step = max(1, len(dataset) // EXAMINED)
+        examples = [dataset[i] for i in range(0, len(dataset), step)][:EXAMINED]
+        collate = loader.collate_fn.collator  # type: ignore[union-attr]
+        if len(examples) >= 3:
+            refuse_mixing_collator(collate, examples)
+        low = self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
+
+        @torch.no_grad()
+        def losses(batch: Any) -> Tensor:
+            batch = self._prepare_inputs(batch)
+            with evaluating(self.model):
+                return self._per_sample.losses(self.model, batch, batch_size_of(batch))
+
+        refuse_padding_dependence(losses, collate, examples, tolerance=5e-2 if low else 1e-3)
 
     def _targets(self) -> list[str]:
         """Returns the names of the weights to project: ``optim_target_modules``, or our choice."""
@@ -369,6 +423,22 @@ class DPGrapeTrainer(Trainer):
         """Counts tokens of drawn batches only if un-noised statistics are asked for."""
         for physical in inputs if self.args.log_unnoised_statistics else ():
             super()._track_num_input_tokens(physical)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Returns the expected size of a draw, which throughput is reported for."""
+        return self.args.logical_batch_size
+
+    # ---- Checkpoint Saving, Checkpoint Resuming ----
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves no random state: dropout masks are secret (``randomness.forget_the_seed``)."""
+        if self._test_generators is not None:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads no random state, for the same reason."""
+        if self._test_generators is not None:
+            super()._load_rng_state(checkpoint)
 
     # ---- Saving & Serialization ----
 

@@ -1,7 +1,6 @@
 import itertools
 import json
 import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -385,7 +384,8 @@ def test_no_file_of_a_checkpoint_holds_the_state_of_a_secret_generator(tmp_path:
     thief.trainer.train()
     thief.trainer.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"rng_state.pth", "optimizer.pt", "training_args.bin"} <= {path.name for path in files}
+    assert {"optimizer.pt", "training_args.bin"} <= {path.name for path in files}
+    assert not [path for path in files if path.name.startswith("rng_state")]
     assert len(thief.states) >= 10
     # A state is a header of 24 bytes and 624 words of 32 bits, stored in 64 bits each.
     pieces = set()
@@ -423,20 +423,16 @@ def test_the_states_of_a_checkpoint_do_not_reproduce_the_next_noise(
     trainer.train()
     following = releases[2]
     std = trainer.plan.noise_multiplier * trainer.args.max_grad_norm / 4
-    states = torch.load(tmp_path / "checkpoint-2" / "rng_state.pth", weights_only=False)
 
     def replayed() -> dict[str, torch.Tensor]:
         return {n: torch.empty_like(v).normal_(0, std) for n, v in following.items()}
 
     guesses = []
-    torch.set_rng_state(states["cpu"])
-    guesses.append(replayed())
     for seed in (7, 8, 9, 0, 7 + 2, 7 + 3):
         set_seed(seed)
         guesses.append(replayed())
         replayed(), replayed()
         guesses.append(replayed())
-    random.setstate(states["python"])
     for guess in guesses:
         for name, value in following.items():
             assert not torch.isclose(guess[name], value, rtol=1e-4, atol=0).all()
@@ -586,7 +582,7 @@ def test_a_collator_whose_rows_are_not_examples_is_refused_before_a_release(
 
     releases = spy_releases(monkeypatch)
     trainer = make_trainer(tmp_path, data_collator=collate, **EXACT)
-    with pytest.raises(PrivacyError, match="rows of 24 examples"):
+    with pytest.raises(PrivacyError, match="rows of"):
         trainer.train()
     assert releases == []
 

@@ -1,0 +1,194 @@
+"""Ways in which one example reaches another's gradient, each refused or harmless."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.per_sample import make_engine
+from tests.models import only
+from tests.test_engine import make_private
+from tests.trainers import make_trainer
+
+
+class Small(nn.Module):
+    """Two layers, with room for whatever couples between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        return self.second(self.between(self.first(x)).relu())
+
+
+def squares(outputs: Tensor, _: Any) -> Tensor:
+    return outputs.square().sum(1)
+
+
+class MixesInTraining(Small):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden + 0.5 * hidden.flip(0) if self.training else hidden
+
+
+class ScalesByTheBatch(Small):
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden / hidden.detach().abs().max()
+
+
+@pytest.mark.parametrize("model", [MixesInTraining, ScalesByTheBatch])
+def test_mixing_in_training_or_without_a_gradient_is_refused(model: type[Small]) -> None:
+    inputs = {"x": torch.randn(1, 4) * torch.tensor([1.0, 50.0, 1.0, 1.0])[:, None]}
+    with pytest.raises(PrivacyError, match="couples samples"):
+        per_sample_gradients(model().train(), inputs, loss=squares)
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+@pytest.mark.parametrize("extra", [0.5, [1, 2], {"a": torch.ones(4)}], ids=str)
+def test_an_input_without_samples_is_refused(engine: str, extra: Any) -> None:
+    inputs = {"x": torch.randn(4, 4), "scale": extra}
+    with pytest.raises(PrivacyError, match="'scale'"):
+        per_sample_gradients(Small(), inputs, loss=squares, engine=engine)
+
+
+def test_positions_selected_by_value_are_refused_where_they_lose_their_samples() -> None:
+    class Gathers(Small):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            chosen = self.first(x[mask])  # (number of true positions, 5)
+            filled = torch.zeros(*mask.shape, 5).masked_scatter(mask[..., None], chosen)
+            return self.second(filled.sum(1))
+
+    inputs = {"x": torch.randn(2, 3, 4), "mask": torch.tensor([[True, True, False]] * 2)}
+    with pytest.raises(UnsupportedModelError, match=r"first \(Linear\)"):
+        per_sample_gradients(Gathers(), inputs, loss=squares)
+
+
+class MovingAverage(Small):
+    def __init__(self, after: int, through_data: bool) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.after, self.through_data, self.calls = after, through_data, 0
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls > self.after:
+                average = self.average.data if self.through_data else self.average
+                average.copy_(hidden.detach().mean(0))
+        return hidden
+
+
+@pytest.mark.parametrize(("after", "through_data"), [(2, True), (2, False), (6, False)])
+def test_a_frozen_parameter_that_follows_the_data_is_refused(
+    after: int, through_data: bool
+) -> None:
+    """The probe's own two training passes come before the first that counts."""
+    engine = make_private(
+        make_engine("layerwise", MovingAverage(after, through_data).train(), squares)
+    )
+
+    def passes(engine: PrivateEngine) -> None:
+        engine.begin({})
+        for _ in range(8):
+            engine.accumulate({"x": torch.randn(4, 4)})
+
+    with pytest.raises(UnsupportedModelError, match="average"):
+        passes(engine)
+
+
+# ---- Collators ----
+
+
+def words(tmp_path: Path, side: str) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocabulary = {str(i): i for i in range(60)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="1", unk_token="0", padding_side=side
+    )
+
+
+def texts(count: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(5, 30, (3 + i % 6,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": i % 2})
+    return rows
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_moves_positions_is_refused(side: str, tmp_path: Path) -> None:
+    """GPT-2 counts positions from the left, padding included."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(
+        vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=1, num_labels=2,
+        bos_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    trainer = make_trainer(
+        tmp_path,
+        model=GPT2ForSequenceClassification(config),
+        train_dataset=texts(24),
+        data_collator=DataCollatorWithPadding(words(tmp_path, side)),
+        max_steps=2,
+    )
+    if side == "left":
+        with pytest.raises(PrivacyError, match="padded to the length"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.ledger.steps == 2
+
+
+def test_a_collator_that_mixes_examples_is_refused(tmp_path: Path) -> None:
+    def mixup(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
+        return batch | {"x": 0.7 * batch["x"] + 0.3 * batch["x"].roll(1, 0)}
+
+    with pytest.raises(PrivacyError, match="mixup"):
+        make_trainer(tmp_path, data_collator=mixup).train()
+
+
+def test_a_schedule_set_by_hand_may_not_follow_evaluation_data(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    optimizer = trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(PrivacyError, match="ReduceLROnPlateau"):
+        trainer.train()
+
+
+def test_dropout_masks_have_no_seed(tmp_path: Path) -> None:
+    """Known masks would move with the samples' places when one sample is taken out."""
+    states = []
+    for run in ("a", "b"):
+        trainer = make_trainer(tmp_path / run, seed=3)
+        trainer.train()
+        states.append(torch.get_rng_state())
+        assert not list((tmp_path / run).rglob("rng_state*"))
+    assert not torch.equal(*states)
+
+
+def test_a_loss_may_take_two_arguments(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    trainer = make_trainer(tmp_path, compute_loss_func=loss)
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+
+
+def test_the_models_of_the_suite_pass_the_probe_in_training_mode() -> None:
+    case = only("opt")
+    losses, _ = per_sample_gradients(case.model().train(), case.batch(3))
+    assert losses.shape == (3,)
