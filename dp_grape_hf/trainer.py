@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import (
     TrainOutput,
@@ -94,8 +92,8 @@ class DPGrapeTrainer(Trainer):
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
         training data, for adding or removing one example, with the numbers of ``privacy_spent()``.
-        So are logs, progress bar and ledger, but for metrics of evaluation data, which are what
-            you evaluate on, and unless ``log_unnoised_statistics`` asks otherwise.
+        So are ledger, progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise;
+        metrics in the logs are functions of the evaluation data, which epsilon does not cover.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.
@@ -176,7 +174,10 @@ class DPGrapeTrainer(Trainer):
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
 
     def _per_sample_loss(self) -> LossFunction | None:
-        return self.compute_loss_func  # its third argument, a count over the batch, stays None
+        user = self.compute_loss_func
+        if user is None:
+            return None
+        return lambda outputs, labels: user(outputs, labels, num_items_in_batch=None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
@@ -263,10 +264,11 @@ class DPGrapeTrainer(Trainer):
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        follows = isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR)
+        scheduler = type(self.lr_scheduler).__name__
+        follows = scheduler in ("ReduceLROnPlateau", "GreedyLR")
         if follows and not self.args.eval_data_is_public:
             raise PrivacyError(
-                f"The {type(self.lr_scheduler).__name__} follows a metric of the evaluation data, "
+                f"The {scheduler} follows a metric of the evaluation data, "
                 "which no epsilon covers. Set eval_data_is_public=True if that data is public."
             )
         return prepared

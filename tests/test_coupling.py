@@ -179,11 +179,16 @@ def test_dropout_masks_have_no_seed(tmp_path: Path) -> None:
     assert not torch.equal(*states)
 
 
-def test_a_loss_may_take_two_arguments(tmp_path: Path) -> None:
-    def loss(outputs: Any, labels: Tensor) -> Tensor:
+@pytest.mark.parametrize("arguments", [2, 3])
+def test_a_loss_may_take_two_arguments_or_three(arguments: int, tmp_path: Path) -> None:
+    def two(outputs: Any, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
 
-    trainer = make_trainer(tmp_path, compute_loss_func=loss)
+    def three(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        assert num_items_in_batch is None or not outputs["logits"].requires_grad  # evaluation
+        return two(outputs, labels)
+
+    trainer = make_trainer(tmp_path, compute_loss_func={2: two, 3: three}[arguments])
     trainer.train()
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
 
