@@ -145,7 +145,7 @@ def batch_size_of(inputs: Inputs) -> int:
     sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
     if len(set(sizes.values())) != 1:
         raise PrivacyError(
-            "All tensors of a batch must have the samples in dimension 0; the leading sizes of "
-            f"{', '.join(sizes)} disagree."
+            "All tensors of a batch must have the samples in dimension 0; got leading sizes "
+            f"{sizes}."
         )
     return next(iter(sizes.values()))
