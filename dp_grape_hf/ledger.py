@@ -22,7 +22,7 @@ from types import UnionType
 from typing import Any, Self, get_args, get_origin
 
 from dp_grape_hf.accounting import ADJACENCY, compose_epsilon
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, require
 
 LEDGER_NAME = "privacy_ledger.json"
 SCHEMA_VERSION = 1
@@ -117,8 +117,8 @@ class Ledger:
         _check_fields(self)
         for release, name in product(self.releases, ("noise_multiplier", "sample_rate")):
             ours, theirs = getattr(self.mechanism, name), getattr(release, name)
-            _require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
-        _require(
+            require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
+        require(
             self.updates is None or 0 <= self.updates <= self.steps,
             f"updates={self.updates} must be a number from 0 to the {self.steps} releases.",
         )
@@ -146,7 +146,7 @@ class Ledger:
             private: Whether the run claims a guarantee.
             reason: Why it does not; empty if it does.
         """
-        _require(private != bool(reason), f"{private=} contradicts {reason=}: give a reason if not")
+        require(private != bool(reason), f"{private=} contradicts {reason=}: give a reason if not")
         path = None if path is None else Path(path)
         ledger = cls(
             mechanism,
@@ -203,7 +203,7 @@ class Ledger:
         """
         ledger = cls.load(checkpoint_path)
         _require_same_mechanism(mechanism, ledger.mechanism, checkpoint_path)
-        _require(
+        require(
             ledger.updates == updates,
             f"{updates=}, but {checkpoint_path} belongs to weights with {ledger.updates} updates. "
             "Resume from a folder whose files were saved together.",
@@ -211,13 +211,13 @@ class Ledger:
         if Path(live_path).exists():
             live = cls.load(live_path)
             both = f"{live_path} and {checkpoint_path}"
-            _require(
+            require(
                 live.run_id == ledger.run_id,
                 f"{both} are of different runs, {live.run_id} and {ledger.run_id}. Resume in the "
                 "run's own folder or in an empty one.",
             )
             _require_same_mechanism(mechanism, live.mechanism, live_path)
-            _require(
+            require(
                 live.steps >= ledger.steps,
                 f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
                 "Restore its newest copy.",
@@ -262,14 +262,14 @@ class Ledger:
         Guarantee:
             When it returns, the file, if there is one, holds them. If it raises, do not release.
         """
-        _require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
+        require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
         sigma, q = self.mechanism.noise_multiplier, self.mechanism.sample_rate
         self.releases = (Release(sigma, q, self.steps + steps),)
         self._persist()
 
     def mark_not_private(self, reason: str) -> None:
         """Notes for good that this run has no guarantee, and why."""
-        _require(reason != "", f"{reason=} must say why the run is not private.")
+        require(reason != "", f"{reason=} must say why the run is not private.")
         if reason not in self.not_private_reasons:
             self.not_private_reasons.append(reason)
             self._persist()
@@ -327,11 +327,11 @@ def _decode(text: str) -> dict[str, Any]:
     content = json.loads(text, parse_constant=repr)
     version = content.get("schema_version") if isinstance(content, dict) else None
     known = type(version) is int and version == SCHEMA_VERSION
-    _require(known, f"schema_version={version!r} is not {SCHEMA_VERSION}, the one read here.")
+    require(known, f"schema_version={version!r} is not {SCHEMA_VERSION}, the one read here.")
     del content["schema_version"]
     _require_keys(content, {f.name for f in fields(Ledger)} - {"path"}, "ledger")
     releases = content["releases"]
-    _require(isinstance(releases, list), f"releases={releases!r} must be a list.")
+    require(isinstance(releases, list), f"releases={releases!r} must be a list.")
     content["releases"] = tuple(_build(Release, release, "releases") for release in releases)
     content["mechanism"] = _build(Mechanism, content["mechanism"], "mechanism")
     return content
@@ -346,7 +346,7 @@ def _build(cls: type[Any], content: Any, where: str) -> Any:
 
 
 def _require_keys(content: Any, names: set[str], where: str) -> None:
-    _require(isinstance(content, dict), f"{where}={content!r} must be an object.")
+    require(isinstance(content, dict), f"{where}={content!r} must be an object.")
     for name in sorted(content.keys() ^ names):
         problem = f"={content[name]!r} is unknown." if name in content else " is missing."
         raise PrivacyError(f"{where}: {name}{problem}")
@@ -368,9 +368,9 @@ def _check_fields(record: "Mechanism | Release | Ledger") -> None:
             value = float(value)
             object.__setattr__(record, f.name, value)
         names, fits = " or ".join(kind.__name__ for kind in kinds), isinstance(value, kinds)
-        _require(fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}.")
+        require(fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}.")
         text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
-        _require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
+        require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
 
 
 def _require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:
@@ -380,16 +380,11 @@ def _require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | P
         for name in ours
         if name not in MAY_CHANGE_ON_RESUME and ours[name] != theirs[name]
     ]
-    _require(
+    require(
         not differences,
         f"cannot resume the run recorded in {path} with {', '.join(differences)}. Its releases "
         "were made with the recorded values: pass those, or start a new run.",
     )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise PrivacyError(message)
 
 
 def _version(package: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, require
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 
@@ -60,18 +60,18 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
     ) -> None:
         """Checks and keeps the arguments; no coin is tossed before the first draw."""
-        _require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
-        _require(
+        require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
+        require(
             0.0 < sample_rate <= 1.0,
             f"{sample_rate=} must lie in (0, 1]: it is the expected batch size divided by the "
             "number of examples. Choose a smaller expected batch size.",
         )
-        _require(steps >= 0, f"{steps=} must not be negative.")
-        _require(
+        require(steps >= 0, f"{steps=} must not be negative.")
+        require(
             0 <= rank < world_size,
             f"{rank=} must lie in 0 ... {world_size=} - 1, or examples would be left out.",
         )
-        _require(
+        require(
             generator.device.type == "cpu",
             f"{generator.device=} must be the CPU, where every rank tosses the same coins.",
         )
@@ -112,7 +112,7 @@ def expected_steps_per_epoch(sample_rate: float) -> int:
     >>> expected_steps_per_epoch(64 / 1000), expected_steps_per_epoch(1 / 49)
     (16, 49)
     """
-    _require(0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1].")
+    require(0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1].")
     steps = 1.0 / sample_rate
     nearest = round(steps)
     return nearest if math.isclose(steps, nearest, rel_tol=1e-9) else math.ceil(steps)
@@ -162,7 +162,7 @@ class LogicalBatchCollator:
 
     def __init__(self, collator: Callable[[list[Any]], Any], physical_batch_size: int) -> None:
         """Keeps the arguments."""
-        _require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
+        require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
         self.collator = collator
         self.physical_batch_size = physical_batch_size
 
@@ -208,14 +208,9 @@ class EmptyDrawDataset(Dataset[Any]):
             return []
         fetch = getattr(self.dataset, "__getitems__", None)
         examples = [self.dataset[i] for i in indices] if fetch is None else fetch(indices)
-        _require(
+        require(
             len(examples) == len(indices),
             f"{type(self.dataset).__name__} answered {len(indices)} indices with {len(examples)} "
             "examples. Each index must give exactly one; check its transform.",
         )
         return examples
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise PrivacyError(message)
