@@ -4,13 +4,20 @@ For a projected weight the private gradient, both moments and the update have r 
 numbers; only the last step lifts the update onto the weight, ``W -= lr * lift(m_hat / (sqrt(v_hat)
 + eps))``. Unprojected parameters get plain Adam. Weight decay is decoupled, as in AdamW.
 
-The optimizer is post-processing: it sees private gradients only, and costs no privacy.
+A bfloat16 weight has 8 significant bits, so an update below 1/512 of it is rounded away. With
+``float32_updates`` it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go
+into Z, which is float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass.
+When the projection is redrawn, the sum is rounded to the weight's type at random, without bias.
+Other low-precision weights are rounded in that way at every step.
+
+The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
+the coins of the rounding, which are public, so that all ranks round alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +25,20 @@ from torch.optim.adamw import adamw
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projection import Projector
+from dp_grape_hf.randomness import round_at_random, rounding_generator
+
+_BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Term(NamedTuple):
+    """What torch's kernel moves, by which gradient and with which state."""
+
+    target: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    step: Tensor
 
 
 class ProjectedAdam(torch.optim.Optimizer):
@@ -32,7 +53,12 @@ class ProjectedAdam(torch.optim.Optimizer):
         lr: the learning rate.
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``.
+        weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. Of a
+            weight that is kept apart, Z is multiplied at once and W at the next merge, by the
+            product of the factors since the last one: between merges the decay of W lags.
+        float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
+            docstring. Weights are kept apart where ``keep_apart`` says so.
+        rounding_seed: the public seed of the rounding.
     """
 
     def __init__(
@@ -42,6 +68,9 @@ class ProjectedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        float32_updates: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         for name, value, good in (
             ("lr", lr, lr >= 0),
@@ -53,15 +82,18 @@ class ProjectedAdam(torch.optim.Optimizer):
                 raise ValueError(f"{name}={value} is out of range.")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        self.float32_updates = float32_updates
+        self._rounding_seed = rounding_seed
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
+        self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
 
     def receive(
         self,
         private_grads: Mapping[nn.Parameter, Tensor],
         projectors: Mapping[nn.Parameter, Projector] | None = None,
     ) -> None:
-        """Takes the private gradients of the next step, in coordinates; they are overwritten."""
+        """Takes the private gradients of the next step, in coordinates."""
         self._private_grads, self._projectors = private_grads, projectors or {}
 
     @torch.no_grad()
@@ -76,86 +108,229 @@ class ProjectedAdam(torch.optim.Optimizer):
         if self._private_grads is None:
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
         for group in self.param_groups:
-            given = {w: self._private_grads[w] for w in group["params"] if w in self._private_grads}
-            plain = {w: g for w, g in given.items() if self._is_plain(w)}
-            for weight, gradient in given.items():
-                self._check_state(weight, gradient)
-                if weight not in plain:
-                    self._update(weight, gradient, group)
-            self._update_plain([*plain], [*plain.values()], group)
+            given = [w for w in group["params"] if w in self._private_grads]
+            self._step_group(given, self._private_grads, group)
         self._private_grads, self._projectors = None, {}
 
-    def _is_plain(self, weight: nn.Parameter) -> bool:
-        return weight not in self._projectors and weight.dtype is torch.float32
-
-    def _check_state(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        state = self.state[weight]
-        if not state:  # torch's kernel wants the step count on the device; reading it there waits
-            device = weight.device if self._is_plain(weight) else "cpu"
-            state["step"] = torch.zeros((), device=device)
-            state["exp_avg"] = torch.zeros_like(gradient)
-            state["exp_avg_sq"] = torch.zeros_like(gradient)
-        first = state["exp_avg"]
-        if first.shape != gradient.shape:
-            raise PrivacyError(
-                f"The optimizer's state has shape {tuple(first.shape)} where the private gradient "
-                f"has {tuple(gradient.shape)}: the projection changed. Resume with the projection, "
-                "projection_rank and optim_target_modules that the checkpoint was made with."
-            )
-
-    def _update_plain(
-        self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    def _step_group(
+        self,
+        weights: list[nn.Parameter],
+        private_grads: Mapping[nn.Parameter, Tensor],
+        group: dict[str, Any],
     ) -> None:
-        """Updates unprojected float32 parameters by torch's own kernel: one pass over memory."""
-        beta1, beta2 = group["betas"]
-        states = [self.state[weight] for weight in weights]
-        adamw(
-            weights,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        decay = 1 - float(group["lr"]) * group["weight_decay"]
+        at_once: list[_Term] = []
+        lifted: list[tuple[nn.Parameter, _Term]] = []
+        for weight in weights:
+            gradient = private_grads[weight].contiguous()  # as torch's kernel takes for granted
+            state = self._checked_state(weight, gradient)
+            first, second = (state[key] for key in _MOMENTS)
+            term = _Term(weight, gradient, first, second, state["step"])
+            if weight in self._apart:
+                at_once.append(term._replace(target=state["update"]))
+                state["decay"] *= decay
+            elif weight in self._projectors:
+                lifted.append((weight, term))
+            elif weight.dtype is torch.float32 and weight.is_contiguous():
+                at_once.append(term)
+            else:
+                self._step_in_blocks(term, decay, group)
+        _adam(at_once, group, group["lr"], group["weight_decay"])
+        for part in _in_parts(lifted):
+            terms = [term._replace(target=torch.zeros_like(term.gradient)) for _, term in part]
+            _adam(terms, group)
+            for (weight, _), (update, *_) in zip(part, terms, strict=True):
+                projector = self._projectors[weight]
+                self._add_lifted(weight, update, projector, decay, float(group["lr"]))
 
-    def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, projector = self.state[weight], self._projectors.get(weight)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        state["step"] += 1
-        step = int(state["step"])
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        denominator = torch.sqrt(second, out=gradient).div_(correction2**0.5).add_(group["eps"])
-        if group["weight_decay"]:
-            weight.mul_(1 - lr * group["weight_decay"])
-        if projector is None:
-            weight.addcdiv_(first, denominator, value=-lr / correction1)
-        else:
-            update = torch.div(first, denominator, out=denominator)
-            projector.add_lifted_(weight, update, -lr / correction1)
+    def _step_in_blocks(self, term: _Term, decay: float, group: dict[str, Any]) -> None:
+        """Updates an unprojected weight that torch's kernel cannot."""
+        weight = term.target
+        for rows in _row_blocks(weight):
+            gradient, first, second = (tensor[rows] for tensor in term[1:4])
+            update = torch.zeros_like(gradient)
+            _adam([_Term(update, gradient, first, second, term.step.clone())], group)
+            if self._rounds(weight):
+                total = weight[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
+                self._write(weight, rows, total)
+            else:
+                block = weight[rows] if decay == 1 else weight[rows].mul_(decay)
+                block.add_(update, alpha=float(group["lr"]))
+        term.step.add_(1)
+
+    def _add_lifted(
+        self, weight: Tensor, update: Tensor, projector: Projector, decay: float, scale: float
+    ) -> None:
+        """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
+        if not self._rounds(weight):
+            if decay != 1:
+                weight.mul_(decay)
+            projector.add_lifted_(weight, update, scale)
+            return
+        for rows in _row_blocks(weight):
+            total = weight[rows].float().mul_(decay)
+            projector.add_lifted_(total, update, scale, rows)
+            self._write(weight, rows, total)
+
+    # ---- float32 updates ----
+
+    def _rounds(self, weight: Tensor) -> bool:
+        return self.float32_updates and weight.dtype.itemsize < 4
+
+    def _write(self, weight: Tensor, rows: Any, total: Tensor) -> None:
+        group = self.param_groups[0]  # a part of the state that is saved and not of one weight
+        group["rounded"] = group.get("rounded", 0) + 1
+        generator = rounding_generator(self._rounding_seed, group["rounded"], weight.device)
+        weight[rows] = round_at_random(total, weight.dtype, generator)
+
+    @torch.no_grad()
+    def keep_apart(self, weight: nn.Parameter, projector: Projector) -> Tensor:
+        """Keeps the updates of a weight as coordinates of ``projector``, from now on.
+
+        What was kept as coordinates of another projector is merged first. A state that was loaded
+        continues, if it is called with the projector that was in force when the state was saved.
+
+        Returns:
+            Z, float32: the weight is now ``W + projector.lift(Z)``. The tensor changes in place,
+            until the next call or ``load_state_dict``.
+
+        Raises:
+            ValueError: if the weight's type has no float32 updates, or the option is off.
+            PrivacyError: if a state was loaded that was made with another projection.
+        """
+        if not self._rounds(weight):
+            raise ValueError(
+                f"{self.float32_updates=}, and the weight is {weight.dtype}. Only bfloat16 and "
+                "float16 weights are kept apart, by an optimizer with float32_updates=True."
+            )
+        if self._apart.get(weight, projector) is not projector:
+            self._merge(weight)
+        state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
+        if "update" not in state:
+            state["update"] = torch.zeros(shape, device=weight.device)
+            state["decay"] = 1.0
+        _check_shape(state["update"], shape)
+        self._apart[weight] = projector
+        return state["update"]
+
+    @torch.no_grad()
+    def merge_(self) -> None:
+        """Moves what is kept apart into the weights, rounded at random without bias; Z is then 0.
+
+        Call it on every rank before weights are saved or handed on.
+        """
+        for weight in self._apart:
+            self._merge(weight)
+
+    def _merge(self, weight: nn.Parameter) -> None:
+        state = self.state[weight]
+        if state["decay"] != 1 or state["update"].any():
+            projector = self._apart[weight]
+            self._add_lifted(weight, state["update"], projector, state["decay"], 1.0)
+            state["update"].zero_()
+            state["decay"] = 1.0
+
+    # ---- State ----
+
+    def _checked_state(self, weight: nn.Parameter, gradient: Tensor) -> dict[str, Any]:
+        state = self.state[weight]
+        if "step" not in state:  # torch's kernel wants the step count where the weight is
+            state["step"] = torch.zeros((), device=weight.device)
+            for key in _MOMENTS:
+                state[key] = torch.zeros_like(gradient)
+        _check_shape(state["exp_avg"], gradient.shape)
+        if weight in self._apart and self._apart[weight] is not self._projectors.get(weight):
+            raise PrivacyError(
+                "A gradient was received in other coordinates than the updates of its weight are "
+                "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
+            )
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state; moments stay float32, where torch would cast them like the weight."""
+        """Loads the state; it stays float32, where torch would cast it like the weight.
+
+        Raises:
+            ValueError: if it holds updates that were not merged, and ``float32_updates`` is off.
+        """
         super().load_state_dict(state_dict)
+        self._apart = {}
         saved = state_dict["state"]
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
-                if index in saved:
-                    moment = saved[index][key]
-                    self.state[weight][key] = moment.to(weight.device, torch.float32, copy=True)
+            entry = saved.get(index, {})
+            for key in (*_MOMENTS, "step", "update"):
+                if key in entry:
+                    value = entry[key].to(weight.device, torch.float32, copy=True)
+                    self.state[weight][key] = value
+            if "update" in entry and not self.float32_updates:
+                if entry["update"].any() or entry["decay"] != 1:
+                    raise ValueError(
+                        "The state holds updates that were never merged into the weights, but "
+                        f"{self.float32_updates=}. Resume with float32_updates=True."
+                    )
+                del self.state[weight]["update"], self.state[weight]["decay"]
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the moments."""
-        return sum(s[k].nbytes for s in self.state.values() for k in ("exp_avg", "exp_avg_sq"))
+        """Returns the bytes of the moments and of the updates that are kept apart."""
+        keys = (*_MOMENTS, "update")
+        return sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
+
+
+def _adam(
+    terms: list[_Term], group: dict[str, Any], lr: float = 1.0, weight_decay: float = 0.0
+) -> None:
+    """Takes ``lr * m_hat / (sqrt(v_hat) + eps)`` off each target: one pass over memory."""
+    targets, gradients, first, second, steps = ([t[i] for t in terms] for i in range(5))
+    beta1, beta2 = group["betas"]
+    adamw(
+        targets,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _in_parts(
+    lifted: list[tuple[nn.Parameter, _Term]],
+) -> Iterator[list[tuple[nn.Parameter, _Term]]]:
+    """Yields parts of a list that have at most ``_BLOCK`` coordinates, or one weight."""
+    part: list[tuple[nn.Parameter, _Term]] = []
+    size = 0
+    for item in lifted:
+        if part and size + item[1].gradient.numel() > _BLOCK:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += item[1].gradient.numel()
+    if part:
+        yield part
+
+
+def _row_blocks(weight: Tensor) -> Iterator[Any]:
+    """Yields indices of blocks of rows with at most ``_BLOCK`` numbers, or of one row."""
+    if weight.dim() == 0:
+        yield ...
+        return
+    count = max(1, _BLOCK // max(1, weight[0].numel())) if len(weight) else 1
+    for start in range(0, len(weight), count):
+        yield slice(start, start + count)
+
+
+def _check_shape(kept: Tensor, shape: tuple[int, ...]) -> None:
+    if kept.shape != shape:
+        raise PrivacyError(
+            f"The optimizer's state has shape {tuple(kept.shape)} where the private gradient "
+            f"has {tuple(shape)}: the projection changed. Resume with the projection, "
+            "projection_rank and optim_target_modules that the checkpoint was made with."
+        )

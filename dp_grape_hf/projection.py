@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,8 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.randomness import projection_generator
 
 BLOCK_ROWS = 1024  # P is drawn in blocks of rows, so that any rank can draw any slice of it
+
+_ALL_ROWS = slice(None)
 
 
 class Side(Enum):
@@ -67,12 +70,21 @@ class Gaussian(Projection):
         return torch.randn(rows, rank, generator=generator) / rank**0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Projector:
     """One drawn P and the side it acts on."""
 
     matrix: Tensor  # (min(m, n), r)
     side: Side
+
+    @property
+    def rank(self) -> int:
+        """Returns r."""
+        return self.matrix.shape[1]
+
+    def drawn(self) -> Projector:
+        """Returns this projector with P at hand, as it must be inside ``torch.func.vmap``."""
+        return self
 
     def project(self, gradient: Tensor) -> Tensor:
         """Returns ``P^T G`` (r, n) or ``G P`` (m, r); leading batch dimensions are kept."""
@@ -81,21 +93,72 @@ class Projector:
 
     def lift(self, coordinates: Tensor) -> Tensor:
         """Returns ``P Z`` or ``Z P^T``, (m, n); leading batch dimensions are kept."""
-        matrix = self.matrix.to(coordinates.dtype)
-        return matrix @ coordinates if self.side is Side.LEFT else coordinates @ matrix.T
+        left, right = self.factors(coordinates)
+        return left @ right
 
-    def add_lifted_(self, weight: Tensor, coordinates: Tensor, scale: float) -> None:
-        """Adds ``scale * lift(coordinates)`` to the weight in place, without an m x n temporary."""
-        matrix, coordinates = self.matrix.to(weight.dtype), coordinates.to(weight.dtype)
-        if self.side is Side.LEFT:
-            weight.addmm_(matrix, coordinates, alpha=scale)
-        else:
-            weight.addmm_(coordinates, matrix.T, alpha=scale)
+    def factors(self, coordinates: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (m, r) and (r, n), ``P, Z`` or ``Z, P^T``, whose product is the lifted Z."""
+        matrix = self.matrix.to(coordinates.dtype)
+        return (matrix, coordinates) if self.side is Side.LEFT else (coordinates, matrix.T)
+
+    def add_lifted_(
+        self, weight: Tensor, coordinates: Tensor, scale: float, rows: slice = _ALL_ROWS
+    ) -> None:
+        """Adds ``scale * lift(coordinates)`` in place, without an m x n temporary.
+
+        Args:
+            weight: (m, n), or those of its rows that ``rows`` selects.
+            coordinates: of the whole weight, (r, n) or (m, r).
+            scale: a factor.
+            rows: which rows of the lifted coordinates are added.
+        """
+        left, right = self.factors(coordinates.to(weight.dtype))
+        weight.addmm_(left[rows], right, alpha=scale)
 
     def coordinate_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Returns the shape of the projected gradient of an m x n weight."""
-        rank = self.matrix.shape[1]
-        return (rank, shape[1]) if self.side is Side.LEFT else (shape[0], rank)
+        return (self.rank, shape[1]) if self.side is Side.LEFT else (shape[0], self.rank)
+
+
+class RedrawnProjector(Projector):
+    """A projector that keeps no P, and draws it from its seed whenever it is used.
+
+    P is there for the moment of its use only. It is never larger than the coordinates that it
+    makes, so it is drawn as a whole.
+
+    Args:
+        draw: returns P, the same at every call.
+        side: the side P acts on.
+        rank: r, the columns of P.
+    """
+
+    _draw: Callable[[], Tensor]
+    _rank: int
+
+    def __init__(self, draw: Callable[[], Tensor], side: Side, rank: int) -> None:
+        object.__setattr__(self, "_draw", draw)
+        object.__setattr__(self, "side", side)
+        object.__setattr__(self, "_rank", rank)
+
+    @property
+    def matrix(self) -> Tensor:
+        """Returns P, (min(m, n), r), drawn now.
+
+        Raises:
+            RuntimeError: inside ``torch.func.vmap``, which would draw another P for each sample.
+        """
+        # In place, vmap refuses to draw; out of place, it may draw once per sample.
+        torch.empty(1).uniform_(generator=torch.Generator())
+        return self._draw()
+
+    @property
+    def rank(self) -> int:
+        """Returns r, without drawing."""
+        return self._rank
+
+    def drawn(self) -> Projector:
+        """Returns a projector with the same P, which it keeps."""
+        return Projector(self.matrix, self.side)
 
 
 def projected_side(shape: tuple[int, ...], rank: int) -> Side | None:
@@ -121,6 +184,8 @@ class ProjectionSchedule:
         rank: r, the columns of P.
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed.
+        device: where projectors are used.
+        cache: whether P is kept between two uses, or drawn again for each.
 
     P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
@@ -137,6 +202,7 @@ class ProjectionSchedule:
         update_steps: int,
         seed: int,
         device: torch.device | str = "cpu",
+        cache: bool = True,
     ) -> None:
         if family not in PROJECTIONS:
             known = ", ".join(sorted(PROJECTIONS))
@@ -147,7 +213,7 @@ class ProjectionSchedule:
         cls = PROJECTIONS[family]
         self._family = cls() if cls else None
         self._rank, self._update_steps, self._seed = rank, update_steps, seed
-        self._device = torch.device(device)
+        self._device, self._cache = torch.device(device), cache
         self._sides = {
             name: (side, min(shape))
             for name, shape in shapes.items()
@@ -157,15 +223,19 @@ class ProjectionSchedule:
         self._projectors: dict[str, Projector] = {}
 
     def at(self, step: int) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0."""
+        """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
         refresh = step // self._update_steps
         if refresh != self._refresh:
             self._projectors = {
-                name: Projector(self._draw(name, rows, refresh), side)
+                name: self._projector(name, side, rows, refresh)
                 for name, (side, rows) in self._sides.items()
             }
             self._refresh = refresh
         return self._projectors
+
+    def _projector(self, name: str, side: Side, rows: int, refresh: int) -> Projector:
+        draw = partial(self._draw, name, rows, refresh)
+        return Projector(draw(), side) if self._cache else RedrawnProjector(draw, side, self._rank)
 
     def _draw(self, name: str, rows: int, refresh: int) -> Tensor:
         assert self._family is not None
@@ -189,7 +259,7 @@ def default_targets(model: Any, matrix_layers: tuple[type[nn.Module], ...]) -> l
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     labels = getattr(getattr(model, "config", None), "num_labels", None)
-    shared = _shared_parameters(model)
+    shared = shared_parameters(model)
     targets = []
     for name, module in model.named_modules():
         if not isinstance(module, matrix_layers) or module is output:
@@ -201,7 +271,7 @@ def default_targets(model: Any, matrix_layers: tuple[type[nn.Module], ...]) -> l
     return targets
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
+def shared_parameters(model: nn.Module) -> set[int]:
     """Returns the ids of parameters that the model holds under more than one name."""
     seen: set[int] = set()
     shared: set[int] = set()

@@ -1,4 +1,4 @@
-"""The three random streams: a public one for projections, two secret ones for coins and noise.
+"""The random streams: public ones for projections and rounding, secret ones for coins and noise.
 
 Whoever knows the noise can subtract it, and whoever knows the sampling coins voids the
 amplification by sampling. So the secret streams never start from a seed that a user, a
@@ -9,6 +9,8 @@ import hashlib
 import os
 import random
 import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import numpy as np
@@ -16,6 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dp_grape_hf.errors import PrivacyError
+
+_SLICE = 2**15  # numbers that get noise at once on a CPU: torch starts no threads for so few
+_LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
+_DRAWN_AT_ONCE = 2**24  # numbers that get noise at once on another device
 
 # ---- Public: projections ----
 
@@ -56,6 +62,64 @@ def projection_generator(
     return torch.Generator().manual_seed(seed)
 
 
+# ---- Public: rounding ----
+
+
+def rounding_generator(
+    seed: int, number: int, device: str | torch.device = "cpu"
+) -> torch.Generator:
+    """Returns the public generator that the coins of one rounding are drawn from.
+
+    It depends on its arguments alone, so all ranks round their copies of a weight alike, and so
+    does a run that is resumed. What is rounded is private already: the coins protect nothing.
+
+    Args:
+        seed: A public seed of the run.
+        number: Which rounding of the run it is; no two may have the same.
+        device: Where the weight is. Devices of different types draw different coins.
+    """
+    key = f"{seed:d}/{number:d}".encode()
+    digest = hashlib.blake2b(key, digest_size=8, person=b"rounding").digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+# The bits of a float32 number that the type has no place for.
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+
+
+def round_at_random(
+    value: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Returns float32 numbers in a shorter type, rounded up or down with mean ``value``.
+
+    A number between two neighbours of the type becomes the upper one with probability
+    proportional to its distance from the lower one. Numbers that the type has, NaN and infinity
+    are kept.
+
+    Args:
+        value: Any shape, float32.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        generator: The source of the coins, on the device of ``value``.
+
+    Raises:
+        ValueError: For another dtype.
+    """
+    if dtype not in _DROPPED_BITS:
+        raise ValueError(
+            f"{dtype=} has no rounding at random: weights must be bfloat16, float16 or float32."
+        )
+    dropped = _DROPPED_BITS[dtype]
+    coins = torch.empty(value.shape, dtype=torch.int32, device=value.device)
+    coins.random_(0, 2**dropped, generator=generator)
+    # To add to the bits is to add to the magnitude; a carry moves on into the exponent.
+    bits = (value.contiguous().view(torch.int32) + coins).bitwise_and_(-(2**dropped))
+    rounded = bits.view(torch.float32)
+    if dtype is torch.float16:  # below 2**-14 its numbers stand at equal distances of 2**-24
+        equal = (value * 2**24 + coins / 2**dropped).floor_() * 2**-24
+        rounded = torch.where(value.abs() < 2**-14, equal, rounded)
+    return torch.where(value.isfinite(), rounded, value).to(dtype)
+
+
 # ---- Secret: sampling coins and noise ----
 
 
@@ -75,6 +139,16 @@ class SecretGenerator(torch.Generator):
             "the noise or replay the sampling. Leave it out of what you save, and create a new "
             "one after loading."
         )
+
+    def streams(self, count: int) -> list[torch.Generator]:
+        """Returns this generator and others, equally fresh and secret, for as many threads.
+
+        The others are made once; calls with the same count return the same generators.
+        """
+        known: list[SecretGenerator] = vars(self).setdefault("_others", [])
+        while len(known) < count - 1:
+            known.append(secret_generator(self.device))
+        return [self, *known[: count - 1]]
 
 
 def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
@@ -129,6 +203,79 @@ def noise_generator(device: str | torch.device = "cpu") -> SecretGenerator:
         drawn on one rank only.
     """
     return secret_generator(device)
+
+
+def add_noise_(
+    values: Sequence[torch.Tensor],
+    std: float,
+    generator: torch.Generator,
+    divisor: float = 1.0,
+) -> None:
+    """Makes each value ``(value + N(0, std^2)) / divisor`` in place.
+
+    The result is a function of the values and the state of the generator. On a CPU, a
+    ``SecretGenerator`` lends a stream of its own to every thread of torch; any other generator
+    serves one thread, and the noise is then what ``normal_`` draws for one value after the other.
+
+    Args:
+        values: Float32 tensors, contiguous, all on the device of the generator.
+        std: Of the noise, before the division; 0 draws none.
+        generator: The noise stream.
+        divisor: A constant.
+
+    Guarantee:
+        No two numbers share noise, and an error in any thread is raised here.
+    """
+    flat = [value.view(-1) for value in values]
+    if generator.device.type != "cpu":
+        _add_noise_at_once_(flat, std, generator, divisor)
+        return
+    parts = [part for value in flat for part in value.split(_SLICE)]
+    total = sum(len(part) for part in parts)
+    threads = min(torch.get_num_threads(), total // _LEAST_PER_THREAD)
+    if threads < 2 or std == 0 or not isinstance(generator, SecretGenerator):
+        _add_noise_in_slices_(parts, std, generator, divisor)
+        return
+    shares: list[list[torch.Tensor]] = [[] for _ in range(threads)]
+    position = 0
+    for part in parts:
+        shares[position * threads // total].append(part)
+        position += len(part)
+    with ThreadPoolExecutor(threads) as pool:
+        work = zip(shares, generator.streams(threads), strict=True)
+        running = [
+            pool.submit(_add_noise_in_slices_, share, std, stream, divisor)
+            for share, stream in work
+        ]
+    for future in running:
+        future.result()  # raises what the thread raised
+
+
+def _add_noise_in_slices_(
+    parts: list[torch.Tensor], std: float, generator: torch.Generator, divisor: float
+) -> None:
+    """Works on slices that stay in the cache from the draw to the division."""
+    for part in parts:
+        if std:
+            part.add_(torch.empty_like(part).normal_(0, std, generator=generator))
+        part.div_(divisor)
+
+
+def _add_noise_at_once_(
+    flat: list[torch.Tensor], std: float, generator: torch.Generator, divisor: float
+) -> None:
+    """Draws for many values in one call: on a GPU the number of calls is what takes time."""
+    parts = [part for value in flat for part in value.split(_DRAWN_AT_ONCE)]
+    while parts:
+        count, size = 0, 0
+        while count < len(parts) and (count == 0 or size + len(parts[count]) <= _DRAWN_AT_ONCE):
+            size += len(parts[count])
+            count += 1
+        some, parts = parts[:count], parts[count:]
+        if std:
+            noise = torch.empty(size, device=generator.device).normal_(0, std, generator=generator)
+            torch._foreach_add_(some, list(noise.split([len(part) for part in some])))
+        torch._foreach_div_(some, divisor)
 
 
 def shared_sampling_generator(

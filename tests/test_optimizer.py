@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import get_linear_schedule_with_warmup
 
+from dp_grape_hf import optimizer as optimizer_module
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizer import ProjectedAdam
 from dp_grape_hf.projection import Projector, Side
@@ -202,6 +203,71 @@ def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
     step(optimizer, weights, gradients(0))
     step(reference, expected, gradients(0))
     assert_same(weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_not_contiguous_is_updated_as_if_it_were(
+    dtype: torch.dtype, decay: float
+) -> None:
+    """Torch's kernel would pair its numbers with those of the gradient in the order of memory."""
+    values = torch.randn(5, 3).to(dtype)
+    turned, plain = nn.Parameter(values.T.contiguous().T), nn.Parameter(values.clone())
+    assert not turned.is_contiguous()
+    optimizers = [ProjectedAdam([w], lr=0.1, weight_decay=decay) for w in (turned, plain)]
+    for i in range(3):
+        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(i))
+        for weight, optimizer in zip((turned, plain), optimizers, strict=True):
+            given = gradient.T.contiguous().T if weight is plain else gradient
+            optimizer.receive({weight: given})
+            optimizer.step()
+    tolerance = 1e-6 if dtype is torch.float32 else 0.02  # decay is rounded by itself
+    torch.testing.assert_close(turned, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (30, 4), (3, 2, 2, 5)])
+@pytest.mark.parametrize("rounding", [True, False])
+def test_the_size_of_blocks_changes_no_update(
+    shape: tuple[int, ...], rounding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the coins of rounding, which move a number to a neighbour at most."""
+    found = []
+    for size in (8, 2**20):
+        monkeypatch.setattr(optimizer_module, "_BLOCK", size)
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        optimizer = ProjectedAdam([weight], lr=0.1, weight_decay=0.1, float32_updates=rounding)
+        for _ in range(2):
+            optimizer.receive({weight: torch.randn(shape, generator=generator)})
+            optimizer.step()
+        assert optimizer.state[weight]["step"] == 2
+        found.append(weight)
+    tolerance = 0.02 if rounding else 0
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
+def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for size in (1, 100, 2**20):
+        monkeypatch.setattr(optimizer_module, "_BLOCK", size)
+        weights = parameters()
+        optimizer = ProjectedAdam(weights.values(), lr=0.1)
+        for i in range(3):
+            step(optimizer, weights, gradients(i, draw(0)), draw(0))
+        found.append(weights)
+    assert_same(found[0], found[2], rtol=0, atol=0)
+    assert_same(found[1], found[2], rtol=0, atol=0)
+
+
+def test_private_gradients_are_left_as_they_were() -> None:
+    """The trainer may still report them."""
+    weights, projectors = parameters(), draw(0)
+    received = {weights[name]: g for name, g in gradients(0, projectors).items()}
+    before = {weight: gradient.clone() for weight, gradient in received.items()}
+    optimizer = ProjectedAdam(weights.values())
+    optimizer.receive(received, {weights[name]: p for name, p in projectors.items()})
+    optimizer.step()
+    assert all(torch.equal(gradient, before[weight]) for weight, gradient in received.items())
 
 
 # ---- State ----

@@ -5,6 +5,7 @@ import pickle
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ import torch.multiprocessing as mp
 from dp_grape_hf import randomness
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.randomness import (
+    add_noise_,
     noise_generator,
     projection_generator,
     projection_seed_for,
+    round_at_random,
+    rounding_generator,
     sampling_generator,
     secret_generator,
     shared_sampling_generator,
@@ -52,6 +56,86 @@ def test_projection_generator_replays_and_ignores_the_global_generator() -> None
     assert torch.equal(first, torch.randn(50, generator=projection_generator(0, 4, "w")))
     assert not torch.equal(first, torch.randn(50, generator=projection_generator(0, 5, "w")))
     assert projection_generator(0, 4, "w").device.type == "cpu"
+
+
+# ---- Rounding at random ----
+
+INF, NAN = float("inf"), float("nan")
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def rounded(value: float, dtype: torch.dtype, count: int = 1, seed: int = 0) -> torch.Tensor:
+    """Returns ``count`` roundings of one number, as float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return round_at_random(torch.full((count,), value), dtype, generator).double()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "low", "high"),
+    [
+        (1 + 2**-9, BF16, 1.0, 1 + 2**-7),
+        (-1 - 2**-9, BF16, -1 - 2**-7, -1.0),
+        (2 - 2**-10, BF16, 2 - 2**-7, 2.0),  # the carry changes the exponent
+        (-3 * 2.0**-130, BF16, -3 * 2.0**-130, -3 * 2.0**-130),  # subnormal, but bfloat16 has it
+        (2.0**-135, BF16, 0.0, 2.0**-133),  # below the smallest bfloat16
+        (1 + 2**-12, FP16, 1.0, 1 + 2**-10),
+        (-1 - 2**-12, FP16, -1 - 2**-10, -1.0),
+        (2**-13 * (2 - 2**-13), FP16, 2**-13 * (2 - 2**-10), 2**-12),
+        (3.25 * 2**-24, FP16, 3 * 2**-24, 4 * 2**-24),  # subnormal float16
+        (-(2**-26), FP16, -(2**-24), 0.0),
+        (2**-14 - 2**-26, FP16, 2**-14 - 2**-24, 2**-14),
+    ],
+)
+def test_rounding_at_random_gives_both_neighbours_with_the_number_as_mean(
+    value: float, dtype: torch.dtype, low: float, high: float
+) -> None:
+    """Seeded. False alarm for fresh coins: 2e-9 for each case, by Hoeffding's inequality."""
+    count = 10_000
+    found = rounded(value, dtype, count)
+    assert set(found.unique().tolist()) == {low, high}
+    assert abs(found.mean().item() - value) <= 3.2 * (high - low) / count**0.5
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_numbers_that_the_type_has_and_no_numbers_are_kept(dtype: torch.dtype) -> None:
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    for value in (0.0, 1.0, -1.5, largest, -largest, tiny, -tiny, INF, -INF):
+        assert set(rounded(value, dtype, 1000).tolist()) == {value}
+    assert rounded(NAN, dtype, 1000).isnan().all()
+    patterns = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -(2**23) + 1])  # all NaN
+    value = patterns.to(torch.int32).view(torch.float32).repeat(1000)
+    assert value.isnan().all()
+    assert round_at_random(value, dtype, torch.Generator()).isnan().all()
+
+
+def test_rounding_keeps_shape_and_input_and_spends_no_other_generator() -> None:
+    value = torch.randn(4, 6).T
+    before, state = value.clone(), torch.get_rng_state()
+    result = round_at_random(value, BF16, torch.Generator().manual_seed(0))
+    assert (result.shape, result.dtype) == (value.shape, BF16)
+    torch.testing.assert_close(result.float(), value, rtol=2**-7, atol=0)
+    assert torch.equal(value, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert round_at_random(torch.zeros(()), BF16, torch.Generator()).shape == ()
+    assert round_at_random(torch.zeros(0, 3), BF16, torch.Generator()).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_types_without_rounding_at_random_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"dtype={dtype}"):
+        round_at_random(torch.zeros(3), dtype, torch.Generator())
+
+
+def test_coins_of_a_rounding_depend_on_seed_and_number_alone() -> None:
+    def coins(*key: int) -> torch.Tensor:
+        return torch.rand(50, generator=rounding_generator(*key))
+
+    torch.manual_seed(1)
+    first = coins(3, 4)
+    torch.manual_seed(2)
+    assert torch.equal(first, coins(3, 4))
+    different = [first, coins(3, 5), coins(4, 4), coins(4, 3), coins(34, 0)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(different) for b in different[i + 1 :])
 
 
 # ---- The secret streams ----
@@ -141,6 +225,120 @@ def test_secret_generators_cannot_be_saved_or_copied() -> None:
         copy.deepcopy({"holder": [noise_generator()]})
     with pytest.raises(PrivacyError, match="cannot be pickled"):
         torch.save(sampling_generator(), io.BytesIO())
+
+
+# ---- Noise ----
+
+SHAPES = [(3,), (200_000,), (40, 50), (), (0, 7), (500, 1000), (17,), (70_001,)]
+
+
+def with_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets ``add_noise_`` use threads; returns a list that grows by the work of each."""
+    shares: list[int] = []
+    original = randomness._add_noise_in_slices_
+
+    def counted(parts: list[torch.Tensor], *args: Any) -> None:
+        shares.append(sum(part.numel() for part in parts))
+        original(parts, *args)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    monkeypatch.setattr(randomness, "_add_noise_in_slices_", counted)
+    return shares
+
+
+def test_noise_of_a_plain_generator_is_drawn_for_one_value_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the number of threads: a test that passes a generator gets the same release."""
+    shares = with_threads(3, monkeypatch)
+    values = [torch.randn(shape) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(4)
+    expected = [
+        (value + torch.empty_like(value).normal_(0, 0.5, generator=generator)) / 7
+        for value in values
+    ]
+    found = [value.clone() for value in values]
+    add_noise_(found, 0.5, torch.Generator().manual_seed(4), divisor=7)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert len(shares) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_noise_is_normal_and_never_shared_by_slices_values_or_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """False alarm below 1e-7 (Kolmogorov-Smirnov), and below 1e-8 for equal numbers: of 772,000
+    float32 normals about 0.6 % coincide with another by chance."""
+    shares = with_threads(threads, monkeypatch)
+    values = [torch.full(shape, 8.0) for shape in SHAPES]
+    add_noise_(values, 1e-3, secret_generator(), divisor=2.0)
+    noise = torch.cat([value.flatten() for value in values]).double().mul(2).sub(8).div(1e-3)
+    values = [torch.zeros(shape) for shape in SHAPES]
+    add_noise_(values, 3.0, secret_generator(), divisor=1.0)
+    fresh = torch.cat([value.flatten() for value in values])
+    size = fresh.numel()
+    assert len(shares) == 2 * threads
+    assert sum(shares) == 2 * size
+    assert max(shares) < 1.2 * size / threads
+    rank = torch.arange(1, size + 1, dtype=torch.float64) / size
+    for sample in (noise, fresh.double() / 3):
+        assert (torch.special.ndtr(sample.sort().values) - rank).abs().max() < 2.9 / size**0.5
+    assert fresh.unique().numel() > 0.97 * size
+    halves = fresh[: size // 2 * 2].view(2, -1).double() / 3  # same place in two threads' shares
+    assert (halves[0] * halves[1]).mean().abs() < 6 / (size // 2) ** 0.5
+
+
+def test_every_stream_of_a_secret_generator_is_fresh_secret_and_kept() -> None:
+    generator = secret_generator()
+    streams = generator.streams(3)
+    assert streams[0] is generator
+    assert all(a is b for a, b in zip(streams, generator.streams(3), strict=True))
+    assert [generator.streams(1)[0] is generator, len(generator.streams(2))] == [True, 2]
+    draws = [torch.rand(64, generator=s) for s in (*streams, *secret_generator().streams(3))]
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[i + 1 :])
+    for stream in streams:
+        assert _steps_of_the_seeding_rule(_words(stream)) < 3
+        with pytest.raises(PrivacyError, match="cannot be pickled"):
+            pickle.dumps(stream)
+
+
+def test_a_thread_that_fails_fails_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    generator = secret_generator()
+    monkeypatch.setattr(type(generator), "streams", lambda self, count: [self, "no generator"])
+    with pytest.raises(TypeError, match=r"[Gg]enerator"):
+        add_noise_([torch.zeros(600_000)], 1.0, generator)
+
+
+def test_without_noise_the_generator_is_left_alone_and_values_are_divided() -> None:
+    generator, value = secret_generator(), torch.ones(300_000)
+    before = generator.get_state()
+    add_noise_([value], 0.0, generator, divisor=4.0)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(value, torch.full((300_000,), 0.25))
+
+
+@pytest.mark.parametrize("drawn_at_once", [10, 5000, 2**24])
+def test_noise_drawn_for_many_values_at_once_is_split_among_them(
+    drawn_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a GPU, tried on a CPU. Seeded."""
+    monkeypatch.setattr(randomness, "_DRAWN_AT_ONCE", drawn_at_once)
+    values = [torch.full(shape, 8.0) for shape in ((3,), (40, 50), (), (0, 7), (17,), (100,))]
+    flat = [value.view(-1) for value in values]
+    generator = torch.Generator().manual_seed(0)
+    randomness._add_noise_at_once_(flat, 1e-3, generator, 2.0)
+    noise = torch.cat(flat).double().mul(2).sub(8).div(1e-3)
+    size = noise.numel()
+    assert not torch.equal(flat[0], flat[1][:3])
+    assert not torch.equal(flat[4], flat[5][:17])
+    rank = torch.arange(1, size + 1, dtype=torch.float64) / size
+    assert (torch.special.ndtr(noise.sort().values) - rank).abs().max() < 2.9 / size**0.5
+    before = generator.get_state()
+    randomness._add_noise_at_once_(flat, 0.0, generator, 4.0)
+    assert torch.equal(generator.get_state(), before)
+    torch.testing.assert_close(torch.cat(flat), torch.ones(size), rtol=1e-3, atol=0)
 
 
 def test_shared_generator_is_local_without_a_process_group() -> None:

@@ -1,0 +1,136 @@
+"""The branch of a linear layer that adds the updates kept apart from its weight.
+
+Inside a projection period a weight is exactly ``W + lift(Z)``. Updates of a few parts in a
+thousand, which bfloat16 would round away, go into Z, which is float32, and the branch adds their
+share to the layer's output: two products with r columns, so the sum of the weights is never formed.
+The optimizer owns Z and merges it into W when P is redrawn (``ProjectedAdam.keep_apart``).
+
+Shapes: m x n the weight as stored, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.optimizer import ProjectedAdam
+from dp_grape_hf.projection import Projector, shared_parameters
+
+_MANY_CALLS = 100  # of one layer, after which another is taken for never called
+
+
+class LowRankUpdates:
+    """Makes a model compute with the updates that its optimizer keeps apart, by forward hooks.
+
+    A weight gets a branch if it is bfloat16 or float16, trained by the optimizer, and the weight of
+    one ``nn.Linear`` or ``Conv1D`` and of nothing else. Other weights, such as a table tied to the
+    output layer or the weight of a subclass, are rounded at random at every step.
+
+    Use: ``use`` before the forward passes of a step; ``merge_`` before the weights are saved,
+    replaced or handed on; ``remove`` after training; each on every rank. The branches act in
+    training and evaluation, under both engines and with gradient checkpointing.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters, made with ``float32_updates=True``.
+
+    Raises:
+        ValueError: if it was made without.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: ProjectedAdam) -> None:
+        if not optimizer.float32_updates:
+            raise ValueError(
+                f"{optimizer.float32_updates=}: an optimizer without keeps no updates."
+            )
+        self._optimizer = optimizer
+        self._weights = dict(model.named_parameters())
+        self._branches: dict[str, _Branch] = {}
+        self._hooks = []
+        trained = {weight for group in optimizer.param_groups for weight in group["params"]}
+        shared = shared_parameters(model)
+        for path, module in model.named_modules():
+            name = f"{path}.weight" if path else "weight"
+            weight = self._weights.get(name)
+            if type(module) not in MATRIX_LAYERS or weight is None or id(weight) in shared:
+                continue
+            if weight in trained and weight.dtype.itemsize < 4:
+                branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
+                self._branches[name] = branch
+                self._hooks.append(module.register_forward_hook(branch, with_kwargs=True))
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether the weight of that name has a branch."""
+        return name in self._branches
+
+    def use(self, projectors: Mapping[str, Projector]) -> None:
+        """Prepares a step: what is kept in coordinates of an earlier projector is merged.
+
+        Args:
+            projectors: parameter name -> projector, those of the step. For as long as P is the
+                same it must be the same object. A branch keeps P, also that of a
+                ``RedrawnProjector``.
+
+        Raises:
+            UnsupportedModelError: if the model seems to use a weight without calling its module.
+        """
+        most = max((branch.calls for branch in self._branches.values()), default=0)
+        for name, branch in self._branches.items():
+            if name not in projectors:
+                continue
+            if branch.calls == 0 and most >= _MANY_CALLS:
+                raise UnsupportedModelError(
+                    f"The module of {name} was never called, so its float32 updates have no "
+                    "effect: the model uses the weight directly, or not at all. Freeze it with "
+                    "requires_grad_(False), or set float32_updates=False."
+                )
+            projector = projectors[name]
+            if branch.given is not projector:
+                branch.given, branch.projector = projector, projector.drawn()
+            branch.update = self._optimizer.keep_apart(self._weights[name], projector)
+
+    def merge_(self) -> None:
+        """Moves all updates into the weights, rounded at random; the branches then add zero."""
+        self._optimizer.merge_()
+
+    def remove(self) -> None:
+        """Merges, and leaves the model as it was: without hooks."""
+        self.merge_()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._branches.clear()
+
+
+class _Branch:
+    """The hook of one layer; a plain object, so that a model that has it can be copied.
+
+    Args:
+        stored_transposed: whether the layer computes ``x W^T``, as ``nn.Linear``, or ``x W``.
+    """
+
+    def __init__(self, stored_transposed: bool) -> None:
+        self._stored_transposed = stored_transposed
+        self.given: Projector | None = None
+        self.projector: Projector | None = None
+        self.update: Tensor | None = None
+        self.calls = 0
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        self.calls += 1
+        if self.projector is None or self.update is None:
+            return output
+        layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        dtype = output.dtype  # what the layer computes in, under autocast too
+        left, right = self.projector.factors(self.update.to(dtype))  # (m, r), (r, n)
+        first, second = (right.T, left.T) if self._stored_transposed else (left, right)
+        low = layer_input.to(dtype) @ first  # (..., r)
+        flat = output.reshape(-1, output.shape[-1])
+        return torch.addmm(flat, low.reshape(-1, low.shape[-1]), second).view_as(output)

@@ -1,0 +1,575 @@
+"""Updates kept apart: the model computes with ``W + lift(Z)``, and a merge loses nothing."""
+
+import copy
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from dp_grape_hf import optimizer as optimizer_module
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.low_rank import LowRankUpdates
+from dp_grape_hf.optimizer import ProjectedAdam
+from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.projection import ProjectionSchedule, Projector, RedrawnProjector, Side
+from recipes import bf16_updates
+from tests.models import only
+from tests.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+
+Projectors = Mapping[str, Projector]
+RANK = 4
+SEEDS = 100
+
+
+def projectors_of(model: nn.Module, seed: int = 0, rank: int = RANK) -> dict[str, Projector]:
+    """Returns projectors of every matrix that is large enough."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
+
+
+def converted(model: nn.Module, dtype: torch.dtype) -> Any:
+    """Converts the parameters, and leaves buffers such as rotary frequencies as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def small_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Both layer types, each with weights that are projected on either side, with biases."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(12, 20), Conv1D(12, 20), nn.Tanh(), Conv1D(20, 12), nn.Linear(20, 12)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for parameter in model.parameters():  # numbers that both types have
+            parameter.copy_((torch.randn(parameter.shape) / 4).bfloat16())
+    return model.to(dtype)
+
+
+def adam(model: nn.Module, **settings: Any) -> ProjectedAdam:
+    return ProjectedAdam(model.parameters(), **{"lr": 1e-3, "float32_updates": True} | settings)
+
+
+def step(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors, seed: int) -> None:
+    """One update by random gradients, which depend on the seed alone."""
+    generator, gradients, by_weight = torch.Generator().manual_seed(seed), {}, {}
+    for name, weight in model.named_parameters():
+        projector, shape = projectors.get(name), weight.shape
+        if projector is not None:
+            by_weight[weight] = projector
+        shape = projector.coordinate_shape(shape) if projector else shape
+        gradients[weight] = torch.randn(shape, generator=generator)
+    optimizer.receive(gradients, by_weight)
+    optimizer.step()
+
+
+def exact(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors) -> dict[str, Tensor]:
+    """Returns what the weights stand for, float32."""
+    found = {}
+    for name, weight in model.named_parameters():
+        state, found[name] = optimizer.state[weight], weight.detach().float()
+        if "update" in state:
+            found[name] = state["decay"] * found[name] + projectors[name].lift(state["update"])
+    return found
+
+
+def spacing(value: Tensor) -> Tensor:
+    """Returns the distance of bfloat16 neighbours around each number."""
+    return 2.0 ** (torch.frexp(value)[1] - 8)
+
+
+# ---- The forward pass ----
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+@pytest.mark.parametrize("name", ["roberta-classifier", "gpt2", "opt", "llama"])
+def test_both_engines_compute_with_the_weights_and_their_updates(name: str, engine: str) -> None:
+    """Losses and per-sample gradients are those of the model with merged weights, in float32."""
+    case = only(name)
+    model, inputs = converted(case.model(), torch.bfloat16), case.batch(3)
+    projectors = projectors_for(model, 8)
+    optimizer = adam(model, lr=0.02)
+    updates = LowRankUpdates(model, optimizer)
+    assert sum(name in updates for name in projectors) == len(projectors)
+    for i in range(2):
+        updates.use(projectors)
+        step(model, optimizer, projectors, i)
+    merged = case.model()
+    with torch.no_grad():
+        for parameter, value in exact(model, optimizer, projectors).items():
+            merged.get_parameter(parameter).copy_(value)
+    converted(model, torch.float32)  # the branches stay: what is left to differ is rounding
+    losses, gradients = make_engine(engine, model)(inputs, projectors)
+    expected_losses, expected = single_sample_gradients(merged, inputs, projectors)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+    assert_gradients_equal(gradients, expected, tolerance=3e-5)
+    model.eval(), merged.eval()
+    values = {key: value for key, value in inputs.items() if key != "labels"}
+    with torch.no_grad():
+        logits = merged(**values).logits
+        torch.testing.assert_close(model(**values).logits, logits, rtol=1e-4, atol=1e-5)
+        merged.load_state_dict(model.state_dict())  # the weights alone
+        assert not torch.allclose(merged(**values).logits, logits, rtol=1e-2, atol=1e-2)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in the backward pass."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def squared_outputs(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.float().square().mean((1, 2)) * labels
+
+
+def test_checkpointed_layers_have_their_updates_when_they_run_again() -> None:
+    model = Checkpointed(small_model())
+    inputs = {"x": torch.randn(3, 5, 12), "labels": torch.ones(3)}
+    projectors, optimizer = projectors_of(model), adam(model, lr=0.02)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)
+    merged = Checkpointed(small_model(torch.float32))
+    merged.load_state_dict(exact(model, optimizer, projectors))
+    model.float()
+    _, gradients = make_engine("layerwise", model, squared_outputs)(inputs, projectors)
+    _, expected = single_sample_gradients(merged, inputs, projectors, squared_outputs)
+    assert_gradients_equal(gradients, expected)
+
+
+def test_a_layer_keeps_the_dtype_it_computes_in_and_the_shape_of_its_input() -> None:
+    model = small_model()
+    projectors, optimizer = projectors_of(model), adam(model)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)
+    for shape in [(12,), (1, 12), (5, 12), (2, 3, 12), (0, 12)]:
+        output = model(torch.zeros(shape, dtype=torch.bfloat16))
+        assert output.dtype is torch.bfloat16
+        assert output.shape == shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.zeros(5, 12)).dtype is torch.bfloat16
+    model.float()
+    assert model(torch.zeros(5, 12)).dtype is torch.float32
+
+
+def test_a_copy_of_the_model_keeps_the_updates_it_was_copied_with() -> None:
+    model, x = small_model(), torch.randn(5, 12).bfloat16()
+    projectors, optimizer = projectors_of(model), adam(model, lr=0.1)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)
+    duplicate, before = copy.deepcopy(model), model(x)
+    step(model, optimizer, projectors, 1)
+    assert torch.equal(duplicate(x), before)
+    assert not torch.equal(model(x), before)
+
+
+# ---- The numbers ----
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_updates_inside_a_period_are_those_of_float32_weights(decay: float) -> None:
+    """Also of those that bfloat16 has no place for; with decay once W has had its share of it."""
+    model, reference = small_model(), small_model(torch.float32)
+    projectors = projectors_of(model)
+    assert {p.side for p in projectors.values()} == set(Side)
+    optimizer = adam(model, lr=1e-5, weight_decay=decay)
+    plain = ProjectedAdam(reference.parameters(), lr=1e-5, weight_decay=decay)
+    updates = LowRankUpdates(model, optimizer)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for i in range(20):
+        updates.use(projectors)
+        step(model, optimizer, projectors, i)
+        step(reference, plain, projectors, i)
+    found = exact(model, optimizer, projectors)
+    for name in projectors:
+        assert torch.equal(model.get_parameter(name), before[name])
+        expected = reference.get_parameter(name).detach()
+        moved = (expected - before[name].float()).abs().mean()
+        assert (found[name] - expected).abs().max() < 1e-6 < moved / 10
+
+
+def merged_means(
+    lr: float, decay: float
+) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor], Projectors]:
+    """Returns a model, its exact weights, and the mean over many roundings at a merge."""
+    projectors, totals, goal = {}, {}, {}
+    for seed in range(SEEDS):
+        model = small_model()
+        projectors = projectors_of(model)
+        optimizer = adam(model, lr=lr, weight_decay=decay, rounding_seed=seed)
+        updates = LowRankUpdates(model, optimizer)
+        updates.use(projectors)
+        step(model, optimizer, projectors, 0)
+        goal = exact(model, optimizer, projectors)
+        updates.merge_()
+        for name in projectors:
+            value = model.get_parameter(name).detach().float()
+            assert ((value - goal[name]).abs() < spacing(goal[name])).all(), name
+            assert not optimizer.state[model.get_parameter(name)]["update"].any()
+            totals[name] = totals.get(name, 0) + value / SEEDS
+    return small_model(), goal, totals, projectors
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_merge_rounds_to_a_neighbour_and_is_unbiased(decay: float) -> None:
+    """A mean over 100 seeds is off by less than 0.3 spacings. By Hoeffding's inequality fresh coins
+    fail below 4e-8 for each of 960 numbers; these are seeded."""
+    model, goal, means, projectors = merged_means(1e-4, decay)
+    for name in projectors:
+        bound = 3 * spacing(goal[name]) / SEEDS**0.5
+        assert ((means[name] - goal[name]).abs() <= bound + 1e-7).all(), name
+        # Most of these updates are below half a spacing: rounding to nearest would lose them.
+        before = model.get_parameter(name).detach().float()
+        lost = goal[name].bfloat16().float() == before
+        if not decay:
+            assert lost.float().mean() > 0.5
+
+
+def test_a_redraw_merges_under_the_old_projection_and_starts_at_zero() -> None:
+    model = small_model()
+    old, new = projectors_of(model, 0), projectors_of(model, 1)
+    optimizer = adam(model, lr=0.05, weight_decay=0.1)
+    updates = LowRankUpdates(model, optimizer)
+    for i in range(3):
+        updates.use(old)
+        step(model, optimizer, old, i)
+    goal = exact(model, optimizer, old)
+    updates.use(new)
+    for name in old:
+        weight = model.get_parameter(name)
+        state = optimizer.state[weight]
+        assert ((weight.float() - goal[name]).abs() < spacing(goal[name])).all()
+        assert not state["update"].any()
+        assert (state["decay"], state["step"]) == (1.0, 3)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # else the decay of W waits for the merge
+    step(model, optimizer, new, 3)
+    merged, x = small_model(torch.float32), torch.randn(5, 12)
+    merged.load_state_dict(exact(model, optimizer, new))
+    torch.testing.assert_close(converted(model, torch.float32)(x), merged(x))
+
+
+def test_parameters_without_a_branch_are_rounded_at_random_at_every_step() -> None:
+    """Their mean follows float32, where bfloat16 alone falls behind. Seeded, bounds as above."""
+    goal = small_model(torch.float32)
+    exactly = ProjectedAdam(goal.parameters(), lr=1e-4)
+    for i in range(3):
+        step(goal, exactly, {}, i)
+    totals = {name: torch.zeros_like(weight) for name, weight in goal.named_parameters()}
+    for seed in range(SEEDS):
+        model = small_model()
+        optimizer = adam(model, lr=1e-4, rounding_seed=seed)
+        LowRankUpdates(model, optimizer).use({})
+        for i in range(3):
+            step(model, optimizer, {}, i)
+        for name, weight in model.named_parameters():
+            totals[name] += weight.detach().float() / SEEDS
+    stuck = small_model()
+    plain = ProjectedAdam(stuck.parameters(), lr=1e-4)
+    for i in range(3):
+        step(stuck, plain, {}, i)
+    lost, found = [], []
+    for name, weight in goal.named_parameters():
+        weight = weight.detach()
+        bound = 3 * 3**0.5 * spacing(weight) / SEEDS**0.5  # three roundings
+        assert ((totals[name] - weight).abs() <= bound + 1e-6).all(), name
+        start = small_model(torch.float32).get_parameter(name).detach()
+        moved = (weight - start).sign()
+        lost.append((moved * (stuck.get_parameter(name).detach().float() - start)).flatten())
+        found.append((moved * (totals[name] - start)).flatten())
+    intended = torch.cat([(w.detach() - s).abs().flatten() for w, s in _pairs(goal)])
+    assert abs(torch.cat(found).sum() / intended.sum() - 1) < 0.1
+    assert torch.cat(lost).sum() / intended.sum() < 0.75
+
+
+def _pairs(goal: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    start = dict(small_model(torch.float32).named_parameters())
+    for name, weight in goal.named_parameters():
+        yield weight, start[name].detach()
+
+
+def test_no_two_roundings_share_their_coins() -> None:
+    """Two equal weights, equally updated, are rounded differently, and so at every step."""
+    weights = [nn.Parameter(torch.ones(400).bfloat16()) for _ in range(2)]
+    optimizer = ProjectedAdam(weights, lr=2**-9, betas=(0.0, 0.0), float32_updates=True)
+    ups = []
+    for _ in range(2):
+        for weight in weights:
+            weight.data.fill_(1)
+        optimizer.receive({weight: -torch.ones(400) for weight in weights})
+        optimizer.step()
+        ups += [weight.detach() > 1 for weight in weights]
+    for i, some in enumerate(ups):
+        assert 40 < some.sum() < 160  # a quarter of 400; fresh coins fail below 1e-9
+        assert all((some != other).sum() > 50 for other in ups[:i])
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Notes the largest float32 tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        sizes = [t.numel() for t in made if t.dtype in (torch.float32, torch.int32)]
+        self.size = max([self.size, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("projected", [True, False])
+def test_no_float32_copy_of_a_whole_weight_is_made(
+    projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 300)).bfloat16()
+    monkeypatch.setattr(optimizer_module, "_BLOCK", 2000)
+    projectors, optimizer = projectors_of(model, rank=2) if projected else {}, adam(model, lr=0.1)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)  # makes the state
+    generator = torch.Generator().manual_seed(1)
+    shapes = [p.coordinate_shape(torch.Size([300, 64])) for p in projectors.values()]
+    weight = model[0].weight
+    gradient = torch.randn(shapes[0] if shapes else (300, 64), generator=generator)
+    goal = exact(model, optimizer, projectors)["0.weight"]
+    with LargestFloat32() as largest:
+        if projected:
+            updates.merge_()
+        else:
+            optimizer.receive({weight: gradient})
+            optimizer.step()
+    assert largest.size <= 2000
+    if projected:
+        assert ((weight.float() - goal).abs() < spacing(goal)).all()
+
+
+# ---- Which weights ----
+
+
+class Scaled(nn.Linear):
+    """A layer whose output is not that of its weight alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Uses(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.scaled, self.frozen = nn.Linear(12, 12), Scaled(12, 12), nn.Linear(12, 12)
+        self.table, self.tied = nn.Embedding(16, 12), nn.Linear(12, 16)
+        self.tied.weight = self.table.weight
+        self.twice = self.again = nn.Linear(12, 12)
+        self.directly = nn.Linear(12, 12, bias=False)
+        self.long = nn.Linear(12, 12)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.again(self.twice(self.once(self.table(ids))))
+        x = functional.linear(self.frozen(self.scaled(x)), self.directly.weight)
+        return self.tied(x)
+
+
+def test_only_the_weight_of_one_exact_linear_layer_gets_a_branch() -> None:
+    model = Uses().bfloat16()
+    model.long.float()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = ProjectedAdam(trained, lr=0.1, float32_updates=True)
+    updates = LowRankUpdates(model, optimizer)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert [name for name in names if name in updates] == ["once.weight", "directly.weight"]
+    projectors = projectors_of(model)
+    updates.use(projectors)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step_of = {p: torch.ones(projectors[n].coordinate_shape(p.shape)) for n, p in _trained(model)}
+    optimizer.receive(step_of, {p: projectors[n] for n, p in _trained(model)})
+    optimizer.step()
+    for name, parameter in _trained(model):
+        assert torch.equal(parameter, before[name]) == (name in updates), name
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((n, p) for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2)
+
+
+def test_a_weight_that_is_used_without_its_module_is_refused() -> None:
+    model = Uses().bfloat16()
+    projectors, optimizer = projectors_of(model), adam(model)
+    updates = LowRankUpdates(model, optimizer)
+    for _ in range(99):
+        updates.use(projectors)
+        model(torch.zeros(2, dtype=torch.long))
+    updates.use(projectors)
+    model(torch.zeros(2, dtype=torch.long))
+    with pytest.raises(UnsupportedModelError, match=r"directly\.weight was never called"):
+        updates.use(projectors)
+
+
+def test_a_layer_below_the_rank_is_left_without_a_branch() -> None:
+    model = nn.Sequential(nn.Linear(12, 3), nn.Linear(3, 12)).bfloat16()
+    projectors, optimizer = projectors_of(model), adam(model)
+    assert projectors == {}
+    LowRankUpdates(model, optimizer).use(projectors)
+    step(model, optimizer, projectors, 0)
+    assert not any("update" in state for state in optimizer.state.values())
+
+
+def test_removing_leaves_merged_weights_and_no_hooks() -> None:
+    model, x = small_model(), torch.randn(5, 12).bfloat16()
+    projectors, optimizer = projectors_of(model), adam(model, lr=0.05)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)
+    goal = exact(model, optimizer, projectors)
+    updates.remove()
+    assert not any(module._forward_hooks for module in model.modules())
+    fresh = small_model(torch.float32)
+    fresh.load_state_dict(goal)
+    torch.testing.assert_close(model(x).float(), fresh(x.float()), rtol=0.05, atol=0.05)
+    assert "0.weight" not in updates
+
+
+def test_an_optimizer_without_float32_updates_is_refused() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match=r"float32_updates=False"):
+        LowRankUpdates(model, ProjectedAdam(model.parameters()))
+    for dtype, on in ((torch.float32, True), (torch.bfloat16, False)):
+        weight = nn.Parameter(torch.zeros(12, 12, dtype=dtype))
+        optimizer = ProjectedAdam([weight], float32_updates=on)
+        with pytest.raises(ValueError, match=f"float32_updates={on}.*{dtype}"):
+            optimizer.keep_apart(weight, projectors_of(nn.Linear(12, 12))["weight"])
+
+
+def test_new_coordinates_without_use_are_refused() -> None:
+    """Else updates in two coordinate systems would add up in one."""
+    model = small_model()
+    optimizer = adam(model)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors_of(model, 0))
+    with pytest.raises(PrivacyError, match=r"LowRankUpdates.use\(\)"):
+        step(model, optimizer, projectors_of(model, 1), 0)
+    with pytest.raises(PrivacyError, match=r"projection_rank"):
+        updates.use(projectors_of(model, 0, rank=3))
+
+
+def test_a_projection_that_is_not_cached_gives_the_same_model() -> None:
+    shapes = {name: tuple(p.shape) for name, p in small_model().named_parameters()}
+    outputs, x = [], torch.randn(5, 12).bfloat16()
+    for cache in (True, False):
+        model = small_model()
+        schedule = ProjectionSchedule(shapes, rank=RANK, update_steps=2, seed=3, cache=cache)
+        assert isinstance(schedule.at(0)["0.weight"], RedrawnProjector) is not cache
+        optimizer = adam(model, lr=0.05)
+        updates = LowRankUpdates(model, optimizer)
+        for i in range(3):
+            updates.use(schedule.at(i))
+            step(model, optimizer, schedule.at(i), i)
+        outputs.append(model(x))
+    assert torch.equal(*outputs)
+
+
+# ---- State ----
+
+
+def reloaded(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_saved_run_continues_bit_by_bit(merge: bool) -> None:
+    """Merged before it was saved, as the trainer does, or in the middle of a period."""
+    shapes = {name: tuple(p.shape) for name, p in small_model().named_parameters()}
+
+    def start() -> tuple[nn.Module, ProjectedAdam, LowRankUpdates, ProjectionSchedule]:
+        model = small_model()
+        optimizer = adam(model, lr=1e-3, weight_decay=0.1)
+        schedule = ProjectionSchedule(shapes, rank=RANK, update_steps=3, seed=1)
+        return model, optimizer, LowRankUpdates(model, optimizer), schedule
+
+    model, optimizer, updates, schedule = start()
+    for i in range(5):
+        updates.use(schedule.at(i))
+        step(model, optimizer, schedule.at(i), i)
+    if merge:
+        updates.merge_()
+    resumed, loaded, continued, again = start()
+    continued.use(again.at(0))  # what is loaded does not belong to this projection
+    resumed.load_state_dict(reloaded(model.state_dict()))
+    loaded.load_state_dict(reloaded(optimizer.state_dict()))
+    pending = [state["update"] for state in loaded.state.values() if "update" in state]
+    assert len(pending) == 4
+    assert all(update.dtype is torch.float32 and update.any() == (not merge) for update in pending)
+    for i in range(5, 9):
+        for m, o, u, s in (
+            (model, optimizer, updates, schedule),
+            (resumed, loaded, continued, again),
+        ):
+            u.use(s.at(i))
+            step(m, o, s.at(i), i)
+    for u in (updates, continued):
+        u.merge_()
+    for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_updates_that_were_not_merged_are_not_dropped_silently() -> None:
+    model = small_model()
+    projectors, optimizer = projectors_of(model), adam(model)
+    updates = LowRankUpdates(model, optimizer)
+    updates.use(projectors)
+    step(model, optimizer, projectors, 0)
+    plain = ProjectedAdam(small_model().parameters())
+    with pytest.raises(ValueError, match="float32_updates=True"):
+        plain.load_state_dict(reloaded(optimizer.state_dict()))
+    updates.merge_()
+    plain = ProjectedAdam(small_model().parameters())
+    plain.load_state_dict(reloaded(optimizer.state_dict()))
+    assert not any("update" in state or "decay" in state for state in plain.state.values())
+
+
+def test_kept_updates_count_as_state() -> None:
+    model = small_model()
+    projectors, optimizer = projectors_of(model), adam(model)
+    LowRankUpdates(model, optimizer).use(projectors)
+    coordinates = sum(RANK * max(p.shape) for p in model.parameters() if p.dim() == 2)
+    assert optimizer.state_bytes() == 4 * coordinates
+
+
+# ---- The recipe ----
+
+
+def test_the_recipe_shows_that_float32_updates_match_float32_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--steps=30", "--target_epsilon=100", "--accountant=rdp"]
+    results = bf16_updates.main([f"--output_dir={tmp_path}", *options])
+    exactly, plain, kept = results["curves"].values()
+    assert exactly["steps"] == plain["steps"] == kept["steps"] == list(range(1, 31))
+    assert abs(kept["loss"][-1] - exactly["loss"][-1]) < 0.01
+    assert plain["loss"][-1] - exactly["loss"][-1] > 0.03
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == results
+    assert (tmp_path / "bf16_updates.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert all(way.name in printed for way in bf16_updates.WAYS)
+    assert "epsilon 100 at delta 1e-05" in printed
+    assert "nothing here is private" in printed
