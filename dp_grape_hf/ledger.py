@@ -13,85 +13,32 @@ import json
 import math
 import os
 import secrets
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import product
 from pathlib import Path
-from types import UnionType
-from typing import Any, Self, get_args, get_origin
+from typing import Any, Self
 
-from dp_grape_hf.accounting import ADJACENCY, compose_epsilon
+from dp_grape_hf.accounting import compose_epsilon
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism import (
+    ADDED_IN_VERSION,
+    Mechanism,
+    Release,
+    check_fields,
+    kinds_of,
+    require_same_mechanism,
+)
+from dp_grape_hf.processes import from_first, is_first
 
 LEDGER_NAME = "privacy_ledger.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PACKAGES = ("dp_grape_hf", "torch", "transformers", "prv-accountant")
 
-# What may differ between a checkpoint and the run that resumes it, and why. Everything else
-# either defines the release, so that the recorded numbers would describe another mechanism, or
-# is the promised budget, which has to be fixed before the first release is seen.
-MAY_CHANGE_ON_RESUME = {
-    "engine": "both engines compute the same release, up to rounding",
-    "accountant": "it bounds the releases and does not change them",
-}
-
-_POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
-_COUNT = {"valid": ("at least 1", lambda x: x >= 1)}
-_SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
-_RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
-_CLIP = {"valid": ("positive", lambda x: x > 0)}
-_DELTA = {"valid": ("in (0, 1)", lambda x: 0 < x < 1)}
 _TEXTS = {"valid": ("non-empty texts", lambda x: all(type(t) is str and t for t in x))}
 _TEXT_BY_KEY = {"valid": ("non-empty texts", lambda x: all(type(t) is str for t in x.values()))}
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """The public parameters of a run: what was promised, and all that defines a release."""
-
-    noise_multiplier: float = field(metadata=_SIGMA)
-    sample_rate: float = field(metadata=_RATE)
-    max_grad_norm: float = field(metadata=_CLIP)
-    expected_batch_size: float = field(metadata=_POSITIVE)
-    num_samples: int = field(metadata=_COUNT)
-    target_epsilon: float | None = field(metadata=_POSITIVE)
-    target_delta: float | None = field(metadata=_DELTA)
-    accountant: str
-    engine: str
-    projection: str
-    projection_rank: int | None = field(metadata=_COUNT)
-    projection_update_steps: int | None = field(metadata=_COUNT)
-    projection_seed: int | None
-    projection_device: str = "cpu"
-    adjacency: str = ADJACENCY
-    privacy_unit: str = "example"
-    sampling: str = "poisson"
-    method: str = "dp_grape"
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
-    def reasons_not_private(self) -> list[str]:
-        """Says why no finite epsilon holds for these parameters; empty if one does."""
-        excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": "poisson", "adjacency": ADJACENCY}
-        own = {name: getattr(self, name) for name in (*excluded, *needed)}
-        return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
-            f"{k} is {own[k]!r}, not {value!r}" for k, value in needed.items() if own[k] != value
-        ]
-
-
-@dataclass(frozen=True)
-class Release:
-    """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism."""
-
-    noise_multiplier: float = field(metadata=_SIGMA)
-    sample_rate: float = field(metadata=_RATE)
-    count: int = field(metadata=_COUNT)
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
 
 @dataclass
@@ -114,7 +61,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         """Checks that the parts belong together; adds the mechanism's own reasons."""
-        _check_fields(self)
+        check_fields(self)
         for release, name in product(self.releases, ("noise_multiplier", "sample_rate")):
             ours, theirs = getattr(self.mechanism, name), getattr(release, name)
             require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
@@ -162,6 +109,18 @@ class Ledger:
         return ledger
 
     @classmethod
+    def shared(cls, make: Callable[[], Self]) -> Self:
+        """Starts or resumes one ledger for all processes; a collective call.
+
+        Args:
+            make: Calls ``start`` or ``resume``. Only the first process calls it, so only that one
+                needs to see the files, and only that one's copy writes them; an error that it
+                raises is raised in every process.
+        """
+        ledger = from_first(make)
+        return ledger if is_first() else replace(ledger, path=None)
+
+    @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a ledger. What is recorded in it afterwards is not written back.
 
@@ -183,7 +142,6 @@ class Ledger:
         checkpoint_path: str | Path,
         mechanism: Mechanism,
         updates: int,
-        write: bool = True,
     ) -> Self:
         """Continues the ledger of the run that wrote a checkpoint.
 
@@ -192,7 +150,6 @@ class Ledger:
             checkpoint_path: The copy inside the checkpoint.
             mechanism: The parameters of the run that resumes.
             updates: How many updates the checkpoint's weights contain.
-            write: Whether this process writes the live file; only the first rank does.
 
         Guarantee:
             No release that either file holds is forgotten, and no reason for not being private.
@@ -202,7 +159,7 @@ class Ledger:
                 the mechanism is not what they say.
         """
         ledger = cls.load(checkpoint_path)
-        _require_same_mechanism(mechanism, ledger.mechanism, checkpoint_path)
+        require_same_mechanism(mechanism, ledger.mechanism, checkpoint_path)
         require(
             ledger.updates == updates,
             f"{updates=}, but {checkpoint_path} belongs to weights with {ledger.updates} updates. "
@@ -216,7 +173,7 @@ class Ledger:
                 f"{both} are of different runs, {live.run_id} and {ledger.run_id}. Resume in the "
                 "run's own folder or in an empty one.",
             )
-            _require_same_mechanism(mechanism, live.mechanism, live_path)
+            require_same_mechanism(mechanism, live.mechanism, live_path)
             require(
                 live.steps >= ledger.steps,
                 f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
@@ -224,7 +181,7 @@ class Ledger:
             )
             reasons = ledger.not_private_reasons + live.not_private_reasons
             ledger = replace(live, updates=updates, not_private_reasons=reasons)
-        ledger = replace(ledger, mechanism=mechanism, path=Path(live_path) if write else None)
+        ledger = replace(ledger, mechanism=mechanism, path=Path(live_path))
         ledger._persist()
         return ledger
 
@@ -325,22 +282,29 @@ def _encode(ledger: Ledger) -> str:
 def _decode(text: str) -> dict[str, Any]:
     # NaN and Infinity are not JSON: they become texts, which no number may be.
     content = json.loads(text, parse_constant=repr)
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    known = type(version) is int and version == SCHEMA_VERSION
-    require(known, f"schema_version={version!r} is not {SCHEMA_VERSION}, the one read here.")
+    version: Any = content.get("schema_version") if isinstance(content, dict) else None
+    known = type(version) is int and 1 <= version <= SCHEMA_VERSION
+    require(
+        known,
+        f"schema_version={version!r} is not one of 1 ... {SCHEMA_VERSION}, the ones read here. A "
+        "newer file needs a newer dp_grape_hf.",
+    )
     del content["schema_version"]
     _require_keys(content, {f.name for f in fields(Ledger)} - {"path"}, "ledger")
     releases = content["releases"]
     require(isinstance(releases, list), f"releases={releases!r} must be a list.")
     content["releases"] = tuple(_build(Release, release, "releases") for release in releases)
-    content["mechanism"] = _build(Mechanism, content["mechanism"], "mechanism")
+    newer = (added for later, added in ADDED_IN_VERSION.items() if later > version)
+    unsaid = {name: value for added in newer for name, value in added.items()}
+    content["mechanism"] = _build(Mechanism, content["mechanism"], "mechanism", unsaid)
     return content
 
 
-def _build(cls: type[Any], content: Any, where: str) -> Any:
-    _require_keys(content, {f.name for f in fields(cls)}, where)
+def _build(cls: type[Any], content: Any, where: str, unsaid: Mapping[str, Any] = {}) -> Any:
+    _require_keys(content, {f.name for f in fields(cls)} - unsaid.keys(), where)
+    content = {**content, **unsaid}
     for f in fields(cls):
-        if content[f.name] == "Infinity" and float in _kinds(f):
+        if content[f.name] == "Infinity" and float in kinds_of(f):
             content[f.name] = math.inf
     return cls(**content)
 
@@ -350,41 +314,6 @@ def _require_keys(content: Any, names: set[str], where: str) -> None:
     for name in sorted(content.keys() ^ names):
         problem = f"={content[name]!r} is unknown." if name in content else " is missing."
         raise PrivacyError(f"{where}: {name}{problem}")
-
-
-# ---- Checks ----
-
-
-def _kinds(f: Field[Any]) -> tuple[type, ...]:
-    """The classes a field may hold: ``(list,)`` for ``list[str]``, both sides of a union."""
-    return get_args(f.type) if isinstance(f.type, UnionType) else (get_origin(f.type) or f.type,)
-
-
-def _check_fields(record: "Mechanism | Release | Ledger") -> None:
-    """Refuses a field of a wrong type or value; an integer may stand for a float."""
-    for f in fields(record):
-        value, kinds = getattr(record, f.name), _kinds(f)
-        if type(value) is int and float in kinds:
-            value = float(value)
-            object.__setattr__(record, f.name, value)
-        names, fits = " or ".join(kind.__name__ for kind in kinds), isinstance(value, kinds)
-        require(fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}.")
-        text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
-        require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
-
-
-def _require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:
-    ours, theirs = asdict(given), asdict(recorded)
-    differences = [
-        f"{name}={ours[name]!r} (recorded: {theirs[name]!r})"
-        for name in ours
-        if name not in MAY_CHANGE_ON_RESUME and ours[name] != theirs[name]
-    ]
-    require(
-        not differences,
-        f"cannot resume the run recorded in {path} with {', '.join(differences)}. Its releases "
-        "were made with the recorded values: pass those, or start a new run.",
-    )
 
 
 def _version(package: str) -> str:

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from dp_grape_hf import ledger as ledger_module
+from dp_grape_hf.accounting import PRV
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import (
-    LEDGER_NAME,
-    MAY_CHANGE_ON_RESUME,
-    Ledger,
-    Mechanism,
-    Release,
-)
+from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
+from dp_grape_hf.mechanism import MAY_CHANGE_ON_RESUME, Mechanism, Release
+from dp_grape_hf.plan import PrivacyPlan
+from tests.trainers import make_args
 
 MECHANISM = Mechanism(
     noise_multiplier=1.5,
@@ -334,18 +332,6 @@ def test_a_checkpoint_that_was_moved_goes_on_from_its_own_count(
     assert ledger.steps == Ledger.load(live).steps == 20
 
 
-def test_other_ranks_count_alike_and_write_nothing(run: tuple[Path, Path], tmp_path: Path) -> None:
-    live, copy = run
-    before = live.read_bytes()
-    ledger = Ledger.resume(live, copy, MECHANISM, updates=20, write=False)
-    ledger.record()
-    assert ledger.steps == 26
-    assert live.read_bytes() == before
-    absent = tmp_path / "elsewhere" / LEDGER_NAME
-    assert Ledger.resume(absent, copy, MECHANISM, updates=20, write=False).steps == 20
-    assert not absent.exists()
-
-
 def test_not_private_in_either_file_stays_not_private(run: tuple[Path, Path]) -> None:
     live, copy = run
     _edit(live, lambda content: content.update(not_private_reasons=["live"]))
@@ -373,6 +359,7 @@ OTHER_VALUES: dict[str, Any] = {
     "privacy_unit": "author",
     "sampling": "shuffle",
     "method": "dp_adam",
+    "clipping": "per_layer",
 }
 
 
@@ -398,6 +385,17 @@ def test_resuming_with_another_mechanism_is_refused(
         Ledger.resume(live, copy, other, updates=20)
     assert f"{name}={OTHER_VALUES[name]!r}" in str(refusal.value)
     assert f"recorded: {getattr(MECHANISM, name)!r}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("changed", ["expected_batch_size", "num_samples"])
+def test_only_another_batch_size_is_put_down_to_the_number_of_processes(
+    changed: str, run: tuple[Path, Path]
+) -> None:
+    """Its default is the only one that grows with them."""
+    other = replace(MECHANISM, **{changed: OTHER_VALUES[changed]})
+    with pytest.raises(PrivacyError) as refusal:
+        Ledger.resume(*run, other, updates=20)
+    assert ("number of processes" in str(refusal.value)) == (changed == "expected_batch_size")
 
 
 def test_resuming_with_other_weights_is_refused(run: tuple[Path, Path]) -> None:
@@ -441,6 +439,53 @@ def test_a_checkpoint_without_a_ledger_is_refused(run: tuple[Path, Path]) -> Non
         Ledger.resume(live, copy, MECHANISM, updates=20)
 
 
+def test_a_run_names_the_accountant_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one asked for may have to give up; the others bound the same releases."""
+    changes = {"accountant": "prv", "noise_multiplier": 2.0, "target_delta": 1e-5, "max_steps": 9}
+    args = make_args(tmp_path, **changes)
+    assert PrivacyPlan(args, 1000).mechanism().accountant == "prv"
+    monkeypatch.setattr(PRV, "max_cells", 10)
+    plan = PrivacyPlan(args, 1000)
+    ledger = Ledger.start(plan.mechanism())
+    assert ledger.mechanism.accountant == "pld"
+    ledger.record(9)
+    assert ledger.epsilon() == plan.spent(ledger).epsilon
+
+
+# ---- Files of older versions ----
+
+
+def _as_version_1(content: dict[str, Any]) -> None:
+    content["schema_version"] = 1
+    del content["mechanism"]["clipping"]
+
+
+def test_a_file_without_a_clipping_mode_was_clipped_flat(run: tuple[Path, Path]) -> None:
+    live, copy = run
+    for path in run:
+        _edit(path, _as_version_1)
+    assert Ledger.load(copy).mechanism == MECHANISM
+    with pytest.raises(PrivacyError, match=r"clipping='per_layer' \(recorded: 'flat'\)"):
+        Ledger.resume(live, copy, replace(MECHANISM, clipping="per_layer"), updates=20)
+    ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
+    assert (ledger.steps, json.loads(live.read_text())["schema_version"]) == (25, SCHEMA_VERSION)
+
+
+def test_an_old_file_is_held_to_its_own_version(tmp_path: Path) -> None:
+    """A name that its version did not know is as unknown as any other."""
+    path = tmp_path / LEDGER_NAME
+    Ledger.start(MECHANISM, path)
+    _edit(path, lambda content: content.update(schema_version=1))
+    with pytest.raises(PrivacyError, match="clipping='flat' is unknown"):
+        Ledger.load(path)
+    _edit(path, _as_version_1)
+    _edit(path, lambda content: content.update(schema_version=2))
+    with pytest.raises(PrivacyError, match="clipping is missing"):
+        Ledger.load(path)
+
+
 # ---- Validation ----
 
 
@@ -453,7 +498,8 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("place", "key", "value"),
     [
-        ((), "schema_version", 2),
+        ((), "schema_version", 0),
+        ((), "schema_version", SCHEMA_VERSION + 1),
         ((), "schema_version", True),
         ((), "epsilon", 0.1),
         ((), "run_id", 5),
@@ -488,6 +534,8 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (("mechanism",), "projection_rank", 0),
         (("mechanism",), "projection_seed", 1.5),
         (("mechanism",), "method", ""),
+        (("mechanism",), "clipping", "ghost"),
+        (("mechanism",), "clipping", None),
         (("mechanism",), "seed", 42),
     ],
     ids=lambda value: str(value),

@@ -1,0 +1,127 @@
+"""What the ledger records of a run's mechanism, and what of it a resumed run may change."""
+
+import math
+from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from dp_grape_hf.accounting import ADJACENCY
+from dp_grape_hf.errors import require
+
+CLIPPING_MODES = ("flat", "per_layer")
+
+# What may differ between a checkpoint and the run that resumes it, and why. Everything else
+# either defines the release, so that the recorded numbers would describe another mechanism, or
+# is the promised budget, which has to be fixed before the first release is seen.
+MAY_CHANGE_ON_RESUME = {
+    "engine": "both engines compute the same release, up to rounding",
+    "accountant": "it bounds the releases and does not change them",
+}
+
+# Parameters that a version of the ledger's file added, and what older files meant by silence.
+ADDED_IN_VERSION: dict[int, dict[str, Any]] = {2: {"clipping": "flat"}}
+
+# What to say about a parameter whose default is not the same in every run.
+_HINTS = {
+    "expected_batch_size": "The default of expected_batch_size grows with the number of "
+    "processes: after a change of that number, give the recorded value.",
+}
+
+_POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
+_COUNT = {"valid": ("at least 1", lambda x: x >= 1)}
+_SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
+_RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
+_CLIP = {"valid": ("positive", lambda x: x > 0)}
+_DELTA = {"valid": ("in (0, 1)", lambda x: 0 < x < 1)}
+_CLIPPING = {"valid": (f"one of {', '.join(CLIPPING_MODES)}", lambda x: x in CLIPPING_MODES)}
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The public parameters of a run: what was promised, and all that defines a release.
+
+    ``clipping`` is ``flat`` where one norm runs over all parameters of a sample jointly, and
+    ``per_layer`` where C is divided among the layers so that a sample contributes at most C.
+    """
+
+    noise_multiplier: float = field(metadata=_SIGMA)
+    sample_rate: float = field(metadata=_RATE)
+    max_grad_norm: float = field(metadata=_CLIP)
+    expected_batch_size: float = field(metadata=_POSITIVE)
+    num_samples: int = field(metadata=_COUNT)
+    target_epsilon: float | None = field(metadata=_POSITIVE)
+    target_delta: float | None = field(metadata=_DELTA)
+    accountant: str
+    engine: str
+    projection: str
+    projection_rank: int | None = field(metadata=_COUNT)
+    projection_update_steps: int | None = field(metadata=_COUNT)
+    projection_seed: int | None
+    projection_device: str = "cpu"
+    adjacency: str = ADJACENCY
+    privacy_unit: str = "example"
+    sampling: str = "poisson"
+    method: str = "dp_grape"
+    clipping: str = field(default="flat", metadata=_CLIPPING)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def reasons_not_private(self) -> list[str]:
+        """Says why no finite epsilon holds for these parameters; empty if one does."""
+        excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
+        needed = {"sampling": "poisson", "adjacency": ADJACENCY}
+        own = {name: getattr(self, name) for name in (*excluded, *needed)}
+        return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
+            f"{k} is {own[k]!r}, not {value!r}" for k, value in needed.items() if own[k] != value
+        ]
+
+
+@dataclass(frozen=True)
+class Release:
+    """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism."""
+
+    noise_multiplier: float = field(metadata=_SIGMA)
+    sample_rate: float = field(metadata=_RATE)
+    count: int = field(metadata=_COUNT)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+# ---- Checks ----
+
+
+def kinds_of(f: Field[Any]) -> tuple[type, ...]:
+    """The classes a field may hold: ``(list,)`` for ``list[str]``, both sides of a union."""
+    return get_args(f.type) if isinstance(f.type, UnionType) else (get_origin(f.type) or f.type,)
+
+
+def check_fields(record: Any) -> None:
+    """Refuses a field of wrong type or value of a dataclass; an integer may stand for a float."""
+    for f in fields(record):
+        value, kinds = getattr(record, f.name), kinds_of(f)
+        if type(value) is int and float in kinds:
+            value = float(value)
+            object.__setattr__(record, f.name, value)
+        names, fits = " or ".join(kind.__name__ for kind in kinds), isinstance(value, kinds)
+        require(fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}.")
+        text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
+        require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
+
+
+def require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:
+    """Refuses to go on with parameters other than those that the file at ``path`` records."""
+    ours, theirs = asdict(given), asdict(recorded)
+    differences = [
+        f"{name}={ours[name]!r} (recorded: {theirs[name]!r})"
+        for name in ours
+        if name not in MAY_CHANGE_ON_RESUME and ours[name] != theirs[name]
+    ]
+    hints = "".join(f" {hint}" for name, hint in _HINTS.items() if ours[name] != theirs[name])
+    require(
+        not differences,
+        f"cannot resume the run recorded in {path} with {', '.join(differences)}. Its releases "
+        f"were made with the recorded values: pass those, or start a new run.{hints}",
+    )
