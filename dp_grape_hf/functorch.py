@@ -1,25 +1,24 @@
-"""The functorch engine: ``vmap(grad(loss))`` over samples of the whole model.
+"""The functorch engine: the loss of one sample, vectorised over the samples by ``torch.func.vmap``.
 
-This is the definition of a per-sample gradient, written out. It shares nothing with the layer
-rules, so it checks them, and it serves models that the layerwise engine refuses. It keeps B copies
-of the model's activations in their vmapped form and is slow.
+This is the definition of a per-sample gradient, written out: every sample has coordinates of its
+own, the whole model runs under vmap, and one backward pass of the sum of the losses differentiates
+each loss in its own sample's coordinates. No sample can reach another's loss, whatever the model
+does. It shares nothing with the layer rules, so it checks them, and it serves models that the
+layerwise engine refuses. The model's code must be traceable by vmap.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from torch.func import vmap
 
-from dp_grape_hf.losses import LossFunction
+from dp_grape_hf.coordinates import call_in_coordinates
+from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import (
     Gradients,
     Inputs,
@@ -29,101 +28,96 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.probing import evaluating
 from dp_grape_hf.projection import Projector
-from dp_grape_hf.representations import Dense
-
-_VMAP_SAFE = "dp_grape_vmap"
-
-
-def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Builds the attention mask always: to leave it out, it would have to be read, per sample."""
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(*args, **kwargs)
-
-
-AttentionMaskInterface.register(_VMAP_SAFE, _full_mask)
-AttentionInterface.register(_VMAP_SAFE, sdpa_attention_forward)
-
-
-@contextlib.contextmanager
-def _vmap_safe(model: nn.Module) -> Iterator[None]:
-    """Makes attention of transformers models usable under vmap: full masks, the math kernel."""
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None)) is not None
-        and getattr(config, "_attn_implementation", None) is not None
-    }.values()
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = _VMAP_SAFE
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
+from dp_grape_hf.representations import Dense, Single, add
+from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 
 
 @engine("functorch")
 class FunctorchEngine(PerSampleEngine):
-    """Differentiates one sample's loss by its coordinates and vectorises that over the samples.
+    """Vectorises one sample's loss over the samples. See the module's docstring."""
 
-    Args:
-        model: the model; its code must be traceable by vmap.
-        loss: as in ``PerSampleEngine``.
-        chunk_size: how many samples are vectorised at once; all of them if None.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: LossFunction | None = None, chunk_size: int | None = None
-    ) -> None:
-        super().__init__(model, loss)
-        self._chunk_size = chunk_size
-        self._probed = False
+    _probed = False
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
-        batch_size_of(inputs)
+        batch_size = batch_size_of(inputs)
         if not self._probed:
             self._probe(inputs)
-        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-        constants = {key: value for key, value in inputs.items() if key not in tensors}
-        zeros = {
-            name: weight.new_zeros(self.coordinate_shape(name, projectors))
-            for name, weight in self.trainable.items()
-        }
+            self._probed = True
+        losses, found = self._pass(inputs, projectors)
+        for name in self.trainable.keys() - found.keys():  # skipped in this pass, by layer drop say
+            shape = self.coordinate_shape(name, projectors)
+            found[name] = Dense(losses.new_zeros(()).expand(batch_size, *shape))
+        return losses, {name: found[name] for name in self.trainable}
+
+    def _pass(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) and the gradients of the parameters that the pass used."""
+        batch_size = batch_size_of(inputs)
+        samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        constants = {key: value for key, value in inputs.items() if key not in samples}
+        captured: dict[str, list[Single]] = defaultdict(list)
+        coordinates = {}  # (B, ...) each; an expanded zero takes no memory
+        for name, weight in self.trainable.items():
+            zero = torch.zeros((), device=weight.device)
+            shape = self.coordinate_shape(name, projectors)
+            coordinates[name] = zero.expand(batch_size, *shape).requires_grad_()
 
         def one(coordinates: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
-            parameters = {
-                name: self.trainable[name].detach()
-                + (projectors[name].lift(z) if name in projectors else z)
-                for name, z in coordinates.items()
-            }
-
-            def model(**kwargs: Any) -> Any:
-                return functional_call(self.model, parameters, (), kwargs)
-
             batch = {**{key: value[None] for key, value in sample.items()}, **constants}
-            return self.losses(model, batch, 1)[0]
+            with Batching(next(iter(coordinates.values()))):
+                return call_in_coordinates(
+                    self.model,
+                    lambda: self.losses(self.model, batch, 1)[0],
+                    coordinates,
+                    projectors,
+                    lambda name, gradient: captured[name].append(gradient),
+                )
 
-        differentiate = grad_and_value(one)
-        vectorised = vmap(
-            differentiate, in_dims=(None, 0), randomness="different", chunk_size=self._chunk_size
-        )
-        with _vmap_safe(self.model):
-            gradients, losses = vectorised(zeros, tensors)
-        return losses.detach(), {name: Dense(value.detach()) for name, value in gradients.items()}
+        with vmap_safe(self.model), torch.enable_grad():
+            with refusing_dynamic_code(f"the model ({type(self.model).__name__})"):
+                losses = vmap(one, randomness="different")(coordinates, samples)
+            with self._refusing_checkpointing():
+                leaves = list(coordinates.values())
+                gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        for name, gradient in zip(coordinates, gradients, strict=True):
+            if gradient is not None:
+                captured[name].append(Dense(gradient))
+        return losses.detach(), {name: add(uses) for name, uses in captured.items()}
+
+    @contextlib.contextmanager
+    def _refusing_checkpointing(self) -> Iterator[None]:
+        """Turns the error of a forward pass that is repeated outside vmap into a clear one."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "escaped from inside a function being vmapped" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} repeats parts of its forward pass during the "
+                "backward pass (gradient checkpointing), which is outside vmap. Switch it off "
+                '(gradient_checkpointing=False), or use engine="layerwise".'
+            ) from error
 
     def _probe(self, inputs: Inputs) -> None:
-        """Refuses parameters without part in the loss: vmap would call their gradient zero."""
+        """Refuses parameters without part in the loss, and those whose part is not seen."""
         sample = {k: v[:1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        with evaluating(self.model):
-            loss = self.losses(self.model, sample, 1).sum()
         weights = list(self.trainable.values())
-        found = torch.autograd.grad(loss, weights, allow_unused=True) if loss.requires_grad else ()
-        self.refuse_unused(
-            {n for n, g in zip(self.trainable, found, strict=False) if g is not None}
-        )
-        self._probed = True
+        with evaluating(self.model), torch.enable_grad():
+            loss = self.losses(self.model, sample, 1).sum()
+            gradients = (
+                torch.autograd.grad(loss, weights, allow_unused=True) if loss.requires_grad else ()
+            )
+            used = {n for n, g in zip(self.trainable, gradients, strict=False) if g is not None}
+            self.refuse_unused(used)
+            _, found = self._pass(sample, {})
+        if unseen := [name for name in self.trainable if name not in found]:
+            raise UnsupportedModelError(
+                f"The model uses {', '.join(unseen)} through code that does not take another "
+                "tensor in the place of the parameter (an LSTM's flat weights, a custom "
+                "autograd.Function), so the functorch engine does not see its gradient. Freeze it "
+                'with requires_grad_(False), or use engine="layerwise".'
+            )

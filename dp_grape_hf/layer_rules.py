@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import UnsupportedModelError
@@ -28,12 +29,20 @@ from dp_grape_hf.representations import Dense, Factored, Single, SparseRows
 MATRIX_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 
 
+_KEEP_THEIR_INPUT = {
+    *(nn.GELU, nn.SiLU, nn.Mish),
+    *(activations.GELUActivation, activations.NewGELUActivation, activations.FastGELUActivation),
+    *(activations.QuickGELUActivation, activations.GELUTanh, activations.SiLUActivation),
+}
+
+
 class LayerRule:
     """How one layer type's parameters get their per-sample gradients."""
 
-    saves_columns: ClassVar[bool] = False
-    """Whether ``save`` returns the columns of the weight's ``Factored`` gradient. Columns that are
-    to be projected are then projected at once, and only (B, T, r) survives the forward pass."""
+    saves: ClassVar[str | None] = None
+    """Which factor of the weight's ``Factored`` gradient ``save`` returns: ``rows`` or ``cols``. A
+    factor that is to be projected is projected at once, and only (B, T, r) survives the forward
+    pass."""
 
     def applies(self, layer: Any) -> bool:
         """Returns whether the rule is exact for this layer, as configured."""
@@ -80,9 +89,18 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
         rule = RULES[nn.Linear]
     if rule is None and isinstance(layer, nn.Embedding):
         rule = RULES[nn.Embedding]  # applied where the subclass calls functional.embedding
-    if rule is None and type(layer).__name__.endswith("RMSNorm"):
-        rule = RULES[nn.RMSNorm]
+    if rule is None and type(layer).__name__.endswith(("RMSNorm", "LayerNorm")):
+        rule = RULES[nn.RMSNorm]  # T5's LayerNorm is one; the rule proves it before it applies
     return rule if rule is not None and rule.applies(layer) else None
+
+
+def is_recomputable(layer: nn.Module) -> bool:
+    """Returns whether a layer is an activation function that is cheap, and keeps its input.
+
+    A layer behind it may then compute its own input anew instead of keeping it as well. ReLU and
+    tanh are not among them: they keep their output.
+    """
+    return type(layer) in _KEEP_THEIR_INPUT
 
 
 def refuse_coupling(layer: nn.Module) -> None:
@@ -110,7 +128,7 @@ def _positions(tensor: Tensor, batch_size: int) -> Tensor:
 class LinearRule(LayerRule):
     """``y = x W^T + b``: rows are the output's gradient, columns the input."""
 
-    saves_columns = True
+    saves = "cols"
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the input, (B, T, n)."""
@@ -126,10 +144,9 @@ class LinearRule(LayerRule):
 
 @layer_rule(Conv1D)
 class Conv1DRule(LayerRule):
-    """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped.
+    """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped."""
 
-    The columns of its gradient are the output's gradient, so nothing can be projected early.
-    """
+    saves = "rows"
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         """Returns the input, (B, T, m)."""
@@ -221,23 +238,64 @@ class RMSNormRule(LayerNormRule):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-@layer_rule(nn.Conv2d)
-class Conv2dRule(LayerRule):
-    """A convolution is a linear layer over patches: T output places, n = in * kh * kw."""
+@layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvolutionRule(LayerRule):
+    """A convolution: a linear layer over patches (n = in * kh * kw), or its own backward pass.
+
+    Patches that do not overlap, of an image in one group (the embedding of a vision transformer),
+    are the columns of a linear layer. In general the patches would take kh * kw times the input's
+    memory, so the gradients of all samples come from one backward convolution, in which every
+    sample is a group.
+    """
 
     def applies(self, layer: Any) -> bool:
-        """Returns whether the patches are those of ``unfold``: one group, zero padding."""
-        return layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
+        """Returns whether what is outside of the input counts as zero."""
+        return layer.padding_mode == "zeros"
 
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the factors of the weight's gradient, taken as m x n, and the bias's gradient."""
-        padding = 0 if layer.padding == "valid" else layer.padding
+        """Returns the weight's gradient, as factors of m x n or dense, and the bias's gradient."""
+        dims = len(layer.kernel_size)
+        rows = grad_output.flatten(-dims).transpose(1, 2)  # (b, places, m)
+        rows = rows.reshape(batch_size, -1, rows.shape[-1])
+        weight = (
+            Factored(rows, self._patches(layer, saved, batch_size))
+            if dims == 2 and layer.groups == 1 and layer.stride == layer.kernel_size
+            else Dense(self._dense(layer, saved, grad_output, batch_size))
+        )
+        return {"weight": weight, "bias": Dense(rows.sum(1, dtype=torch.float32))}
+
+    def _patches(self, layer: Any, saved: Tensor, batch_size: int) -> Tensor:
+        """Returns the patches of each sample, (B, places, n)."""
+        padding = 0 if isinstance(layer.padding, str) else layer.padding  # strided: not "same"
         patches = functional.unfold(
             saved, layer.kernel_size, layer.dilation, padding, layer.stride
         )  # (b, n, places)
-        cols = patches.transpose(1, 2).reshape(batch_size, -1, patches.shape[1])
-        rows = grad_output.flatten(2).transpose(1, 2)  # (b, places, m)
-        rows = rows.reshape(batch_size, -1, rows.shape[-1])
-        return {"weight": Factored(rows, cols), "bias": Dense(rows.sum(1, dtype=torch.float32))}
+        return patches.transpose(1, 2).reshape(batch_size, -1, patches.shape[1])
+
+    def _dense(self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int) -> Tensor:
+        """Returns the weight's gradient of each sample, (B, *weight), from one convolution."""
+        padding = layer.padding
+        if isinstance(padding, str):  # all of it is put into the input
+            saved = functional.pad(saved, layer._reversed_padding_repeated_twice)
+            padding = (0,) * len(layer.kernel_size)
+        each = len(saved) // batch_size  # images of one sample, whose gradients add up
+        images = saved.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
+        grads = grad_output.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
+        m, *rest = layer.weight.shape
+        shape = (batch_size * m, *rest)
+        gradient = torch.ops.aten.convolution_backward(
+            grads,  # (each, B * m, ...)
+            images.to(grads.dtype),  # (each, B * channels, ...)
+            grads.new_zeros(()).expand(shape),  # the weight, of which only the shape is read
+            None,
+            layer.stride,
+            padding,
+            layer.dilation,
+            False,
+            [0] * len(layer.kernel_size),
+            batch_size * layer.groups,
+            (False, True, False),
+        )[1]
+        return gradient.unflatten(0, (batch_size, m))

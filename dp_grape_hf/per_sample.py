@@ -14,15 +14,18 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import refuse_coupling
-from dp_grape_hf.losses import LossFunction, checked, loss_for
+from dp_grape_hf.losses import HeadLoss, LabelledPositions, LossFunction, checked, loss_for, split
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import PerSampleGradient
 
 Inputs = Mapping[str, Any]
 Gradients = dict[str, PerSampleGradient]
+Consume = Callable[[Gradients], None]
+"""Takes the gradients of one group of parameters, which are not kept afterwards."""
 
 
 class PerSampleEngine(ABC):
@@ -37,9 +40,12 @@ class PerSampleEngine(ABC):
         PrivacyError: if nothing is trainable.
     """
 
+    skips_unlabelled = False
+    """Whether vocabulary heads are evaluated only at positions with a label. How many there are is
+    read from the labels, so an engine that vectorises over samples cannot."""
+
     def __init__(self, model: nn.Module, loss: LossFunction | None = None) -> None:
         self.model = model
-        self.loss = loss_for(model) if loss is None else loss
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
@@ -48,6 +54,14 @@ class PerSampleEngine(ABC):
                 refuse_coupling(module)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
+            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+                raise UnsupportedModelError(
+                    f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
+                    "whose compiled code would not call the forwards that the engine puts in "
+                    "their place. Pass the model as it was before torch.compile."
+                )
+        self.loss = loss_for(model) if loss is None else loss
+        self.groups = _groups(model, self.trainable)
 
     @abstractmethod
     def __call__(
@@ -60,10 +74,29 @@ class PerSampleEngine(ABC):
             projectors: parameter name -> projector, for the projected parameters.
         """
 
+    def stream(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
+    ) -> Tensor:
+        """Hands out the gradients of one group of ``self.groups`` after another; returns losses.
+
+        A group is what one module owns; modules that share a parameter make one group. Each group
+        is handed out once, and may be freed before the next one is complete.
+        """
+        losses, gradients = self(inputs, projectors)
+        for group in self.groups:
+            consume({name: gradients.pop(name) for name in group})
+        return losses
+
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
-        inputs = dict(inputs)
-        labels = inputs.pop("labels", None)
+        inputs, labels = split(self.loss, inputs)
+        if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
+            with LabelledPositions(self.loss, labels) as labelled:
+                outputs = model(**inputs)
+            losses = labelled.losses(outputs)
+            if losses is not None:
+                return checked(losses, batch_size)
+            self.skips_unlabelled = False  # the logits are not one row per position given: rerun
         return checked(self.loss(model(**inputs), labels), batch_size)
 
     def refuse_unused(self, used: Container[str]) -> None:
@@ -78,6 +111,19 @@ class PerSampleEngine(ABC):
         """Returns the shape of one sample's gradient of a parameter."""
         shape = self.trainable[name].shape
         return projectors[name].coordinate_shape(shape) if name in projectors else tuple(shape)
+
+
+def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Returns the names of the trainable parameters, by the modules that own them."""
+    names = {id(p): name for name, p in trainable.items()}
+    group_of: dict[str, list[str]] = {}
+    for module in model.modules():
+        own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
+        known = [group_of[name] for name in own if name in group_of]
+        merged = list(dict.fromkeys([n for group in known for n in group] + own))
+        group_of.update(dict.fromkeys(merged, merged))
+    groups = {id(group): group for name in trainable for group in [group_of[name]]}
+    return [tuple(group) for group in groups.values()]
 
 
 ENGINES: dict[str, type[PerSampleEngine]] = {}

@@ -41,16 +41,6 @@ def first_two(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return copies_of_first(inputs, 2) if alone else two
 
 
-def leading_sizes(tree: Any) -> list[int]:
-    """Returns the leading sizes of all tensors in a nest of containers."""
-    return [t.shape[0] for t in tree_leaves(tree) if isinstance(t, Tensor) and t.dim() > 0]
-
-
-def carries_batch(two: list[int], three: list[int]) -> list[bool]:
-    """Returns which leading sizes grew in proportion from a batch of 2 to a batch of 3."""
-    return [a * 3 == b * 2 for a, b in zip(two, three, strict=True)]
-
-
 def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: int) -> None:
     """Refuses one sample's loss having a gradient in the coordinates of the other."""
     # NaN is not above 0: a sample with NaN values says nothing, and clipping leaves it out.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 4096
+_LARGE = 2**23  # numbers of a matrix of which there should not be one per sample
 
 # The unit roundoff of a float32 matrix product, by torch's setting of its precision.
 _ROUNDOFF = {"highest": 2**-24, "high": 2**-11, "medium": 2**-8}
@@ -117,22 +118,43 @@ class Factored(PerSampleGradient):
         return torch.Size((self.rows.shape[2], self.cols.shape[2]))
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,), from two T x T Gram matrices per sample.
+        """Returns the squared Frobenius norms, (B,).
+
+        They come from two T x T Gram matrices per sample, or for long samples from one sample's
+        dense gradient at a time, whichever is cheaper.
 
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
+        if not self._is_short():
+            samples = zip(self.rows.float().split(1), self.cols.float().split(1), strict=True)
+            return torch.cat([Factored(*factors).dense().squared_norm() for factors in samples])
+        if self.rows.dtype is not torch.float32 and len(self.rows) > 1:
+            # One sample at a time: the float32 copy of a vocabulary's logits is not small.
+            each = zip(self.rows.split(1), self.cols.split(1), strict=True)
+            return torch.cat([Factored(*factors).squared_norm() for factors in each])
         return _bound(inner(self, self), self.magnitude(), self)
 
     def magnitude(self) -> Tensor:
         """Returns the sum over positions of the norms of their terms, (B,)."""
-        return (self.rows.float().norm(dim=2) * self.cols.float().norm(dim=2)).sum(1)
+        rows, cols = (
+            torch.linalg.vector_norm(x, dim=2, dtype=torch.promote_types(x.dtype, torch.float32))
+            for x in (self.rows, self.cols)
+        )
+        return (rows * cols).sum(1).float()
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
         """Adds ``sum_b factors[b] * rows[b].T @ cols[b]`` to ``total``, m x n, in one product."""
-        rows = self.rows.float() * factors[:, None, None]
-        matrix = total.view(rows.shape[2], -1)
-        matrix.addmm_(rows.flatten(0, 1).T, self.cols.float().flatten(0, 1))
+        rows, cols = self.rows, self.cols
+        matrix, weights = total.view(rows.shape[2], -1), factors[:, None, None]
+        if rows.numel() > cols.numel():  # the smaller factor is weighted
+            cols = cols * weights
+        else:
+            rows = rows * weights
+        # The one that is not float32 yet is converted in parts of a few samples.
+        step = len(rows) if rows.dtype is cols.dtype is torch.float32 else 1
+        for some_rows, some_cols in zip(rows.split(step), cols.split(step), strict=True):
+            matrix.addmm_(some_rows.float().flatten(0, 1).T, some_cols.float().flatten(0, 1))
 
     def select(self, samples: Tensor) -> Factored:
         """Returns the gradients of the given samples only."""
@@ -148,10 +170,15 @@ class Factored(PerSampleGradient):
     def cheapest(self) -> Dense | Factored:
         """Returns the form that needs fewer numbers; it is also the one whose norm is cheaper.
 
-        The norm costs T^2 (m + n) from the factors and T m n by way of the dense form.
+        The norm costs T^2 (m + n) from the factors and T m n by way of the dense form. A matrix
+        with as many numbers as a vocabulary's stays factored whatever T.
         """
+        m, n = self.rows.shape[2], self.cols.shape[2]
+        return self if self._is_short() or m * n > _LARGE else self.dense()
+
+    def _is_short(self) -> bool:
         positions, m, n = self.rows.shape[1], self.rows.shape[2], self.cols.shape[2]
-        return self if positions * (m + n) < m * n else self.dense()
+        return positions * (m + n) < m * n
 
 
 @dataclass(frozen=True)
@@ -173,7 +200,33 @@ class SparseRows(PerSampleGradient):
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
-        return _bound(inner(self, self), self.magnitude(), self)
+        positions = self.indices.shape[1]
+        norm = self._summed(self._places(), positions).magnitude()
+        error = _ROUNDOFF["highest"] * positions**0.5 * self.magnitude()
+        return (norm + error).square()
+
+    def _places(self) -> Tensor:
+        """Returns for each position a number below T, the same for the same index, (B, T)."""
+        ordered, order = self.indices.sort(1)
+        steps = torch.zeros_like(ordered)
+        steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        return torch.empty_like(order).scatter_(1, order, steps.cumsum(1))
+
+    def _summed(self, places: Tensor, count: int) -> Dense:
+        """Returns (B, count, n): the values that have the same place in a sample, added up."""
+        batch_size, _, n = self.values.shape
+        first = count * torch.arange(batch_size, device=places.device)[:, None]
+        sums = torch.zeros(batch_size * count, n, dtype=torch.float32, device=places.device)
+        sums.index_add_(0, (first + places).flatten(), self.values.float().flatten(0, 1))
+        return Dense(sums.view(batch_size, count, n))
+
+    def dense(self) -> Dense:
+        """Materialises the gradients, (B, m, n)."""
+        return self._summed(self.indices, self.num_rows)
+
+    def cheapest(self) -> Dense | SparseRows:
+        """Returns the form that needs fewer numbers: a short table, looked up often, is dense."""
+        return self.dense() if self.num_rows <= self.indices.shape[1] else self
 
     def magnitude(self) -> Tensor:
         """Returns the sum over positions of the norms of their terms, (B,)."""
@@ -262,18 +315,16 @@ def add(uses: Sequence[Single]) -> PerSampleGradient:
     sparse = [use for use in uses if isinstance(use, SparseRows)]
     if dense:
         merged.append(Dense(reduce(torch.add, dense)))
-    if factored:
-        rows, cols = (
-            torch.cat(f, 1) for f in zip(*((u.rows, u.cols) for u in factored), strict=True)
-        )
-        merged.append(Factored(rows, cols) if len(factored) > 1 else factored[0])
-    if sparse:
+    if len(factored) > 1:
+        rows, cols = (torch.cat([getattr(u, x) for u in factored], 1) for x in ("rows", "cols"))
+        factored = [Factored(rows, cols)]
+    if len(sparse) > 1:
         indices, values = (
-            torch.cat(f, 1) for f in zip(*((u.indices, u.values) for u in sparse), strict=True)
+            torch.cat([getattr(u, x) for u in sparse], 1) for x in ("indices", "values")
         )
-        merged.append(
-            SparseRows(indices, values, sparse[0].num_rows) if len(sparse) > 1 else sparse[0]
-        )
+        sparse = [SparseRows(indices, values, sparse[0].num_rows)]
+    merged.extend(factored)
+    merged.extend(sparse)
     return merged[0] if len(merged) == 1 else GradientSum(tuple(merged))
 
 

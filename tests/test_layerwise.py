@@ -62,8 +62,9 @@ def test_gradients_are_exact_under_gradient_checkpointing(case: Case, rank: int 
     layer = next(m for m in block.modules() if list(m.parameters(recurse=False)))
     layer.register_forward_pre_hook(lambda *_: [next(forwards), None][1])
     gradients = per_sample_gradients(model, inputs, projections=projectors)[1]
-    # The probe evaluates six times and trains twice; what trains is repeated.
-    assert next(forwards) == 6 + 2 * 2 + 2
+    # The probe evaluates seven times (once more to try a table with one row per sample) and trains
+    # twice; what trains is repeated.
+    assert next(forwards) == 7 + bool(case.broadcasts) + 2 * 2 + 2
     assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
     assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
 
@@ -175,14 +176,8 @@ class RelativePositions(nn.Module):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5], ids=["one", "three", "as many as positions"])
-def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_refused(batch_size: int) -> None:
-    inputs = tokens(batch_size, 5)
-    with pytest.raises(UnsupportedModelError, match=r"scores \(Embedding\).*leading size 5"):
-        per_sample_gradients(RelativePositions(), inputs, loss=mean_output)
-    _, gradients = per_sample_gradients(
-        RelativePositions(), inputs, loss=mean_output, engine="functorch"
-    )
-    assert gradients["scores.weight"].squared_norm().shape == (batch_size,)
+def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size: int) -> None:
+    check(RelativePositions(), tokens(batch_size, 5))
 
 
 def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
@@ -190,8 +185,10 @@ def test_a_relative_position_table_is_refused_when_there_is_one_position() -> No
         per_sample_gradients(RelativePositions(), tokens(3, 1), loss=mean_output)
 
 
-@pytest.mark.parametrize("batch_size", [2, 9])
-def test_t5_is_refused_for_its_relative_positions_and_trains_without_them(batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+def test_a_table_of_relative_positions_gives_way_to_the_attention_around_it(
+    batch_size: int,
+) -> None:
     config = T5Config(
         vocab_size=60, d_model=HIDDEN, d_kv=8, d_ff=HIDDEN, num_layers=2, num_heads=HEADS,
         dropout_rate=0.0,
@@ -202,15 +199,13 @@ def test_t5_is_refused_for_its_relative_positions_and_trains_without_them(batch_
     def loss(outputs: Any, labels: None) -> Tensor:
         return mean_output(outputs.last_hidden_state, labels)
 
-    with pytest.raises(
-        UnsupportedModelError, match=r"relative_attention_bias \(Embedding\).*Freeze"
-    ):
-        per_sample_gradients(model, inputs, loss=loss)
-    _, gradients = per_sample_gradients(model, inputs, loss=loss, engine="functorch")
-    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, None, loss)[1])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("relative" not in name)
-    check(model, inputs, loss=loss)
+    engine = LayerwiseEngine(model, loss)
+    for projectors in ({}, projectors_for(model, 4)):
+        gradients = engine(inputs, projectors)[1]
+        expected = single_sample_gradients(model, inputs, projectors, loss)[1]
+        assert_gradients_equal(gradients, expected)
+    generic = [site.path for site in engine._sites if site.rule is None and site.reason]
+    assert generic == ["encoder.block.0.layer.0.SelfAttention"]
 
 
 # ---- A weight with several uses ----
@@ -346,11 +341,21 @@ def test_what_a_module_without_rule_computes_once_for_all_samples_is_computed_fo
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
-def test_what_has_no_place_for_the_batch_is_refused(batch_size: int) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"positions \(Positions\).*\(5, 6\).*functorch"
-    ):
-        per_sample_gradients(Placed(leading=False), tokens(batch_size, 5), loss=mean_output)
+def test_what_has_no_place_for_the_batch_gives_way_to_the_module_around_it(
+    batch_size: int,
+) -> None:
+    check(Placed(leading=False), tokens(batch_size, 5))
+
+
+class Repeating(Placed):
+    """Repeats what is computed once for all samples itself, as prompt tuning does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table(x) + self.positions(x.shape[1]).repeat(len(x), 1, 1))
+
+
+def test_a_row_that_the_model_repeats_itself_is_not_repeated_before() -> None:
+    check(Repeating(leading=True), tokens(3))
 
 
 class Routed(nn.Module):
@@ -506,12 +511,8 @@ class Outside(nn.Module):
         return self.linear(self.table(x)) @ self.linear.weight
 
 
-def test_a_weight_used_outside_its_module_is_refused_and_functorch_handles_it() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"uses linear\.weight outside.*functorch"):
-        per_sample_gradients(Outside(), tokens(3), loss=mean_output)
-    model, inputs = Outside(), tokens(3)
-    _, gradients = per_sample_gradients(model, inputs, loss=mean_output, engine="functorch")
-    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, None, mean_output)[1])
+def test_a_weight_used_outside_its_module_is_exact() -> None:
+    check(Outside(), tokens(3))
 
 
 def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
@@ -580,9 +581,8 @@ class Reused(nn.Module):
         return self.table(x) + self.table(torch.arange(x.shape[1])[None])
 
 
-def test_a_layer_called_with_and_without_the_batch_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"table \(Embedding\).*functorch"):
-        per_sample_gradients(Reused(), tokens(3), loss=mean_output)
+def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
+    check(Reused(), tokens(3))
 
 
 class Fickle(nn.Module):

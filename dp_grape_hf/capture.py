@@ -1,0 +1,327 @@
+"""One forward and backward pass of the layerwise engine: how a site is run, and what it leaves.
+
+Every layer with a rule runs with its weights detached and an extra autograd node at its output.
+When that node receives the output's gradient it applies the rule, with the projection, so the
+gradient of a weight never exists and ``p.grad`` stays None. Gradient checkpointing works because
+the forward pass is simply re-run; a module that runs twice is recorded twice. A module without a
+rule runs under ``torch.func.vmap``, each sample with weights ``W + lift(tap_i)`` of its own.
+
+Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
+...).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.func import vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from dp_grape_hf.coordinates import call_in_coordinates
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.forwards import Forward, LookUps, detached
+from dp_grape_hf.per_sample import Consume
+from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.representations import Dense, Factored, PerSampleGradient, Single, SparseRows, add
+from dp_grape_hf.sites import Site
+from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One tensor times the projections of all layers that are given it."""
+
+    layer_input: Tensor
+    version: int  # of the tensor, which an in-place operation counts up
+    parts: dict[str, Tensor]  # path of a site -> (B, T, r)
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """A call of an activation function."""
+
+    function: Callable[[Tensor], Tensor]
+    argument: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Takes the gradients of a group of parameters as soon as they are complete."""
+
+    consume: Consume
+    awaited: dict[str, int]  # name -> uses still to come; below 0 if a tap collects its uses
+    group_of: Mapping[str, tuple[str, ...]]
+
+
+class Pass:
+    """What one forward and backward pass collects.
+
+    Args:
+        trainable: name -> weight.
+        projectors: name -> projector, of the projected weights.
+        batch_size: B.
+        stream: what to do with gradients that are complete; they are collected if None.
+
+    ``anchor`` is a zero that requires grad: it keeps a layer's node in the graph where the layer's
+    input does not require grad (an embedding), and lets ``autograd.grad`` reach the node.
+    """
+
+    def __init__(
+        self,
+        trainable: Mapping[str, Tensor],
+        projectors: Mapping[str, Projector],
+        batch_size: int,
+        stream: Stream | None = None,
+    ) -> None:
+        self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
+        self._stream = stream
+        device = next(iter(trainable.values())).device
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._taps: dict[str, Tensor] = {}  # name -> (B, *coordinates), zeros
+        self._captured: dict[str, list[Single]] = defaultdict(list)
+        self._activation: _Activation | None = None  # the last call, until a layer was run
+        self._together: dict[tuple[Site, ...], _Product] = {}
+
+    def differentiate(self, loss: Tensor) -> dict[str, PerSampleGradient]:
+        """Differentiates the sum of the losses; returns what was not streamed."""
+        names, taps = list(self._taps), list(self._taps.values())
+        leaves = [self.anchor, *taps]
+        gradients = list(torch.autograd.grad(loss + self.anchor, leaves, allow_unused=True))
+        for name in reversed(names):
+            if (gradient := gradients.pop()) is not None:
+                self._captured[name].append(Dense(gradient))
+        return {name: add(self._captured.pop(name)) for name in list(self._captured)}
+
+    def remember(self, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
+        """Runs an activation function; the layer behind it may compute its output anew."""
+        output = function(argument)
+        self._activation = _Activation(function, argument, output)
+        return output
+
+    def run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Runs a site in place of its own forward."""
+        if site.rule is None:
+            return self._run_generic(site, original, args, kwargs)
+        if site.is_table:
+
+            def capture(indices: Tensor, output: Tensor) -> Tensor:
+                return self._capture(site, self._save(site, indices), output)
+
+            with detached(site.module), LookUps(site.module.weight, capture):
+                return original(*args, **kwargs)
+        layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        activation, self._activation = self._activation, None
+        if activation and activation.output is layer_input and self._early(site) is None:
+            saved, again = activation.argument.detach(), activation.function
+            self._check_carried(site, layer_input)
+        else:
+            saved, again = self._save(site, layer_input), None  # while it is in the cache
+        with detached(site.module):
+            output = original(*args, **kwargs)
+        return self._capture(site, saved, output, again)
+
+    def _save(self, site: Site, layer_input: Tensor) -> Tensor:
+        """Returns what of a layer's input must survive until the backward pass."""
+        assert site.rule is not None
+        layer_input = self._check_carried(site, layer_input)
+        saved = site.rule.save(site.module, layer_input.detach(), self._batch_size)
+        projector = self._early(site)
+        if projector is None:
+            return saved
+        if len(site.siblings) > 1:
+            return self._project_together(site, layer_input, saved)
+        return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
+
+    def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
+        """Returns the input with the batch in its leading dimension."""
+        if not site.carried:  # broadcast position ids: one row for all samples
+            return layer_input.expand(self._batch_size, *layer_input.shape[1:])
+        if layer_input.shape[0] % self._batch_size:
+            raise UnsupportedModelError(
+                f"{site.label} was given a leading size {layer_input.shape[0]} in a batch of "
+                f"{self._batch_size}: it does not carry the batch as it did in the first batch."
+            )
+        return layer_input
+
+    def _project_together(self, site: Site, layer_input: Tensor, saved: Tensor) -> Tensor:
+        """Projects one input for all layers that are given it (queries, keys, values) at once."""
+        known, version = self._together.get(site.siblings), layer_input._version
+        same = known is not None and known.layer_input is layer_input and known.version == version
+        if known is None or not same or site.path not in known.parts:
+            projectors = {
+                sibling.path: projector
+                for sibling in site.siblings
+                if (projector := self._early(sibling)) is not None
+            }
+            matrices = [projector.matrix for projector in projectors.values()]
+            product = saved @ torch.cat(matrices, 1).to(saved.dtype)
+            parts = product.split([matrix.shape[1] for matrix in matrices], -1)
+            known = _Product(layer_input, version, dict(zip(projectors, parts, strict=True)))
+            self._together[site.siblings] = known
+        part = known.parts.pop(site.path)  # once each: if the layer runs again, start anew
+        if not known.parts:
+            del self._together[site.siblings]
+        return part
+
+    def _early(self, site: Site) -> Projector | None:
+        """Returns the projector that acts on the saved factor of the weight's gradient."""
+        projector = self._projectors.get(site.parameters.get("weight", ""))
+        if projector is None or site.rule is None:
+            return None
+        acts_on = "cols" if projector.side is Side.RIGHT else "rows"
+        return projector if site.rule.saves == acts_on else None
+
+    def _capture(
+        self,
+        site: Site,
+        saved: Tensor,
+        output: Tensor,
+        again: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Adds the node that records the layer's gradients when its output's gradient arrives.
+
+        ``again`` computes the layer's input from what was saved instead.
+        """
+        rule, module, batch_size = site.rule, site.module, self._batch_size
+        assert rule is not None
+        early = self._early(site) is not None
+        if not site.carried:
+            output = output.expand(batch_size, *output.shape[1:])
+
+        def record(saved: Tensor, grad_output: Tensor) -> None:
+            if again is not None:
+                layer_input = self._check_carried(site, again(saved))
+                saved = rule.save(module, layer_input, batch_size)
+            gradients = rule.gradients(module, saved, grad_output, batch_size)
+            for local, name in site.parameters.items():
+                done = early and local == "weight"
+                gradient = _project(gradients[local], self._projectors.get(name), done)
+                shape = self._trainable[name].shape
+                if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
+                    dense = gradient.dense() if isinstance(gradient, Factored) else gradient
+                    assert isinstance(dense, Dense)
+                    gradient = Dense(dense.values.reshape(batch_size, *shape))
+                self._captured[name].append(gradient)
+            if self._stream is not None:
+                for name in site.parameters.values():
+                    self._hand_out(name, self._stream)
+
+        return _Capture.apply(output, saved, self.anchor, record)
+
+    def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
+        """Runs a module under vmap, each sample with weights ``W + lift(tap_i)`` of its own."""
+        leaves, spec = tree_flatten((args, kwargs))
+        batched = site.carrying(leaves, repr(spec))
+        samples = [leaves[i].unflatten(0, (self._batch_size, -1)) for i in batched]  # (B, k, ...)
+        taps = {local: self._tap(name) for local, name in site.parameters.items()}
+        projectors = {
+            local: self._projectors[name]
+            for local, name in site.parameters.items()
+            if name in self._projectors
+        }
+        structure: list[tuple[list[Any], TreeSpec]] = []
+
+        def record(local: str, gradient: Single) -> None:
+            self._captured[site.parameters[local]].append(gradient)
+
+        def one(taps: dict[str, Tensor], *sample: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, leaf in zip(batched, sample, strict=True):
+                filled[i] = leaf
+            own_args, own_kwargs = tree_unflatten(filled, spec)
+            with Batching(next(iter(taps.values()))):
+                output = call_in_coordinates(
+                    site.module, original, taps, projectors, record, own_args, own_kwargs
+                )
+            structure[:] = [tree_flatten(output)]
+            return [leaf for leaf in structure[0][0] if isinstance(leaf, Tensor)]
+
+        with vmap_safe(site.module), refusing_dynamic_code(site.label):
+            outputs = vmap(one, randomness="different")(taps, *samples)
+        leaves, spec = structure[0]
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        carrying = site.carrying(leaves, repr(spec))
+        for i, output in zip(places, outputs, strict=True):
+            leaves[i] = _merge(site, output, i in carrying)
+        return tree_unflatten(leaves, spec)
+
+    def _tap(self, name: str) -> Tensor:
+        """Returns the zero coordinates of a parameter, (B, ...), which take no memory."""
+        if name not in self._taps:
+            zero = torch.zeros((), device=self._trainable[name].device)
+            shape, projector = self._trainable[name].shape, self._projectors.get(name)
+            coordinates = projector.coordinate_shape(shape) if projector else shape
+            self._taps[name] = zero.expand(self._batch_size, *coordinates).requires_grad_()
+        return self._taps[name]
+
+    def _hand_out(self, name: str, stream: Stream) -> None:
+        """Counts a use, and consumes the parameter's group when no other use is to come."""
+        if stream.awaited[name] == 0:
+            raise PrivacyError(
+                f"{name} is used more often than in the first batch, after its clipped gradient "
+                "was added up; its clipping would bound nothing. Use clipping='flat'."
+            )
+        stream.awaited[name] -= 1
+        group = stream.group_of[name]
+        if all(stream.awaited[other] == 0 for other in group):
+            stream.consume({other: add(self._captured.pop(other)) for other in group})
+
+
+class _Capture(torch.autograd.Function):
+    """The identity on a layer's output; its backward hands the output's gradient to ``record``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.record = record
+        return output.detach()  # an alias but no autograd view: in-place operations may follow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.record(ctx.saved_tensors[0], grad_output)
+        return grad_output, None, None, None
+
+
+def _project(gradient: Single, projector: Projector | None, done: bool) -> Single:
+    """Returns ``P^T G`` or ``G P`` from the factors of G, which is never formed.
+
+    ``done`` says that the factor which meets P met it when it was saved.
+    """
+    if projector is None:
+        return gradient if isinstance(gradient, Dense) else gradient.cheapest()
+    left = projector.side is Side.LEFT
+    match gradient:
+        case Factored() if done:
+            return gradient.dense()
+        case Factored(rows, cols) if left:
+            return Factored(rows @ projector.matrix.to(rows.dtype), cols).dense()
+        case Factored(rows, cols):
+            return Factored(rows, projector.project(cols)).dense()
+        case SparseRows(indices, values, _) if left:  # the rows of G are one-hot: P^T picks from P
+            return Factored(projector.matrix.to(values.dtype)[indices], values).dense()
+        case SparseRows(indices, values, num_rows):
+            return SparseRows(indices, projector.project(values), num_rows).cheapest()
+        case Dense(values):
+            return Dense(projector.project(values))
+
+
+def _merge(site: Site, output: Tensor, carries: bool) -> Tensor:
+    """Returns (B, k, ...) as (B * k, ...), or one sample's share where all samples have the "
+    "same."""
+    if carries or (output.requires_grad and output.dim() > 1 and output.shape[1] == 1):
+        return output.flatten(0, 1)
+    if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
+        raise UnsupportedModelError(
+            f"{site.label} computes a tensor of shape {tuple(output.shape[1:])} that all samples "
+            "share, so it does not tell their gradients apart. Freeze it with "
+            'requires_grad_(False), or use engine="functorch".'
+        )
+    return output[0]

@@ -1,0 +1,374 @@
+"""Which modules the layerwise engine runs itself, and what it learns about them by running them.
+
+A *site* is a module whose parameters' gradients the engine computes, by the closed-form rule of its
+type or by the generic functorch rule. Which of a site's tensors carry the batch cannot be read off
+shapes, so the model is run with two batch sizes. A site whose calls do not tell the samples apart
+(a table of relative positions, which is looked up once for all samples) gives way to the module
+around it, which runs under the generic rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.forwards import Forward, LookUps, detached, replaced_forwards
+from dp_grape_hf.layer_rules import LayerRule, rule_for
+
+RunModel = Callable[[int], Tensor]
+"""Runs the model on a batch of that many copies of one sample; returns its losses."""
+
+
+Key = tuple[str, int]
+"""A tensor in a nest of containers: the structure of the nest, and the number of its leaf."""
+
+
+@dataclass(eq=False)
+class Site:
+    """A module that the engine runs itself, and which of its tensors carry the batch."""
+
+    path: str
+    module: nn.Module
+    rule: LayerRule | None  # None: the generic functorch rule
+    parameters: dict[str, str]  # name inside the module -> name in the model, trainable only
+    reason: str = ""  # why a module with a rule inside had to give way to this one
+    carried: bool = False  # whether the first input, the one the rule is about, carries the batch
+    tensors: dict[Key, bool] = field(default_factory=dict)  # of all inputs and outputs, likewise
+    calls: int = 0  # in one pass
+    leading_size: int = 0  # of the first input, in a batch of 2
+    broadcast: bool = False  # whether it computes something once for all samples
+    siblings: tuple[Site, ...] = ()  # sites that are given one and the same tensor, this one too
+
+    @property
+    def label(self) -> str:
+        """How error messages name the site."""
+        return f"{self.path or 'the model'} ({type(self.module).__name__})"
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the rule is about look-ups, wherever in the module's forward they are."""
+        return self.rule is not None and isinstance(self.module, nn.Embedding)
+
+    def carrying(self, leaves: Sequence[Any], structure: str) -> list[int]:
+        """Returns which of the leaves of an input or output carry the batch.
+
+        Raises:
+            UnknownTensorError: if that is not known: a mask that the first samples did not need.
+        """
+        tensors = [i for i, leaf in enumerate(leaves) if _has_batch(leaf)]
+        if any((structure, i) not in self.tensors for i in tensors):
+            raise UnknownTensorError
+        return [i for i in tensors if self.tensors[structure, i]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    sizes: dict[Key, int]  # leading sizes of inputs and outputs
+    first: Tensor | None  # kept, so that its id stays its own
+    leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
+    differentiable: list[int]  # leading sizes of the outputs that require grad
+
+
+class UnknownTensorError(Exception):
+    """A module was given, or returned, a tensor that it was not seen with when it was learnt."""
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """A site that cannot be run as it is, and why."""
+
+    site: Site
+    reason: str
+
+
+class Sites:
+    """The sites of a model.
+
+    Args:
+        model: the model.
+        names: id of a trainable parameter -> its name in the model.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+        self._model = model
+        self._names = names
+        self.all: list[Site] = []
+        self._find("", model, set())
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.all)
+
+    def learn(self, run_model: RunModel) -> tuple[Tensor, Tensor]:
+        """Runs the model until every site is understood; returns losses of 2 and of 3 copies.
+
+        Raises:
+            UnsupportedModelError: if a parameter's uses cannot be told apart by sample.
+        """
+        while True:
+            losses, calls = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
+            misfits = self._used_elsewhere(losses[0])
+            for site in self.all:
+                two, three = (c.get(site.path, []) for c in calls)
+                if reason := _learn(site, two, three):
+                    misfits.append(_Misfit(site, reason))
+            if not misfits:
+                misfits = self._not_expandable(run_model, losses[1])
+            if not misfits:
+                self._find_siblings(calls[0])
+                return losses[0], losses[1]
+            for misfit in misfits:
+                self._give_way(misfit)
+
+    def installed(self, make: Callable[[Site, Forward], Forward]) -> AbstractContextManager[None]:
+        """Replaces the forward of every site, and puts the old ones back whatever happens."""
+        modules = [site.module for site in self.all]
+        return replaced_forwards(modules, lambda i, forward: make(self.all[i], forward))
+
+    # ---- Which modules, which rule ----
+
+    def _find(self, path: str, module: nn.Module, seen: set[nn.Module]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if own := self._own(module, recurse=False) | self._own_of_containers(module):
+            rule = rule_for(module)
+            if rule is None:  # the generic rule covers the children
+                self.all.append(Site(path, module, None, self._own(module, recurse=True)))
+                return
+            self.all.append(Site(path, module, rule, own))
+        for name, child in module.named_children():
+            self._find(f"{path}.{name}" if path else name, child, seen)
+
+    def _own(self, module: nn.Module, recurse: bool) -> dict[str, str]:
+        """Returns a module's trainable parameters.
+
+        Without its children's: what a child owns as well (a tied bias) is left to the child; if the
+        module used it itself, that would show.
+        """
+        children = module.children() if not recurse else ()
+        below = {id(p) for child in children for p in child.parameters()}
+        return {
+            local: self._names[id(p)]
+            for local, p in module.named_parameters(recurse=recurse)
+            if id(p) in self._names and id(p) not in below
+        }
+
+    def _own_of_containers(self, module: nn.Module) -> dict[str, str]:
+        """Returns the parameters in a module's dictionaries and lists, which it uses itself."""
+        containers = (nn.ParameterDict, nn.ParameterList)
+        if isinstance(module, containers):
+            return {}
+        return {
+            f"{child}.{local}": name
+            for child, container in module.named_children()
+            if isinstance(container, containers)
+            for local, name in self._own(container, recurse=True).items()
+        }
+
+    def _give_way(self, misfit: _Misfit) -> None:
+        """Puts the module around a site in its place, under the generic rule."""
+        if misfit.site not in self.all:  # another one has covered it by now
+            return
+        path, reason = misfit.site.path, misfit.site.reason or misfit.reason
+        if not path:
+            raise UnsupportedModelError(
+                f"{reason} No module around it tells the samples apart either. Freeze what it "
+                'trains with requires_grad_(False), or use engine="functorch".'
+            )
+        parent = path.rpartition(".")[0]
+        around = self._model.get_submodule(parent)
+        covered = set(around.modules())
+        first = next(i for i, site in enumerate(self.all) if site.module in covered)
+        self.all = [site for site in self.all if site.module not in covered]
+        parameters = self._own(around, recurse=True)
+        self.all.insert(first, Site(parent, around, None, parameters, reason))
+
+    def _used_elsewhere(self, losses: Tensor) -> list[_Misfit]:
+        """Returns the sites whose parameters are used outside the forward of their module."""
+        if not losses.requires_grad:
+            return []
+        tracked = {
+            name: self._model.get_parameter(name)
+            for site in self.all
+            for name in site.parameters.values()
+        }
+        found = torch.autograd.grad(losses.sum(), list(tracked.values()), allow_unused=True)
+        used = {name for name, g in zip(tracked, found, strict=True) if g is not None}
+        return [
+            _Misfit(
+                site,
+                f"The model uses {', '.join(sorted(used & {*site.parameters.values()}))} outside "
+                f"the forward of {site.label}, where the layerwise engine does not see its "
+                "gradient.",
+            )
+            for site in self.all
+            if used & {*site.parameters.values()}
+        ]
+
+    # ---- Which tensors carry the batch: two batch sizes are run, shapes are never compared ----
+
+    def _not_expandable(self, run_model: RunModel, losses: Tensor) -> list[_Misfit]:
+        """Returns the sites with an output of leading size 1 that the model takes no other for.
+
+        What is computed once for all samples (from broadcast position ids) must have one row for
+        each, which the engine gives it. A model may object: it repeats the row itself, or has more
+        rows than samples. That is found out by trying.
+        """
+        sites = [site for site in self.all if site.broadcast]
+        if not sites or self._expands(run_model, sites, losses):
+            return []
+        alone = [site for site in sites if not self._expands(run_model, [site], losses)]
+        return [
+            _Misfit(
+                site,
+                f"{site.label} computes once what all samples share, and the model does not take "
+                "one row per sample in its place, so its calls do not tell the samples apart.",
+            )
+            for site in alone or sites
+        ]
+
+    def _expands(self, run_model: RunModel, sites: Sequence[Site], losses: Tensor) -> bool:
+        try:
+            found, _ = self._observe(run_model, len(losses), sites)
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return found.shape == losses.shape
+
+    def _observe(
+        self, run_model: RunModel, size: int, expanded: Sequence[Site] = ()
+    ) -> tuple[Tensor, dict[str, list[_Call]]]:
+        """Runs the model; ``expanded`` sites give one row per sample where they had one for all."""
+        calls: dict[str, list[_Call]] = {}
+
+        def observe(site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
+            looked_up: list[int] = []
+
+            def look_up(indices: Tensor, output: Tensor) -> Tensor:
+                looked_up.append(indices.shape[0] if indices.dim() else 0)
+                return output
+
+            if site.rule is None:
+                output = _with_fresh_weights(site, original, args, kwargs)
+            else:
+                seen = LookUps(site.module.weight, look_up) if site.is_table else nullcontext()
+                with detached(site.module), seen:
+                    output = original(*args, **kwargs)
+            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            call = _Call(
+                sizes=leading_sizes((args, kwargs)) | leading_sizes(output),
+                first=first,
+                leading=looked_up
+                if site.is_table
+                else [first.shape[0]]
+                if _has_batch(first)
+                else [],
+                differentiable=_differentiable(output),
+            )
+            calls.setdefault(site.path, []).append(call)
+            return tree_map(partial(_expand, size), output) if site in expanded else output
+
+        with self.installed(lambda site, original: partial(observe, site, original)):
+            return run_model(size), calls
+
+    def _find_siblings(self, calls: Mapping[str, Sequence[_Call]]) -> None:
+        """Finds the sites that are given one and the same tensor: queries, keys and values."""
+        together: dict[int, list[Site]] = {}
+        for site in self.all:
+            first = calls[site.path][0].first if site.calls == 1 else None
+            if site.rule is not None and site.rule.saves and first is not None:
+                together.setdefault(id(first), []).append(site)
+        for sites in together.values():
+            for site in sites:
+                site.siblings = tuple(sites)
+
+
+def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call]) -> str | None:
+    """Stores what the calls of a site with batches of 2 and of 3 say; returns why they do not."""
+    if not two and site.reason:  # a mere container: its own parent may tell the samples apart
+        return site.reason
+    carried = None
+    for a, b in zip(two, three, strict=True):
+        for key in a.sizes.keys() & b.sizes.keys():
+            carries = a.sizes[key] * 3 == b.sizes[key] * 2
+            if site.tensors.setdefault(key, carries) is not carries:
+                return f"{site.label} is called in different ways, with and without the batch."
+        if site.rule is None:
+            if not _all_own(a.differentiable, b.differentiable):
+                return (
+                    f"{site.label} computes a tensor that all samples share, so it does not tell "
+                    "their gradients apart."
+                )
+            site.broadcast = 1 in a.differentiable
+            continue
+        if not a.leading:
+            return f"{site.label} does not use its weight in a known way."
+        for size, of_three in zip(a.leading, b.leading, strict=True):
+            site.leading_size, site.carried = size, size * 3 == of_three * 2 > 0
+            if carried not in (None, site.carried):
+                return f"{site.label} is called in different ways, with and without the batch."
+            carried, site.broadcast = site.carried, not site.carried
+            if not site.carried and size != 1:
+                return (
+                    f"{site.label} has an input of leading size {size} that does not follow the "
+                    "batch size, so its calls do not tell the samples apart."
+                )
+    site.calls = len(two)
+    return None
+
+
+def leading_sizes(tree: Any) -> dict[Key, int]:
+    """Returns the leading sizes of all tensors with dimensions in a nest of containers."""
+    leaves, spec = tree_flatten(tree)
+    structure = repr(spec)
+    return {(structure, i): leaf.shape[0] for i, leaf in enumerate(leaves) if _has_batch(leaf)}
+
+
+def _has_batch(leaf: Any) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _expand(size: int, output: Any) -> Any:
+    if isinstance(output, Tensor) and output.dim() and len(output) == 1:
+        return output.expand(size, *output.shape[1:])
+    return output
+
+
+def _with_fresh_weights(site: Site, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """Runs a module with copies of its weights, so that what depends on them requires grad.
+
+    The weights themselves take no part: gradients that reach them come from elsewhere.
+    """
+    weights = dict(site.module.named_parameters())
+    fresh = {local: weights[local].detach().requires_grad_() for local in site.parameters}
+    wrapper = site.module.forward
+    try:
+        site.module.forward = forward
+        return functional_call(site.module, fresh, args, kwargs)
+    finally:
+        site.module.forward = wrapper
+
+
+def _differentiable(output: Any) -> list[int]:
+    """Returns the leading sizes of the tensors that require grad, 0 for one without dimensions."""
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    return [x.shape[0] if x.dim() else 0 for x in tensors]
+
+
+def _all_own(two: list[int], three: list[int]) -> bool:
+    """Returns whether each sample can be given an output of its own.
+
+    The generic rule computes one per sample, and puts them where the batch is, or in the place of a
+    leading size of 1. A tensor that all samples share has no such place.
+    """
+    return len(two) == len(three) and all(
+        a == 1 or a * 3 == b * 2 > 0 for a, b in zip(two, three, strict=True)
+    )

@@ -1,0 +1,147 @@
+"""What ``torch.func.vmap`` over the samples needs to run the code of transformers models."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+
+from dp_grape_hf.coordinates import outside_vmap
+from dp_grape_hf.errors import UnsupportedModelError
+
+_VMAP_SAFE = "dp_grape_vmap"
+
+
+def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Builds the attention mask always: to leave it out, it would have to be read, per sample."""
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(*args, **kwargs)
+
+
+def _full_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    kwargs.update(allow_is_bidirectional_skip=False)
+    return eager_mask(*args, **kwargs)
+
+
+AttentionMaskInterface.register(_VMAP_SAFE, _full_mask)
+AttentionInterface.register(_VMAP_SAFE, sdpa_attention_forward)
+
+
+@contextlib.contextmanager
+def vmap_safe(model: nn.Module) -> Iterator[None]:
+    """Makes transformers models usable under vmap.
+
+    Attention masks are built in full, and attention is torch's function, but for models that are
+    set to their own code ("eager"), which may compute something else (Gemma 2 caps its scores).
+    Gradient checkpointing is off, because it would repeat the forward pass outside vmap.
+    """
+    modules = list(model.modules())
+    configs = {
+        id(config): config
+        for module in modules
+        if (config := getattr(module, "config", None)) is not None
+        and getattr(config, "_attn_implementation", None) not in (None, "eager")
+    }.values()
+    before = [config._attn_implementation for config in configs]
+    checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
+    masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    nested = masks["eager"] is _full_eager_mask
+    try:
+        for config in configs:
+            config._attn_implementation = _VMAP_SAFE
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = False
+        masks["eager"] = _full_eager_mask
+        yield
+    finally:
+        if not nested:
+            del masks["eager"]  # the one that was registered under that name is back
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = True
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+class Batching(TorchFunctionMode):
+    """Does outside vmap what vmap has no rule for: fused attention, and draws all samples share.
+
+    Args:
+        batched: any tensor of vmap's samples.
+    """
+
+    def __init__(self, batched: Tensor) -> None:
+        super().__init__()
+        self._batched = batched
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
+            # One draw for the whole batch, as in an ordinary pass (layer drop): branches read it.
+            return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
+        if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
+            return args[0]
+        if func is functional.multi_head_attention_forward:  # what it calls is not seen here
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ) -> tuple[Tensor, int]:
+            """Takes (B, b, heads, T, d) as (B * b, heads, T, d), for which there are kernels."""
+            if mask is not None:  # its dimensions are the last ones of a sample's query
+                mask = mask[(slice(None), *[None] * (query.dim() - mask.dim()))]
+            if query.dim() < 5:  # no batch dimension within a sample: nothing may be merged
+                output = functional.scaled_dot_product_attention(
+                    query, key, value, mask, *args, **kwargs
+                )
+                return output, 0
+            size = query.shape[:2]
+            mask = None if mask is None else mask.expand(*size, *mask.shape[2:]).flatten(0, 1)
+            query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+            output = functional.scaled_dot_product_attention(
+                query, key, value, mask, *args, **kwargs
+            )
+            return output.unflatten(0, size), 0
+
+        return outside_vmap(self._batched, attend, query, key, value, attn_mask)
+
+
+@contextlib.contextmanager
+def refusing_dynamic_code(label: str) -> Iterator[None]:
+    """Turns vmap's errors, about branches on values for example, into one that names the module."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
+            raise
+        reason = str(error).strip().split(". ")[0].split("\n")[0]
+        raise UnsupportedModelError(
+            f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
+            "requires_grad_(False), use an implementation that does not branch on values (for a "
+            "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
+            'engine="layerwise" vectorises only modules whose own layers have no rule.'
+        ) from error

@@ -1,0 +1,601 @@
+"""Tiny models of every family and data for every head: to add a model, add a row to ``FAMILIES``.
+
+A row names a configuration class of transformers, its settings and the tasks to try; the classes of
+the models follow from the tasks. Everything is made from ``Config(...)`` and random numbers: no
+network, no files. Where an engine refuses a model, the row says with which words.
+
+Shapes: B samples in the batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY, HIDDEN, HEADS, LABELS, MAX_POSITIONS = 60, 32, 4, 3, 40
+PAD, START, END, FIRST_WORD = 1, 2, 3, 5
+IGNORED = -100
+CHOICES, TARGET_LENGTH = 3, 6
+IMAGE, PATCH = 8, 4
+MELS, FRAMES = 8, 16
+
+Batch = dict[str, Tensor]
+
+
+# ---- Data ----
+
+
+def texts(
+    batch_size: int, positions: int = 9, seed: int = 0, padding: str = "right", *, target: str
+) -> Batch:
+    """Returns random texts, the second and every third after it padded on one side.
+
+    ``target`` says what the labels are: a ``class``, ``several`` classes, a ``number``, ``masked``
+    tokens, all of the ``tokens``, only the last of them (``completion``), a class per token
+    (``tags``), a ``span``, a ``choice`` among texts, or another text (``translation``). No text is
+    shorter than 4 tokens: a causal model that predicts one token attends to one, so that all
+    gradients of its queries and keys are zero but for rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = batch_size * CHOICES if target == "choice" else batch_size
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (rows, positions), generator=generator)
+    mask = torch.ones_like(ids)
+    for i in range(1, rows, 3):
+        length = min(4, positions) + max(0, positions - 4) * i // (rows + 1)
+        mask[i, length:] = 0
+        if padding == "left":
+            mask[i] = mask[i].flip(0)
+    ids[mask == 0] = PAD
+    classes = torch.randint(0, LABELS, (batch_size,), generator=generator)
+    tokens = ids.masked_fill(mask == 0, IGNORED)
+    labels: Batch
+    match target:
+        case "class" | "choice":
+            labels = {"labels": classes}
+        case "several":
+            labels = {"labels": torch.rand(batch_size, LABELS, generator=generator).round()}
+        case "number":
+            labels = {"labels": torch.randn(batch_size, generator=generator)}
+        case "masked":
+            chosen = torch.rand(ids.shape, generator=generator) < 0.4
+            chosen[torch.arange(rows), mask.argmax(1)] = True  # at least one in each text
+            labels = {"labels": tokens.masked_fill(~chosen, IGNORED)}
+        case "tokens":
+            labels = {"labels": tokens}
+        case "completion":
+            from_the_end = mask.flip(1).cumsum(1).flip(1)
+            labels = {"labels": tokens.masked_fill(from_the_end > 2, IGNORED)}
+        case "tags":
+            tags = torch.randint(0, LABELS, ids.shape, generator=generator)
+            labels = {"labels": tags.masked_fill(mask == 0, IGNORED)}
+        case "span":
+            first = mask.argmax(1)
+            labels = {"start_positions": first + 1, "end_positions": first + 2}
+        case "translation":
+            labels = {"labels": answers(batch_size, generator)}
+        case _:
+            raise ValueError(f"{target=} is not known.")
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if target == "choice":
+        inputs = {key: value.unflatten(0, (-1, CHOICES)) for key, value in inputs.items()}
+    return {**inputs, **labels}
+
+
+def answers(batch_size: int, generator: torch.Generator) -> Tensor:
+    """Returns texts to generate, (B, T), every other one shorter."""
+    labels = torch.randint(FIRST_WORD, VOCABULARY, (batch_size, TARGET_LENGTH), generator=generator)
+    labels[1::2, 4:] = IGNORED
+    return labels
+
+
+def images(batch_size: int, positions: int = 5, seed: int = 0, padding: str = "right") -> Batch:
+    """Returns random images of 2 x 2 patches; there is nothing to pad."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(batch_size, 1, IMAGE, IMAGE, generator=generator)
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(0, LABELS, (batch_size,), generator=generator),
+    }
+
+
+def sounds(
+    batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right", *, target: str
+) -> Batch:
+    """Returns random spectrograms of one length, labelled with a ``class`` or with a ``text``."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(batch_size, MELS, FRAMES, generator=generator)
+    classes = torch.randint(0, LABELS, (batch_size,), generator=generator)
+    labels = classes if target == "class" else answers(batch_size, generator)
+    return {"input_features": features, "labels": labels}
+
+
+def end_texts(batch: Batch) -> Batch:
+    """Ends every text with the end-of-text token, at which some models classify."""
+    mask = batch["attention_mask"]
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    ids = batch["input_ids"].clone()
+    ids[torch.arange(len(ids)), last] = END
+    return {**batch, "input_ids": ids}
+
+
+# ---- Tasks ----
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head: how the classes of models that have it end, and what it is trained on."""
+
+    suffix: str
+    batch: Callable[..., Batch]  # (B, T=positions, seed=0, padding="right")
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the model's configuration
+    peft: str | None = None  # PEFT's task type
+
+
+TASKS = {
+    "sequence classification": Task(
+        "ForSequenceClassification", partial(texts, target="class"), peft="SEQ_CLS"
+    ),
+    "multi-label classification": Task(
+        "ForSequenceClassification",
+        partial(texts, target="several"),
+        {"problem_type": "multi_label_classification"},
+    ),
+    "regression": Task(
+        "ForSequenceClassification", partial(texts, target="number"), {"num_labels": 1}
+    ),
+    "token classification": Task(
+        "ForTokenClassification",
+        partial(texts, target="tags"),
+        {"classifier_dropout": 0.0},
+        peft="TOKEN_CLS",
+    ),
+    "question answering": Task(
+        "ForQuestionAnswering",
+        partial(texts, target="span"),
+        {"num_labels": 2},
+        peft="QUESTION_ANS",
+    ),
+    "multiple choice": Task("ForMultipleChoice", partial(texts, target="choice")),
+    "masked LM": Task("ForMaskedLM", partial(texts, target="masked")),
+    "causal LM": Task("ForCausalLM", partial(texts, target="tokens"), peft="CAUSAL_LM"),
+    "seq2seq LM": Task(
+        "ForConditionalGeneration", partial(texts, target="translation"), peft="SEQ_2_SEQ_LM"
+    ),
+    "image classification": Task("ForImageClassification", images),
+    "speech recognition": Task("ForConditionalGeneration", partial(sounds, target="text")),
+    "audio classification": Task("ForAudioClassification", partial(sounds, target="class")),
+}
+
+ENCODER_TASKS = (
+    *("sequence classification", "token classification", "question answering"),
+    *("multiple choice", "masked LM"),
+)
+DECODER_TASKS = ("sequence classification", "token classification", "causal LM")
+
+
+# ---- Families ----
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table: one architecture as configured.
+
+    Args:
+        name: what tests and the rendered table call it.
+        config: the configuration's class in transformers.
+        settings: what the configuration is made with.
+        tasks: the names of the tasks to try.
+        models: what the models' classes start with, if not as the configuration's does.
+        without_part: parts of the names of parameters that have no part in the loss.
+        adapter: PEFT's method: ``lora``, ``ia3`` or ``prompt``.
+        ends: whether the model looks for the end-of-text token.
+        refused: engine, or (engine, task) -> a part of the message it is refused with.
+    """
+
+    name: str
+    config: str
+    settings: Mapping[str, Any]
+    tasks: tuple[str, ...]
+    models: str = ""
+    without_part: tuple[str, ...] = ()
+    adapter: str | None = None
+    ends: bool = False
+    refused: Mapping[Any, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model with a head and its data; both factories leave the global seed alone."""
+
+    family: Family
+    task: str
+
+    def __str__(self) -> str:
+        return f"{self.family.name}, {self.task}"
+
+    def model(self, seed: int = 0, **changes: Any) -> Any:
+        """Returns the model in training mode, with ``changes`` to its configuration."""
+        family, task = self.family, TASKS[self.task]
+        prefix = family.models or family.config.removesuffix("Config")
+        cls = _MODEL_CLASSES.get((prefix, self.task), prefix + task.suffix)
+        model = build(
+            getattr(transformers, cls),
+            getattr(transformers, family.config),
+            {**family.settings, **task.settings},
+            seed,
+            **changes,
+        )
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in family.without_part):
+                parameter.requires_grad_(False)
+        return adapted(model, family.adapter, task.peft, seed) if family.adapter else model
+
+    def batch(self, batch_size: int, **settings: Any) -> Batch:
+        """Returns a batch; settings are ``positions``, ``seed`` and ``padding``."""
+        batch = TASKS[self.task].batch(batch_size, **settings)
+        return end_texts(batch) if self.family.ends and "attention_mask" in batch else batch
+
+    def refused(self, engine: str) -> str | None:
+        """Returns a part of the message that the engine refuses the model with, if it does."""
+        refused = self.family.refused
+        return refused.get((engine, self.task), refused.get(engine))
+
+
+_MODEL_CLASSES = {("GPT2", "causal LM"): "GPT2LMHeadModel"}
+
+
+def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **changes: Any) -> Any:
+    """Returns a model in training mode, with no parameter at a special value such as 0 or 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls(config(**{**settings, **changes}))
+        _disturb(model)
+    return model.train()
+
+
+def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0) -> Any:
+    """Returns the model with a PEFT adapter around or in it."""
+    import peft
+
+    inside = ["query", "value", "q_proj", "v_proj", "q", "v", "c_attn"]
+    targets = [n for n in inside if any(m.endswith(f".{n}") for m, _ in model.named_modules())]
+    config: Any
+    match adapter:
+        case "lora":
+            config = peft.LoraConfig(r=4, target_modules=targets, task_type=task_type)
+        case "ia3":
+            config = peft.IA3Config(
+                target_modules=targets, feedforward_modules=[], task_type=task_type
+            )
+        case "prompt":
+            config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type=task_type)
+        case _:
+            raise ValueError(f"{adapter=} is not known.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(model, config)
+        _disturb(model)
+    return model.train()
+
+
+@torch.no_grad()
+def _disturb(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+# ---- Settings ----
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 2 * HIDDEN,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": PAD,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = {**SIZES, **NO_DROPOUT, "num_labels": LABELS}
+OPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 2 * HIDDEN,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": PAD,
+    "dropout": 0.0,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": HIDDEN,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "n_positions": MAX_POSITIONS,
+    "pad_token_id": PAD,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+LLAMA = {**SIZES, "num_key_value_heads": HEADS // 2}
+DECODER = {**LLAMA, "bos_token_id": 0, "eos_token_id": 2, "num_labels": LABELS}
+VIT = {
+    **{k: v for k, v in SIZES.items() if k.startswith(("hidden", "num", "inter"))},
+    **NO_DROPOUT,
+    "image_size": IMAGE,
+    "patch_size": PATCH,
+    "num_channels": 1,
+    "num_labels": LABELS,
+}
+DISTILBERT = {
+    "vocab_size": VOCABULARY,
+    "dim": HIDDEN,
+    "hidden_dim": 2 * HIDDEN,
+    "n_layers": 1,
+    "n_heads": HEADS,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": PAD,
+    "num_labels": LABELS,
+    **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"), 0.0),
+}
+DEBERTA_V3 = {
+    **BERT,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_buckets": 4,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "d_kv": HIDDEN // HEADS,
+    "d_ff": 2 * HIDDEN,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    "classifier_dropout": 0.0,
+    "pad_token_id": PAD,
+    "eos_token_id": END,
+    "decoder_start_token_id": START,
+    "num_labels": LABELS,
+}
+ENCODER_DECODER = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * HIDDEN),
+    "pad_token_id": PAD,
+    "bos_token_id": 0,
+    "eos_token_id": END,
+    "decoder_start_token_id": START,
+    "dropout": 0.0,
+    "num_labels": LABELS,
+}
+BART = {**ENCODER_DECODER, "max_position_embeddings": MAX_POSITIONS, "forced_eos_token_id": None}
+WHISPER = {
+    **ENCODER_DECODER,
+    "num_mel_bins": MELS,
+    "max_source_positions": FRAMES // 2,
+    "max_target_positions": MAX_POSITIONS,
+    "classifier_proj_size": HIDDEN // 2,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+SWIN = {
+    **NO_DROPOUT,
+    "image_size": IMAGE,
+    "patch_size": 2,
+    "num_channels": 1,
+    "embed_dim": HIDDEN // 2,
+    "depths": [2, 2],  # the second layer of a stage shifts its windows
+    "num_heads": [2, 4],
+    "window_size": 2,
+    "drop_path_rate": 0.0,
+    "num_labels": LABELS,
+}
+CONVNEXT = {
+    "image_size": IMAGE,
+    "patch_size": 2,
+    "num_channels": 1,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "num_stages": 2,
+    "drop_path_rate": 0.0,
+    "num_labels": LABELS,
+}
+CLIP = {
+    "vision_config": {k: v for k, v in VIT.items() if "dropout" not in k and k != "num_labels"},
+    "text_config": {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 2},
+    "num_labels": LABELS,
+}
+
+ONE_LAYER = {"num_hidden_layers": 1}
+# Their classifiers select the end-of-text tokens, and vmap cannot vectorise a selection by value.
+NO_SELECTION = {("functorch", "sequence classification"): "cannot be vectorised over samples"}
+
+# ---- The table ----
+
+FAMILIES = [
+    Family(
+        "BERT",
+        "BertConfig",
+        {**BERT, **ONE_LAYER},
+        (*ENCODER_TASKS, "multi-label classification", "regression"),
+    ),
+    Family("RoBERTa", "RobertaConfig", {**BERT, **ONE_LAYER}, ENCODER_TASKS),
+    Family("DistilBERT", "DistilBertConfig", DISTILBERT, ENCODER_TASKS),
+    Family("DeBERTa-v2", "DebertaV2Config", {**BERT, **ONE_LAYER}, ENCODER_TASKS),
+    Family("DeBERTa-v3", "DebertaV2Config", DEBERTA_V3, ENCODER_TASKS),
+    Family(
+        "DeBERTa-v2-xlarge",
+        "DebertaV2Config",
+        {**DEBERTA_V3, "share_att_key": False, "conv_kernel_size": 3, "conv_act": "gelu"},
+        ("sequence classification",),
+    ),
+    Family(
+        "OPT",
+        "OPTConfig",
+        {**OPT, **ONE_LAYER, "num_labels": LABELS},
+        ("sequence classification", "question answering", "causal LM"),
+    ),
+    Family(
+        "OPT-350m",
+        "OPTConfig",
+        {**OPT, "word_embed_proj_dim": HIDDEN // 2, "do_layer_norm_before": False},
+        ("causal LM",),
+    ),
+    Family("GPT-2", "GPT2Config", {**GPT2, "n_layer": 1, "num_labels": LABELS}, DECODER_TASKS),
+    Family(
+        "GPT-NeoX",
+        "GPTNeoXConfig",
+        {k: v for k, v in {**DECODER, **ONE_LAYER}.items() if k != "num_key_value_heads"},
+        DECODER_TASKS,
+    ),
+    Family(
+        "Llama", "LlamaConfig", {**DECODER, **ONE_LAYER}, (*DECODER_TASKS, "question answering")
+    ),
+    Family(
+        "Mistral",
+        "MistralConfig",
+        {**DECODER, **ONE_LAYER, "sliding_window": 4},
+        ("sequence classification", "causal LM"),
+    ),
+    Family("Qwen2", "Qwen2Config", {**DECODER, **ONE_LAYER}, ("causal LM",)),
+    Family("Qwen3", "Qwen3Config", {**DECODER, **ONE_LAYER, "head_dim": 8}, ("causal LM",)),
+    Family("Gemma", "GemmaConfig", {**DECODER, **ONE_LAYER, "head_dim": 8}, ("causal LM",)),
+    Family(
+        "Gemma-2",
+        "Gemma2Config",
+        {**DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+        ("sequence classification", "causal LM"),
+    ),
+    Family(
+        "Gemma-3",
+        "Gemma3TextConfig",
+        {**DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+        ("causal LM",),
+        models="Gemma3",
+    ),
+    Family("Phi", "PhiConfig", {**DECODER, **ONE_LAYER}, ("sequence classification", "causal LM")),
+    Family("Cohere", "CohereConfig", {**DECODER, **ONE_LAYER}, ("causal LM",)),
+    Family(
+        "T5",
+        "T5Config",
+        T5,
+        ("seq2seq LM", "sequence classification", "token classification", "question answering"),
+        ends=True,
+        refused=NO_SELECTION,
+    ),
+    Family(
+        "Flan-T5",
+        "T5Config",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ("seq2seq LM",),
+    ),
+    Family(
+        "BART",
+        "BartConfig",
+        BART,
+        ("seq2seq LM", "sequence classification", "question answering"),
+        ends=True,
+        refused=NO_SELECTION,
+    ),
+    Family(
+        "BART's decoder",
+        "BartConfig",
+        BART,
+        ("causal LM",),
+        without_part=("encoder_attn",),
+    ),
+    Family("ViT", "ViTConfig", {**VIT, **ONE_LAYER}, ("image classification",)),
+    Family("DeiT", "DeiTConfig", {**VIT, **ONE_LAYER}, ("image classification",)),
+    Family("Swin", "SwinConfig", SWIN, ("image classification",)),
+    Family("ConvNeXt", "ConvNextConfig", CONVNEXT, ("image classification",)),
+    Family("ConvNeXt-V2", "ConvNextV2Config", CONVNEXT, ("image classification",)),
+    Family(
+        "CLIP vision",
+        "CLIPConfig",
+        CLIP,
+        ("image classification",),
+        models="CLIP",
+        without_part=("post_layernorm",),
+    ),
+    Family("Whisper", "WhisperConfig", WHISPER, ("speech recognition", "audio classification")),
+    Family(
+        "Mixtral",
+        "MixtralConfig",
+        {**DECODER, **ONE_LAYER, "num_local_experts": 4},
+        ("sequence classification", "causal LM"),
+    ),
+    Family(
+        "Mixtral, batched experts",
+        "MixtralConfig",
+        {
+            **DECODER,
+            **ONE_LAYER,
+            "num_local_experts": 4,
+            "experts_implementation": "batched_mm",
+        },
+        ("causal LM",),
+    ),
+    Family(
+        "Mixtral, a loop over experts",
+        "MixtralConfig",
+        {**DECODER, **ONE_LAYER, "num_local_experts": 4, "experts_implementation": "eager"},
+        ("causal LM",),
+        refused={
+            "layerwise": "MixtralExperts) cannot be vectorised over samples",
+            "functorch": "cannot be vectorised over samples",
+        },
+    ),
+]
+
+
+def _with_adapters() -> Iterator[Family]:
+    """Yields PEFT's methods on one model of each kind."""
+    bases = {family.name: family for family in FAMILIES}
+    names = {"lora": "LoRA", "ia3": "IA3", "prompt": "prompt tuning"}
+    everything = ("lora", "ia3", "prompt")
+    for base, adapters, tasks in (
+        ("BERT", everything, ("sequence classification", "question answering")),
+        ("BERT", ("lora", "ia3"), ("token classification",)),  # PEFT's prompts break its loss
+        ("Llama", everything, ("sequence classification", "causal LM")),
+        ("T5", everything, ("seq2seq LM",)),
+        ("ViT", ("lora", "ia3"), ("image classification",)),
+        ("Mixtral", ("lora", "ia3"), ("causal LM",)),
+    ):
+        family = bases[base]
+        for adapter in adapters:
+            yield Family(
+                f"{base} + {names[adapter]}",
+                family.config,
+                family.settings,
+                tasks,
+                models=family.models,
+                adapter=adapter,
+                ends=family.ends,
+            )
+
+
+FAMILIES += _with_adapters()
+
+
+def rows() -> list[Row]:
+    """Returns every family with every task of its row."""
+    return [Row(family, task) for family in FAMILIES for task in family.tasks]

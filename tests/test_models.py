@@ -1,0 +1,319 @@
+"""Every family with every head, in both engines, against transformers' own loss of one sample.
+
+The oracle is autograd of the loss that the model itself returns for a batch of one with labels. It
+shares nothing with this package: neither losses nor engines. To check another model, add a row to
+``FAMILIES`` in ``recipes/model_zoo.py``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.losses import IGNORE_INDEX
+from dp_grape_hf.per_sample import ENGINES, make_engine, per_sample_gradients
+from recipes.model_matrix import (
+    CONDITIONS,
+    ENGINE_NAMES,
+    cell,
+    main,
+    own_gradients,
+    whole_error,
+    worst_error,
+)
+from tests.models import ROWS, Batch, Row, row
+from tests.oracles import dense, projectors_for, relative_error
+
+B, RANK = 4, 4
+TOLERANCE = 1e-4  # relative, float32; differences among choices lose a digit or two
+LOW_PRECISION = {torch.bfloat16: 0.15, torch.float16: 0.02}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is depr:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap's loops
+]
+
+each_row = pytest.mark.parametrize("entry", ROWS, ids=str)
+each_engine = pytest.mark.parametrize("engine", list(ENGINES))
+
+# One model for each way of using positions, masks and weights: conditions multiply.
+SOME = (
+    *("BERT, sequence classification", "RoBERTa, masked LM", "DeBERTa-v3, token classification"),
+    *("GPT-2, causal LM", "Llama, causal LM", "T5, seq2seq LM", "ViT, image classification"),
+)
+some_rows = pytest.mark.parametrize("name", SOME)
+
+
+def check(
+    model: nn.Module,
+    inputs: Batch,
+    engine: str = "layerwise",
+    rank: int | None = None,
+    tolerance: float = TOLERANCE,
+) -> dict[str, Tensor]:
+    """Compares an engine's losses and gradients with the model's own; returns the gradients."""
+    projectors = projectors_for(model, rank)
+    expected_losses, expected = own_gradients(model, inputs, projectors)
+    losses, gradients = per_sample_gradients(model, inputs, projections=projectors, engine=engine)
+    found = dense(gradients, len(losses))
+    assert all(value.isfinite().all() for value in found.values())
+    torch.testing.assert_close(losses, expected_losses.float(), rtol=tolerance, atol=tolerance)
+    error = relative_error(found, expected)
+    assert error < tolerance, f"relative error {error:.2e}"
+    return found
+
+
+# ---- Every model ----
+
+
+@each_row
+@each_engine
+@pytest.mark.parametrize("rank", [None, RANK], ids=["full", "projected"])
+def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
+    entry: Row, engine: str, rank: int | None
+) -> None:
+    model, inputs = entry.model(), entry.batch(B)
+    if (words := entry.refused(engine)) is None:
+        check(model, inputs, engine, rank)
+    else:
+        with pytest.raises(UnsupportedModelError) as error:
+            per_sample_gradients(model, inputs, engine=engine)
+        assert words in str(error.value)
+
+
+def test_every_family_and_head_that_the_package_promises_has_a_row() -> None:
+    families = {entry.family.name for entry in ROWS}
+    promised = (
+        *("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v2", "OPT", "GPT-2", "GPT-NeoX", "Llama"),
+        *("Mistral", "Qwen2", "Qwen3", "Gemma", "Phi", "T5", "Flan-T5", "BART", "ViT", "DeiT"),
+        *("Swin", "ConvNeXt", "CLIP vision", "Whisper", "Mixtral"),
+    )
+    assert families >= set(promised)
+    for method in ("LoRA", "IA3", "prompt tuning"):
+        assert sum(name.endswith(f"+ {method}") for name in families) >= 3
+
+
+# ---- Conditions ----
+
+
+@some_rows
+@each_engine
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_attention_and_padding_do_not_matter(
+    name: str, engine: str, attention: str, padding: str
+) -> None:
+    if name.startswith(("DeBERTa", "T5")) and attention == "sdpa":
+        pytest.skip("the family has no SDPA attention")
+    inputs = row(name).batch(B, seed=1, padding=padding)
+    check(row(name).model(attn_implementation=attention), inputs, engine, RANK)
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "BERT, sequence classification": {"hidden_dropout_prob": 0.2},
+    "RoBERTa, masked LM": {"hidden_dropout_prob": 0.2},
+    "GPT-2, causal LM": {"resid_pdrop": 0.2, "embd_pdrop": 0.2},
+    "Llama, causal LM": {"attention_dropout": 0.2, "attn_implementation": "eager"},
+    "BART, seq2seq LM": {"dropout": 0.2},
+}  # but none with a module under vmap, which draws other masks than the plain pass
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_under_dropout_the_gradients_add_up_to_autograds_under_the_same_masks(name: str) -> None:
+    model, inputs = row(name).model(**DROPOUT[name]), row(name).batch(B)
+    engine = make_engine("layerwise", model)
+    engine(inputs, {})  # the probe draws random numbers of its own
+    torch.manual_seed(7)
+    losses, gradients = engine(inputs, {})
+    torch.manual_seed(7)
+    expected_losses = engine.losses(model, inputs, B)
+    torch.testing.assert_close(losses, expected_losses.detach(), rtol=1e-5, atol=1e-5)
+    names = list(engine.trainable)
+    total = torch.autograd.grad(expected_losses.sum(), list(engine.trainable.values()))
+    found = {n: g.weighted_sum(torch.ones(B))[None] for n, g in gradients.items()}
+    expected = {n: g[None] for n, g in zip(names, total, strict=True)}
+    assert relative_error(found, expected) < TOLERANCE
+    torch.manual_seed(8)
+    assert not torch.allclose(engine(inputs, {})[0], losses, rtol=1e-4)  # dropout was on
+
+
+@each_engine
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "name",
+    ["DistilBERT, masked LM", "Llama, causal LM", "OPT, causal LM", "BART's decoder, causal LM"],
+)
+def test_heads_may_share_the_embedding_or_not(name: str, engine: str, tied: bool) -> None:
+    model = row(name).model(tie_word_embeddings=tied)
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shared is tied
+    check(model, row(name).batch(B), engine)
+
+
+FROZEN = {
+    "embeddings": lambda name: "embed" in name or "shared" in name or "wte" in name,
+    "all but biases": lambda name: not name.endswith("bias"),
+    "all but norms": lambda name: "orm" not in name and "ln_" not in name,
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("part", FROZEN)
+def test_frozen_parts_have_no_gradient_and_change_no_other(name: str, part: str) -> None:
+    model = row(name).model()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not FROZEN[part](path))
+    trainable = [path for path, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        pytest.skip("the family has no such parameters")
+    assert list(check(model, row(name).batch(B), rank=RANK)) == trainable
+
+
+@each_engine
+@pytest.mark.parametrize("name", ["BERT, sequence classification", "Llama, causal LM"])
+def test_a_layer_that_runs_twice_counts_twice(name: str, engine: str) -> None:
+    model = row(name).model(num_hidden_layers=2, use_cache=False)
+    layers = model.bert.encoder.layer if name.startswith("BERT") else model.model.layers
+    layers[1] = layers[0]
+    check(model, row(name).batch(B), engine, RANK)
+
+
+@some_rows
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    model, inputs = row(name).model(use_cache=False), row(name).batch(B)
+    plain = check(model, inputs, rank=RANK)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, gradients = per_sample_gradients(model, inputs, projections=projectors_for(model, RANK))
+    assert model.is_gradient_checkpointing
+    assert relative_error(dense(gradients, B), plain) < TOLERANCE
+
+
+@some_rows
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_autocast_changes_gradients_by_its_rounding_only(name: str, dtype: torch.dtype) -> None:
+    model, inputs = row(name).model(), row(name).batch(B)
+    projectors = projectors_for(model, RANK)
+    _, expected = own_gradients(model, inputs, projectors)
+    with torch.autocast("cpu", dtype):
+        losses, gradients = per_sample_gradients(model, inputs, projections=projectors)
+    assert losses.dtype is torch.float32
+    assert whole_error(dense(gradients, B), expected) < LOW_PRECISION[dtype]
+
+
+@some_rows
+def test_bfloat16_weights_change_gradients_by_their_rounding_only(name: str) -> None:
+    model, inputs = row(name).model(), row(name).batch(B)
+    low = row(name).model().to(torch.bfloat16)
+    model.load_state_dict(low.state_dict())  # the rounded weights, computed with in float32
+    _, expected = own_gradients(model, inputs)
+    if "pixel_values" in inputs:
+        inputs = {**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}
+    _, gradients = per_sample_gradients(low, inputs)
+    assert whole_error(dense(gradients, B), expected) < LOW_PRECISION[torch.bfloat16]
+
+
+@each_engine
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # of importing the compiler
+def test_a_compiled_model_is_refused(engine: str) -> None:
+    model = row("BERT, sequence classification").model()
+    with pytest.raises(UnsupportedModelError, match="compile"):
+        make_engine(engine, torch.compile(model))
+    model.compile()
+    with pytest.raises(UnsupportedModelError, match="compile"):
+        make_engine(engine, model)
+
+
+# ---- Only where there are labels ----
+
+VOCABULARY_ROWS = [
+    entry
+    for entry in ROWS
+    if entry.task in ("masked LM", "causal LM", "seq2seq LM", "speech recognition")
+    and entry.refused("layerwise") is None
+    and entry.family.adapter != "prompt"  # the whole model runs under vmap
+]
+
+
+def with_few_labels(batch: Batch) -> Batch:
+    """Keeps one or two labels of each text, at different places."""
+    labels = batch["labels"].clone()
+    order = (labels != IGNORE_INDEX).long().cumsum(1)
+    for i in range(len(labels)):
+        labels[i, ~torch.isin(order[i], torch.tensor([1, 3 + i % 2]))] = IGNORE_INDEX
+    return {**batch, "labels": labels}
+
+
+@pytest.mark.parametrize("entry", VOCABULARY_ROWS, ids=str)
+def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entry: Row) -> None:
+    model, inputs = entry.model(), with_few_labels(entry.batch(B))
+    positions = inputs["labels"].shape[1]
+    engine, everywhere = make_engine("layerwise", model), make_engine("layerwise", model)
+    engine.skips_unlabelled, everywhere.skips_unlabelled = True, False
+    seen: list[int] = []
+    losses, gradients = engine(inputs, {})
+    expected_losses, expected = everywhere(inputs, {})
+    inner = engine.loss.model  # type: ignore[attr-defined]
+    hook = inner.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[-2])
+    )
+    engine(inputs, {})
+    hook.remove()
+    assert max(seen) < positions / 2
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+    assert relative_error(dense(gradients, B), dense(expected, B)) < TOLERANCE
+    own_losses, own = own_gradients(model, inputs)
+    torch.testing.assert_close(losses, own_losses, rtol=1e-4, atol=1e-5)
+    assert relative_error(dense(gradients, B), own) < TOLERANCE
+
+
+# ---- The table in the README ----
+
+
+def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "matrix.md"
+    main(
+        [
+            "--only",
+            "ViT, image|a loop over",
+            "--conditions",
+            "full",
+            "left padding",
+            "--output",
+            str(path),
+        ]
+    )
+    table, progress = capsys.readouterr()
+    assert path.read_text() == table
+    assert "8/8" in progress
+    titles, _, vit, mixture = (
+        [value.strip() for value in line.split("|")[1:-1]] for line in table.splitlines()[:4]
+    )
+    assert titles[2:] == [f"{c}, {e}" for c in ("full", "left padding") for e in ENGINE_NAMES]
+    assert vit[:2] == ["ViT", "image classification"]
+    assert all(float(value) < TOLERANCE for value in vit[2:4])
+    assert vit[4:] == ["", ""]  # images are not padded
+    assert all(value.startswith("refused (") for value in mixture[2:])
+    assert "1. model.layers.0.mlp.experts" in table
+
+
+def test_the_matrix_counts_nan_as_wrong() -> None:
+    found = {"weight": torch.tensor([[1.0, torch.nan], [1.0, 1.0]])}
+    expected = {"weight": torch.ones(2, 2)}
+    assert worst_error(found, expected) == torch.inf
+    assert worst_error(expected, expected) == 0
+    assert worst_error({"weight": 1.5 * expected["weight"]}, expected) == pytest.approx(0.5)
+    assert whole_error(found, expected) == torch.inf
+    assert whole_error({"weight": 1.5 * expected["weight"]}, expected) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_every_condition_of_the_matrix_runs(name: str) -> None:
+    error = cell(row("BERT, sequence classification"), CONDITIONS[name], "layerwise")
+    assert isinstance(error, float)
+    assert 0 < error < (0.2 if "bf16" in name else TOLERANCE)
