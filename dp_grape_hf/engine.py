@@ -19,18 +19,20 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import CLIPPING_MODES
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
+from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
-
-_SLICE = {True: 2**16, False: 2**24}  # coordinates that get noise at once, on a CPU and elsewhere
+from dp_grape_hf.randomness import add_noise_
 
 
 class PrivateEngine:
     """Turns the physical batches of a logical batch into one private gradient.
 
     Use: ``begin``, then ``accumulate`` for each physical batch (none, if the draw was empty), then
-    ``release``. The split into physical batches has no influence on the release.
+    ``release``. The split into physical batches has no influence on the release. A process that
+    fails before ``release`` calls ``abandon``, or the others would wait for it.
 
     Args:
         per_sample: computes losses and per-sample gradients.
@@ -40,10 +42,15 @@ class PrivateEngine:
         ledger: where each release is recorded before it is made.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
+        clipping: ``flat`` clips the norm over all parameters to C. ``per_layer`` clips each of the
+            k modules that own parameters to ``C / sqrt(k)``, so that nothing per-sample outlives
+            the backward pass of its layer (McMahan et al. 2018).
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
-        all parameters jointly. A sample whose norm is NaN or Inf contributes exactly zero.
+        all parameters jointly, whatever the clipping: k parts of at most ``C / sqrt(k)`` make at
+        most C. A sample whose norm is NaN or Inf contributes exactly zero, under ``per_layer`` to
+        the modules where it is.
 
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
@@ -60,6 +67,7 @@ class PrivateEngine:
         ledger: Ledger,
         noise_generator: torch.Generator,
         distributed: bool = False,
+        clipping: str = "flat",
     ) -> None:
         for name, value in (
             ("max_grad_norm", max_grad_norm),
@@ -73,7 +81,12 @@ class PrivateEngine:
             raise PrivacyError(
                 f"{max_grad_norm=} leaves nothing to calibrate the noise to; give a finite C."
             )
+        if clipping not in CLIPPING_MODES:
+            raise PrivacyError(
+                f"{clipping=} is not known; choose one of: {', '.join(CLIPPING_MODES)}."
+            )
         self.per_sample = per_sample
+        self.clipping = clipping
         self.max_grad_norm = max_grad_norm
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
@@ -95,15 +108,32 @@ class PrivateEngine:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
+        total = self._clipped_sum
         with refusing_changed_weights(self.per_sample.model, thorough=not self._watched):
-            losses, per_sample_grads = self.per_sample(inputs, self.projectors)
+            if self.clipping == "flat":
+                losses, per_sample_grads = self.per_sample(inputs, self.projectors)
+                self._add(total, per_sample_grads, self.max_grad_norm)
+            else:
+                bound = self.max_grad_norm / len(self.per_sample.groups) ** 0.5
+                losses = self.per_sample.stream(
+                    inputs, self.projectors, lambda grads: self._add(total, grads, bound)
+                )
         self._watched = True
-        with torch.autocast(losses.device.type, enabled=False):  # it would round norms and sums
-            add_clipped_sum_(self._clipped_sum, per_sample_grads, self.max_grad_norm)
         return losses
 
+    def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
+        device = next(iter(self.per_sample.trainable.values())).device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # it would round sums
+            add_clipped_sum_(total, per_sample_grads, bound)
+
     def release(self) -> dict[str, Tensor]:
-        """Records the release, adds noise, and returns the private gradients by parameter name."""
+        """Records the release, adds noise, and returns the private gradients by parameter name.
+
+        A collective call where the batch is spread over several processes.
+
+        Raises:
+            OtherProcessFailed: another process called ``abandon``; no process releases anything.
+        """
         if self._clipped_sum is None:
             raise PrivacyError("release() without begin(): no logical batch was started.")
         clipped_sum, self._clipped_sum = self._clipped_sum, None
@@ -114,27 +144,32 @@ class PrivateEngine:
             if value is None:  # no sample was drawn, or none reached this parameter
                 shape = self.per_sample.coordinate_shape(name, self.projectors)
                 value = torch.zeros(shape, dtype=torch.float32, device=weight.device)
-            self._add_noise_and_divide(value)
-            if self._distributed:
-                dist.all_reduce(value)
             private_grads[name] = value
+        values = list(private_grads.values())
+        std = 0.0
+        if self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0):
+            std = self.noise_multiplier * self.max_grad_norm
+        add_noise_(values, std, self._noise_generator, self.expected_batch_size)
+        if self._distributed:
+            sum_over_processes_(values)
         return private_grads
 
-    def _add_noise_and_divide(self, value: Tensor) -> None:
-        """Turns a clipped sum into a release in place, in slices that stay in the cache."""
-        noisy = self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0)
-        std = self.noise_multiplier * self.max_grad_norm if noisy else 0.0
-        size = _SLICE[value.device.type == "cpu"]
-        for part in value.view(-1).split(size):
-            if noisy:
-                part.add_(torch.empty_like(part).normal_(0, std, generator=self._noise_generator))
-            part.div_(self.expected_batch_size)
+    def abandon(self) -> None:
+        """Drops the logical batch after an error, and makes the other processes fail as well.
+
+        A collective call where the batch is spread: the others take part in it by ``release``.
+        """
+        self._clipped_sum = None
+        if self._distributed:
+            give_up(next(iter(self.per_sample.trainable.values())).device)
 
 
 def add_clipped_sum_(
     total: dict[str, Tensor], per_sample_grads: Gradients, max_grad_norm: float
 ) -> None:
     """Adds ``sum_i clip(R_i, C)`` to ``total``, in which missing parameters count as zero.
+
+    The dictionary of gradients is emptied: each is freed as soon as it is summed.
 
     Sensitivity:
         One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
@@ -143,15 +178,17 @@ def add_clipped_sum_(
     squared = [gradient.squared_norm() for gradient in per_sample_grads.values()]
     norms = torch.stack([s.float() for s in squared]).sum(0).sqrt()  # (B,)
     finite = norms.isfinite()
-    if not finite.all():  # 0 * NaN is NaN: such a sample must not enter the sum at all
-        per_sample_grads = {name: g.select(finite) for name, g in per_sample_grads.items()}
+    whole = bool(finite.all())
+    if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
         norms = norms[finite]
     factors = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
-    for name, gradient in per_sample_grads.items():
+    for name in list(per_sample_grads):
+        gradient = per_sample_grads.pop(name)
         if name not in total:
             shape, device = gradient.shape, factors.device
             total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-        gradient.add_weighted_sum_(total[name], factors)
+        part = gradient if whole else gradient.select(finite)
+        part.add_weighted_sum_(total[name], factors)
 
 
 def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:

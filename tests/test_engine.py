@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_, private_norm
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.heads import next_tokens, tokens
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
-from dp_grape_hf.losses import causal_language_modelling
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
 from dp_grape_hf.representations import (
@@ -395,7 +395,7 @@ SCALES = torch.tensor([1.0, 1e-30, 0.0, 1e25, NAN, INF, -INF])
 
 def scaled_loss(outputs: Any, labels: Tensor) -> Tensor:
     """Multiplies the loss of a text by what its first label, which predicts nothing, stands for."""
-    return causal_language_modelling(outputs["logits"], labels, None) * SCALES[labels[:, 0]]
+    return tokens(outputs["logits"], next_tokens(labels), None) * SCALES[labels[:, 0]]
 
 
 @pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])

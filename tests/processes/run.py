@@ -1,0 +1,351 @@
+"""What each of several processes does in ``tests/test_processes.py``; started by a launcher.
+
+    accelerate launch --multi_gpu --num_processes 2 -m tests.processes.run FOLDER [SCENARIO ...]
+
+Each scenario returns what the test wants to see; it is saved as ``FOLDER/<scenario>-<rank>.pt``. An
+error is a result as well, and must leave the processes in step for the next scenario.
+"""
+
+import gc
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from dp_grape_hf import DPGrapeTrainer
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.processes import from_first, sum_over_processes_
+from tests.models import only
+from tests.processes.traffic import per_call
+from tests.trainers import (
+    Examples,
+    RecordingTrainer,
+    TinyForSequenceClassification,
+    Watch,
+    examples_of,
+    known_generators,
+    make_args,
+    make_trainer,
+    no_loss,
+    points,
+    spy_releases,
+)
+
+# ---- Runs that are made in one process and in several, and compared ----
+
+RUN = {
+    "train_dataset": points(48),
+    "expected_batch_size": 6,
+    "per_device_train_batch_size": 2,
+    "max_steps": 8,  # one epoch: a resumed run then draws what an uninterrupted one does
+    "noise_multiplier": None,
+    "target_epsilon": 8.0,
+    "cls": RecordingTrainer,
+}
+SAVED = RUN | {"save_strategy": "steps", "save_steps": 3}
+STOPPED_AT = 3
+UNEVEN = RUN | {
+    "train_dataset": points(24),
+    "expected_batch_size": 2,
+    "per_device_train_batch_size": 1,
+    "max_steps": 12,
+    "seed_of_draws": 1,  # the first draws leave all processes but the first without an example
+}
+NOISE_ALONE = {
+    "train_dataset": points(24),
+    "expected_batch_size": 4,
+    "compute_loss_func": no_loss,
+    "projection": "identity",
+    "noise_multiplier": 1.3,
+    "max_grad_norm": 0.7,
+    "max_steps": 40,
+}
+ROBERTA = {"projection_rank": 8, "expected_batch_size": 4, "max_steps": 3}
+
+
+def roberta() -> dict[str, Any]:
+    """Returns a transformer and its data, without dropout: its masks differ between processes."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return {
+        "model": only("roberta-classifier").model(**still),
+        "train_dataset": examples_of("roberta-classifier", 12),
+    }
+
+
+def trained(
+    folder: Path,
+    *,
+    resume: str | bool | None = None,
+    noise: Tensor | None = None,
+    seed_of_draws: int = 0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Trains with known coins and noise; returns what the processes have to agree on.
+
+    Args:
+        folder: the output folder.
+        resume: the checkpoint to resume from.
+        noise: the state of the noise stream to start from.
+        seed_of_draws: seeds coins and noise.
+        settings: of ``make_trainer``.
+    """
+    generators, watch = known_generators(seed_of_draws), settings.pop("watch", None) or Watch()
+    if noise is not None:
+        generators.noise.set_state(noise)
+    settings.setdefault("model", TinyForSequenceClassification())
+    trainer = make_trainer(folder, test_generators=generators, callbacks=[watch], **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "weights": watch.weights,
+        "draws": getattr(trainer, "draws", []),
+        "steps": trainer.state.global_step,
+        "spent": trainer.privacy_spent(),
+        "left": trainer.releases_left(),
+        "run_id": trainer.ledger.run_id,
+        "world_size": trainer.args.world_size,
+        "noise": generators.noise.get_state(),
+    }
+
+
+# ---- The same release as one process ----
+
+
+def equal(folder: Path) -> Any:
+    return trained(folder / "equal-2", eval_dataset=points(7), eval_strategy="epoch", **RUN)
+
+
+def equal_roberta(folder: Path) -> Any:
+    return trained(folder / "equal-roberta-2", **ROBERTA, **roberta())
+
+
+def uneven(folder: Path) -> Any:
+    return trained(folder / f"uneven-{dist.get_world_size()}", **UNEVEN)
+
+
+def noise(folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        releases = spy_releases(patch)
+        make_trainer(folder / "noise", **NOISE_ALONE).train()
+    return releases
+
+
+def initial(folder: Path) -> Any:
+    """Weights that differ before training are the first process's afterwards."""
+    watch = Watch()
+    model = TinyForSequenceClassification(seed=dist.get_rank())
+    model.register_buffer("table", torch.full((2,), float(dist.get_rank())))
+    make_trainer(folder / "initial", model=model, max_steps=1, callbacks=[watch]).train()
+    return watch.weights, model.table
+
+
+# ---- What crosses the network ----
+
+
+def private_bytes(folder: Path) -> Any:
+    log: list[Any] = []
+    settings = {"logging_strategy": "no", "max_steps": 4, "per_device_train_batch_size": 2}
+    with per_call(DPGrapeTrainer, "_run_epoch", log):
+        make_trainer(folder / "bytes", **ROBERTA | settings, **roberta()).train()
+    return log
+
+
+def plain_bytes(folder: Path) -> Any:
+    log: list[Any] = []
+    args = TrainingArguments(
+        output_dir=str(folder / "plain"),
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+    )
+    with per_call(Trainer, "training_step", log):
+        Trainer(args=args, **roberta()).train()
+    return log
+
+
+# ---- Resuming with another number of processes ----
+
+
+@contextmanager
+def refusing_files() -> Iterator[None]:
+    """Lets the first process alone look at ledgers."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("only the first process reads and writes ledgers")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() > 0:
+            patch.setattr(Ledger, "load", refuse)
+            patch.setattr(Ledger, "save", refuse)
+        yield
+
+
+def save(folder: Path) -> Any:
+    with refusing_files():
+        return trained(folder / "saved-2", watch=Watch(stop_at=STOPPED_AT), **SAVED)
+
+
+def resume(folder: Path) -> Any:
+    """Goes on from the checkpoint of one process in two, or of two in three."""
+    size = dist.get_world_size()
+    state = torch.load(folder / "noise.pt")
+    with refusing_files():
+        return trained(folder / f"saved-{size - 1}-for-{size}", resume=True, noise=state, **SAVED)
+
+
+def resume_with_default_batch_size(folder: Path) -> Any:
+    """The default has grown with the number of processes."""
+    settings = SAVED | {"expected_batch_size": None, "per_device_train_batch_size": 6}
+    return trained(folder / "saved-1-for-default", resume=True, **settings)
+
+
+# ---- Failing together ----
+
+
+class Broken(Examples):
+    """Data that can no longer be read in the second process, once it is ``armed``."""
+
+    armed = False
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if dist.get_rank() == 1 and self.armed:
+            raise OSError("the disk of the second machine is gone")
+        return super().__getitem__(index)
+
+
+class Arm(TrainerCallback):
+    """Breaks the data at the second step."""
+
+    def __init__(self, data: Broken) -> None:
+        self.data = data
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.data.armed = True
+
+
+def broken_data(folder: Path) -> Any:
+    data = Broken(points(24).examples)
+    make_trainer(
+        folder / "broken-data", train_dataset=data, expected_batch_size=20, callbacks=[Arm(data)]
+    ).train()
+
+
+class CouplesInOneForSequenceClassification(TinyForSequenceClassification):
+    """Couples the samples of a batch, on the second process only."""
+
+    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+        if dist.get_rank() == 1:
+            x = x - x.mean(0)
+        return super().forward(x, labels)
+
+
+def refused_model(folder: Path) -> Any:
+    make_trainer(
+        folder / "refused-model",
+        model=CouplesInOneForSequenceClassification(),
+        expected_batch_size=20,
+    ).train()
+
+
+def unwritable_ledger(folder: Path) -> Any:
+    def refuse(self: Ledger, steps: int = 1) -> None:
+        raise OSError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(Ledger, "record", refuse)
+        make_trainer(folder / "unwritable-ledger").train()
+
+
+def damaged_ledger(folder: Path) -> Any:
+    return trained(folder / "damaged", resume=str(folder / "damaged" / "checkpoint-3"), **SAVED)
+
+
+def other_data(folder: Path) -> Any:
+    make_trainer(
+        folder / "other-data", train_dataset=points(24 + dist.get_rank()), num_samples=30
+    ).train()
+
+
+def other_arguments(folder: Path) -> Any:
+    make_trainer(folder / "other-arguments", max_grad_norm=1.0 + dist.get_rank()).train()
+
+
+# ---- The functions themselves ----
+
+
+def decided(folder: Path) -> Any:
+    return from_first(lambda: (dist.get_rank(), "decided"))
+
+
+def sums(folder: Path) -> Any:
+    """Tensors that travel together and one that travels alone."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shapes = ((3, 5), (2**10, 2**10), (), (7,))
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    sum_over_processes_(values)
+    return values
+
+
+SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
+    2: [
+        *(equal, equal_roberta, uneven, noise, initial),
+        *(private_bytes, plain_bytes),
+        *(save, resume, resume_with_default_batch_size),
+        *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
+        *(other_data, other_arguments),
+        *(decided, sums),
+    ],
+    3: [uneven, resume, sums],
+}
+"""World size -> what is done, in this order."""
+
+
+def main(folder: str) -> None:
+    """Joins the group that the environment names, as the Trainer does, and runs its scenarios."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    gc.freeze()  # the Trainer collects garbage often: not among all that was imported
+    make_args(folder)
+    for scenario in SCENARIOS[dist.get_world_size()]:
+        started = time.monotonic()
+        try:
+            outcome = {"result": scenario(Path(folder))}
+        except Exception as error:
+            private = isinstance(error, PrivacyError)
+            outcome = {"error": f"{error}", "private": private, "trace": traceback.format_exc()}
+        outcome["seconds"] = time.monotonic() - started
+        name = f"{scenario.__name__}-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+        torch.save(outcome, f"{folder}/{name}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main_of(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Runs ``main`` in a process that no launcher has told its place."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: f"{value}" for name, value in place.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": f"{world_size}"})
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,389 @@
+"""Two and three processes, started as a user starts them, against one.
+
+What they do is in ``tests/processes/run.py``; one launch of each number of processes does all of
+it, because each process takes seconds to import what it needs.
+"""
+
+import math
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.processes import (
+    OtherProcessFailed,
+    failing_together,
+    from_first,
+    is_first,
+    require_agreement,
+)
+from dp_grape_hf.projection import default_targets
+from tests.processes.run import (
+    NOISE_ALONE,
+    ROBERTA,
+    RUN,
+    SAVED,
+    SCENARIOS,
+    STOPPED_AT,
+    UNEVEN,
+    main_of,
+    roberta,
+    trained,
+)
+from tests.trainers import (
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    make_trainer,
+    weights_of,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, through Adam
+WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
+FLAG = 4  # bytes that say whether a process has failed
+
+Outcome = dict[str, Any]
+
+
+def launch(folder: Path, processes: int) -> None:
+    """Starts processes as the README says."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
+        *("--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--main_process_port", str(free_port())),
+        *("-m", "tests.processes.run", str(folder)),
+    ]
+    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def fork(folder: Path, processes: int) -> None:
+    """Starts processes from one that has imported everything, which costs a third of the time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.processes.run"])
+    port = free_port()
+    ranks = [
+        context.Process(target=main_of, args=(rank, processes, port, str(folder)), daemon=True)
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=200)
+        assert rank.exitcode == 0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def seen(folder: Path, processes: int) -> list[dict[str, Outcome]]:
+    """Returns what each process saw, by scenario."""
+    return [
+        {
+            scenario.__name__: torch.load(
+                folder / f"{scenario.__name__}-{rank}-of-{processes}.pt", weights_only=False
+            )
+            for scenario in SCENARIOS[processes]
+        }
+        for rank in range(processes)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    """What one process does: runs to compare with, and checkpoints for two to resume from."""
+    saved = trained(folder / "saved-1", watch=Watch(stop_at=STOPPED_AT), **SAVED)
+    for purpose in ("saved-1-for-2", "saved-1-for-default", "damaged"):
+        shutil.copytree(folder / "saved-1", folder / purpose)
+    (folder / "damaged" / LEDGER_NAME).write_text("{}")
+    torch.save(saved["noise"], folder / "noise.pt")
+    return {
+        "saved": saved,
+        "equal": trained(folder / "equal", **RUN),
+        "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
+        "uneven": trained(folder / "uneven", **UNEVEN),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Outcome]]:
+    """What each of two processes saw; their checkpoint is there for one and three to resume."""
+    launch(folder, 2)
+    for size in (1, 3):
+        shutil.copytree(folder / "saved-2", folder / f"saved-2-for-{size}")
+    return seen(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: Any) -> list[dict[str, Outcome]]:
+    fork(folder, 3)
+    return seen(folder, 3)
+
+
+def results(ranks: list[dict[str, Outcome]], scenario: str) -> list[Any]:
+    """Returns what a scenario gave in each process; none may have failed."""
+    for outcome in (rank[scenario] for rank in ranks):
+        assert "error" not in outcome, outcome["trace"]
+    return [rank[scenario]["result"] for rank in ranks]
+
+
+def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
+    """Returns the error of each process; all must have failed, and soon."""
+    for outcome in (rank[scenario] for rank in ranks):
+        assert "error" in outcome, outcome
+        assert outcome["seconds"] < WAITING
+    return [rank[scenario]["error"] for rank in ranks]
+
+
+def assert_same_runs(ranks: list[Any], alone: Any) -> None:
+    """Same bits in all processes after every step, and those of one process up to rounding."""
+    steps = len(alone["weights"])
+    for run in ranks:
+        assert run["world_size"] == len(ranks)
+        assert len(run["weights"]) == steps
+        for step in range(steps):
+            assert_same_weights(run["weights"][step], ranks[0]["weights"][step])
+            assert_same_weights(run["weights"][step], alone["weights"][step], **TOLERANCE)
+        assert run["spent"] == alone["spent"]
+        assert (run["steps"], run["left"]) == (alone["steps"], alone["left"])
+        assert run["run_id"] == ranks[0]["run_id"]
+    moved = max((alone["weights"][-1][n] - w).abs().max() for n, w in alone["weights"][0].items())
+    assert moved > 1e-2  # the tolerance would hide a run that did not train
+
+
+# ---- The same release as one process ----
+
+
+@pytest.mark.parametrize("run", ["equal", "equal_roberta"])
+def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
+    assert_same_runs(results(two, run), one[run])
+
+
+def test_the_shares_of_a_draw_are_the_draw(one: dict[str, Any], two: Any) -> None:
+    shares = [run["draws"] for run in results(two, "equal")]
+    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == one["equal"]["draws"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_uneven_and_empty_shares_change_nothing(
+    processes: int, one: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """One example is a physical batch here, so the sizes below are their numbers."""
+    ranks = results(request.getfixturevalue({2: "two", 3: "three"}[processes]), "uneven")
+    draws = zip(*(run["draws"] for run in ranks), strict=True)
+    sizes = [tuple(len(share) for share in draw) for draw in draws]
+    assert (0,) * processes in sizes  # an empty draw
+    assert any(0 < min(step) < max(step) for step in sizes)
+    # The other processes have never run the model when the first one has.
+    assert sizes[0] == (1, *(0,) * (processes - 1))
+    assert_same_runs(ranks, one["uneven"])
+
+
+def test_noise_is_added_once(two: Any) -> None:
+    """With zero gradients the release is noise of sigma C / B; twice the noise had sqrt(2) of it.
+
+    A false alarm has a probability below 1e-8: the deviation is six standard deviations.
+    """
+    first, second = results(two, "noise")
+    assert len(first) == len(second) == NOISE_ALONE["max_steps"]
+    for one, other in zip(first, second, strict=True):
+        assert_same_weights(one, other)
+    noise = torch.cat([value.flatten() for release in first for value in release.values()])
+    expected = NOISE_ALONE["noise_multiplier"] * NOISE_ALONE["max_grad_norm"] / 4
+    assert len(noise) > 3000
+    assert noise.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(noise)))
+    assert len(noise.unique()) == len(noise)
+
+
+def test_training_starts_from_the_weights_of_the_first_process(two: Any) -> None:
+    expected = weights_of(TinyForSequenceClassification(seed=0))
+    for weights, table in results(two, "initial"):
+        assert_same_weights(weights[0], expected)
+        assert table.tolist() == [0.0, 0.0]
+    assert_same_weights(*(weights[1] for weights, _ in results(two, "initial")))
+
+
+# ---- What crosses the network ----
+
+
+def _coordinates(rank: int) -> tuple[int, int, int]:
+    """Returns the numbers of all weights, of projected weights and of their coordinates."""
+    model = roberta()["model"]
+    targets = [
+        w
+        for name in default_targets(model, MATRIX_LAYERS)
+        if min((w := model.get_parameter(name)).shape) > rank
+    ]
+    total = sum(w.numel() for w in model.parameters())
+    return total, sum(w.numel() for w in targets), sum(rank * max(w.shape) for w in targets)
+
+
+def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
+    """Exactly its coordinates in float32 and a flag, in two messages; DDP sends every gradient."""
+    total, projected, coordinates = _coordinates(ROBERTA["projection_rank"])
+    step = [("c10d::allreduce_", FLAG), ("c10d::allreduce_", 4 * (total - projected + coordinates))]
+    for epochs in results(two, "private_bytes"):
+        assert [message for epoch in epochs for message in epoch] == 4 * step
+    for steps in results(two, "plain_bytes"):
+        sent = [[size for name, size in step if name == "c10d::allreduce_"] for step in steps]
+        assert [sum(sizes) for sizes in sent] == 4 * [4 * total]
+    assert coordinates < 0.3 * projected
+
+
+def test_sums_are_those_of_all_processes(two: Any, three: Any) -> None:
+    for ranks in (two, three):
+        generators = [torch.Generator().manual_seed(rank) for rank in range(len(ranks))]
+        for values in zip(*results(ranks, "sums"), strict=True):
+            shape = values[0].shape
+            expected = sum(torch.randn(shape, generator=g) for g in generators)
+            for value in values:
+                assert torch.equal(value, values[0])
+                torch.testing.assert_close(value, expected)
+
+
+# ---- Resuming with another number of processes ----
+
+
+def test_one_process_resumes_what_two_have_saved(
+    folder: Path, one: dict[str, Any], two: Any
+) -> None:
+    stopped = results(two, "save")
+    assert [run["steps"] for run in stopped] == [STOPPED_AT, STOPPED_AT]
+    alone = trained(
+        folder / "saved-2-for-1", resume=True, noise=torch.load(folder / "noise.pt"), **SAVED
+    )
+    _assert_resumed([alone], one, folder / "saved-2-for-1")
+    assert alone["run_id"] == stopped[0]["run_id"] == stopped[1]["run_id"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_more_processes_resume_what_fewer_have_saved(
+    processes: int, folder: Path, one: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    ranks = results(request.getfixturevalue({2: "two", 3: "three"}[processes]), "resume")
+    _assert_resumed(ranks, one, folder / f"saved-{processes - 1}-for-{processes}")
+
+
+def _assert_resumed(ranks: list[Any], one: dict[str, Any], output: Path) -> None:
+    """As if never stopped: weights, optimizer, budget, steps, and what the files say."""
+    whole = one["equal"]
+    assert_same_runs(ranks, whole | {"weights": whole["weights"][STOPPED_AT:]})
+    ledger, alone = Ledger.load(output / LEDGER_NAME), one["saved"]
+    assert (ledger.steps, ledger.updates) == (whole["steps"], STOPPED_AT * 2)
+    assert {run["run_id"] for run in ranks} == {ledger.run_id}
+    assert alone["steps"] == STOPPED_AT
+    copy = Ledger.load(output / f"checkpoint-{2 * STOPPED_AT}" / LEDGER_NAME)
+    assert (copy.steps, copy.updates, copy.mechanism) == (6, 6, ledger.mechanism)
+
+
+def test_a_batch_size_that_grew_with_the_processes_is_no_silent_change(two: Any) -> None:
+    for error in refusals(two, "resume_with_default_batch_size"):
+        assert "expected_batch_size=12.0 (recorded: 6.0)" in error
+        assert "number of processes" in error
+
+
+# ---- Failing together ----
+
+
+@pytest.mark.parametrize(
+    ("scenario", "failed", "reason"),
+    [
+        ("broken_data", 1, "the disk of the second machine is gone"),
+        ("refused_model", 1, "batch"),
+        ("unwritable_ledger", 0, "no space left on device"),
+    ],
+)
+def test_no_process_waits_for_one_that_failed(
+    scenario: str, failed: int, reason: str, two: Any
+) -> None:
+    errors = refusals(two, scenario)
+    assert reason in errors[failed]
+    assert "1 of 2 processes failed in this step" in errors[1 - failed]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        ("damaged_ledger", "no valid privacy ledger"),
+        (
+            "other_data",
+            "the length of train_dataset is 25 in process 1 and 24 in process 0",
+        ),
+        ("other_arguments", "max_grad_norm is 2.0 in process 1 and 1.0 in process 0"),
+    ],
+)
+def test_what_one_process_refuses_all_refuse(scenario: str, reason: str, two: Any) -> None:
+    for rank, error in zip(two, refusals(two, scenario), strict=True):
+        assert reason in error
+        assert rank[scenario]["private"]
+
+
+def test_the_first_process_decides(two: Any) -> None:
+    assert results(two, "decided") == [(0, "decided")] * 2
+
+
+# ---- One process ----
+
+
+def test_alone_there_is_nobody_to_agree_with() -> None:
+    assert is_first()
+    assert from_first(lambda: "made here") == "made here"
+    require_agreement({"anything": 1})
+    with pytest.raises(ValueError, match="as it is"):
+        from_first(_fail)
+
+
+def test_an_error_is_passed_on_once() -> None:
+    told: list[str] = []
+    with pytest.raises(KeyError), failing_together(lambda: told.append("ours")):
+        raise KeyError
+    with pytest.raises(OtherProcessFailed), failing_together(lambda: told.append("theirs")):
+        raise OtherProcessFailed("they know")
+    with failing_together(lambda: told.append("none")):
+        pass
+    assert told == ["ours"]
+
+
+def _fail() -> None:
+    raise ValueError("as it is")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_do_not_know_each_other_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers start two on a machine without GPU, and each would train by itself."""
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(PrivacyError, match=rf"{name}=2, but this process trains alone.*--use_cpu"):
+        make_trainer(tmp_path, use_cpu=False)
+    monkeypatch.setenv(name, "1")
+    assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
