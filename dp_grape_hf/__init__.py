@@ -1,12 +1,18 @@
 """DP-GRAPE for Hugging Face: private training for less than the price of non-private training.
 
-Read in this order: ``arguments`` says what is promised, ``trainer`` adapts the Hugging Face loop,
+Read in this order: ``arguments`` says what is promised, ``mixin`` and ``disclosure`` adapt the
+Hugging Face loop (``trainer``, ``seq2seq`` and ``sft`` name the trainers that are made of them),
 ``engine`` keeps the promise in one readable function, ``ledger`` writes down that it was kept,
 ``model_card`` publishes only what the ledger says. Below them, ``per_sample`` with ``layerwise``,
-``functorch``, ``layer_rules``, ``losses`` and ``representations`` computes per-sample gradients;
-``projection`` and ``optimizer`` work in coordinates, ``sampling``, ``accounting`` and
-``randomness`` are what the guarantee rests on.
+``functorch``, ``layer_rules``, ``losses`` and ``representations`` computes per-sample gradients,
+and ``selfcheck`` checks them at the first step; ``projection`` and ``optimizer`` work in
+coordinates, ``sampling``, ``accounting`` and ``randomness`` are what the guarantee rests on.
+
+``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``), which
+is imported when one of them is asked for.
 """
+
+from typing import Any
 
 from dp_grape_hf import functorch, layerwise  # noqa: F401  (they register the engines)
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
@@ -15,11 +21,14 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.optimizer import ProjectedAdam
 from dp_grape_hf.per_sample import per_sample_gradients
 from dp_grape_hf.plan import PrivacySpent
+from dp_grape_hf.seq2seq import DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DPGrapeSeq2SeqTrainer",
+    "DPGrapeSeq2SeqTrainingArguments",
     "DPGrapeTrainer",
     "DPGrapeTrainingArguments",
     "Ledger",
@@ -29,3 +38,13 @@ __all__ = [
     "UnsupportedModelError",
     "per_sample_gradients",
 ]
+
+_NEEDS_TRL = ("DPGrapeSFTConfig", "DPGrapeSFTTrainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TRL:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dp_grape_hf import sft
+
+    return getattr(sft, name)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.accounting import ACCOUNTANTS
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.host_options import refuse_host_options
+from dp_grape_hf.mechanism import CLIPPING_MODES
 from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projection import PROJECTIONS
+
+if TYPE_CHECKING:
+    _Host = TrainingArguments
+else:  # a base with fields would override the defaults of the host that stands behind it
+    _Host = object
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -24,6 +30,8 @@ ALIASES = {
     "r": "projection_rank",
     "F": "projection_update_steps",
 }
+
+_Class = TypeVar("_Class", bound=type)
 
 
 class _Once(argparse.Action):
@@ -49,12 +57,13 @@ def _short(alias: str) -> dict[str, Any]:
     return {"aliases": [f"--{alias}"], "action": _Once}
 
 
-@dataclass
-class DPGrapeTrainingArguments(TrainingArguments):
-    """Training arguments of a differentially private run.
+@dataclass(repr=False)
+class DPGrapeArguments(_Host):
+    """What a private run needs to know, in front of ``TrainingArguments`` or a class made of it.
 
-    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given. The short names ``eps``,
-    ``delta``, ``r`` and ``F`` are accepted as keywords and on the command line.
+    Put it first among the bases, under ``accepts_short_names``, as ``DPGrapeTrainingArguments``
+    does. Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given. The short names
+    ``eps``, ``delta``, ``r`` and ``F`` are accepted as keywords and on the command line.
 
     Other than in ``TrainingArguments``: ``max_grad_norm`` bounds each sample's gradient, not the
     batch's; ``gradient_accumulation_steps`` only multiplies the expected batch size and is then set
@@ -102,6 +111,15 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "parameters jointly. inf is allowed only with noise_multiplier=0."
         },
     )
+    clipping: str = field(
+        default="flat",
+        metadata={
+            "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
+            "per_layer: each layer has a share of it, so that nothing per sample outlives its "
+            "layer in the backward pass. That takes less memory and as much noise, and clips "
+            "harder."
+        },
+    )
     expected_batch_size: int | None = field(
         default=None,
         metadata={
@@ -139,11 +157,40 @@ class DPGrapeTrainingArguments(TrainingArguments):
         default=0,
         metadata={"help": "The public seed of the projections; it stands in the ledger."},
     )
+    project_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Project embeddings and vocabulary heads as well. That takes less memory where "
+            "the vocabulary is large; the paper leaves them unprojected."
+        },
+    )
+    regenerate_projections: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw the projections from their seed whenever they are needed instead of "
+            "keeping them, which trades time for memory and changes no release."
+        },
+    )
+    float32_updates: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the updates of bfloat16 weights in float32 beside them, in coordinates, "
+            "until the projection is redrawn, so that small ones are not lost to rounding."
+        },
+    )
     engine: str = field(
         default="layerwise",
         metadata={
             "help": "How per-sample gradients are computed: layerwise (fast) or functorch (any "
             "model that vmap can trace; slow)."
+        },
+    )
+    self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "At the first step, compare per-sample gradients and losses of two examples "
+            "with those of plain autograd on one example at a time, and see that every trainable "
+            "tensor moves."
         },
     )
 
@@ -168,7 +215,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
         """Fills in defaults and refuses what would void the guarantee."""
         self._read_numbers()
         self._refuse_values()
-        self._refuse_host_options()
+        refuse_host_options(
+            self,
+            log_unnoised_statistics=self.log_unnoised_statistics,
+            eval_data_is_public=self.eval_data_is_public,
+        )
         super().__post_init__()
         if self.mixed_precision == "fp16":
             raise PrivacyError(
@@ -222,9 +273,9 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def _read_numbers(self) -> None:
         """Converts our numbers from text, which is what YAML makes of 1e-5."""
-        for name, kind in get_type_hints(type(self)).items():
+        for name, kind in get_type_hints(DPGrapeArguments).items():
             value = getattr(self, name, None)
-            if name not in _OWN_FIELDS or value is None or kind in (str, bool):
+            if value is None or kind in (str, bool):
                 continue
             whole = kind in (int, int | None)
             try:
@@ -269,6 +320,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             ("projection_seed", "0 or greater", lambda v: v >= 0),
             ("projection", f"one of {sorted(PROJECTIONS)}", lambda v: v in PROJECTIONS),
             ("engine", f"one of {sorted(ENGINES)}", lambda v: v in ENGINES),
+            ("clipping", f"one of {sorted(CLIPPING_MODES)}", lambda v: v in CLIPPING_MODES),
             ("accountant", f"one of {sorted(ACCOUNTANTS)}", lambda v: v in ACCOUNTANTS),
         )
         for name, needed, holds in checks:
@@ -281,97 +333,32 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "give a finite C, or noise_multiplier=0."
             )
 
-    def _refuse_host_options(self) -> None:
-        """Refuses options of the Hugging Face Trainer under which the guarantee would not hold."""
-        reasons = {
-            "auto_find_batch_size": "it restarts training after steps whose releases are spent; "
-            "set per_device_train_batch_size, which has no influence on privacy",
-            "deepspeed": "it owns gradients and optimizer steps; per-sample gradients need "
-            "accelerate's plain or multi-process launch",
-            "fsdp": "sharded weights are not supported yet; use plain multi-process launch",
-            "parallelism_config": "sharded weights are not supported yet",
-            "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
-            "torch_compile": "it would not see the engine's per-layer forwards",
-            "torch_compile_backend": "it would not see the engine's per-layer forwards",
-            "torch_compile_mode": "it would not see the engine's per-layer forwards",
-            "use_liger_kernel": "its fused losses reduce over the batch",
-            "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates",
-            "debug": "it prints extreme activations of the training data",
-            "optim_args": "the optimizer is Adam in projected coordinates",
-            "push_to_hub": "uploads are not filtered yet, and a checkpoint folder holds optimizer "
-            "state and logs; upload weights, config, tokenizer, ledger and card yourself",
-        }
-        for name, reason in reasons.items():
-            if getattr(self, name):
-                raise PrivacyError(f"{name}={getattr(self, name)!r} is refused: {reason}.")
-        if not self.skip_memory_metrics:
-            raise PrivacyError(
-                "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws."
-            )
-        if self.label_smoothing_factor:
-            raise PrivacyError(
-                f"label_smoothing_factor={self.label_smoothing_factor!r} is refused: its loss "
-                "averages over the batch. Pass a compute_loss_func that smooths and returns one "
-                "loss per sample."
-            )
-        if self.train_sampling_strategy != "random":
-            raise PrivacyError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r} is refused: "
-                "batches are Poisson draws, in which each example enters independently. Leave it "
-                "at 'random'."
-            )
-        optim = OptimizerNames(self.optim).value
-        if optim not in ("adamw_torch", "adamw_torch_fused"):
-            raise PrivacyError(
-                f"{optim=} is refused: the optimizer is Adam in projected "
-                "coordinates. Leave optim at its default."
-            )
-        if (
-            self.include_num_input_tokens_seen not in ("no", False)
-            and not self.log_unnoised_statistics
-        ):
-            raise PrivacyError(
-                f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r} is refused: "
-                "token counts of drawn batches are un-noised functions of private data. For "
-                "debugging on public data, set "
-                "log_unnoised_statistics=True with an explicit noise_multiplier."
-            )
-        chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
-        if self.metric_for_best_model is not None and self.save_total_limit:
-            chooses = True  # the best checkpoint is the one that is not deleted
-        strategy = SaveStrategy(self.save_strategy)
-        scheduler = SchedulerType(self.lr_scheduler_type)
-        follows = scheduler.value in ("reduce_lr_on_plateau", "greedy")
-        if (chooses or follows) and not self.eval_data_is_public:
-            option = (
-                f"save_strategy={strategy.value!r} with "
-                f"load_best_model_at_end={self.load_best_model_at_end!r}"
-            )
-            if follows:
-                option = f"lr_scheduler_type={scheduler.value!r}"
-            raise PrivacyError(
-                f"{option}: training would follow a metric of the evaluation data, which no "
-                "epsilon covers. Set eval_data_is_public=True if that data is public; else use the "
-                "last checkpoint and a fixed schedule."
-            )
+
+def accepts_short_names(cls: _Class) -> _Class:
+    """Lets a dataclass of arguments be made with ``eps``, ``delta``, ``r`` and ``F`` as keywords.
+
+    Raises:
+        PrivacyError: when an instance is made, if a quantity is given under both its names.
+    """
+    generated: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for short, name in ALIASES.items():
+            if short in kwargs:
+                if name in kwargs:
+                    raise PrivacyError(
+                        f"{short}={kwargs[short]!r} and {name}={kwargs[name]!r} are the same "
+                        "quantity; give one of them."
+                    )
+                kwargs[name] = kwargs.pop(short)
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
 
 
-# The fields declared above, ``max_grad_norm`` included.
-_OWN_FIELDS = frozenset(DPGrapeTrainingArguments.__annotations__)
-
-_generated_init = DPGrapeTrainingArguments.__init__
-
-
-def _init_with_short_names(self: DPGrapeTrainingArguments, *args: Any, **kwargs: Any) -> None:
-    for short, name in ALIASES.items():
-        if short in kwargs:
-            if name in kwargs:
-                raise PrivacyError(
-                    f"{short}={kwargs[short]!r} and {name}={kwargs[name]!r} are the same quantity; "
-                    "give one of them."
-                )
-            kwargs[name] = kwargs.pop(short)
-    _generated_init(self, *args, **kwargs)
-
-
-DPGrapeTrainingArguments.__init__ = _init_with_short_names  # type: ignore[method-assign]
+@accepts_short_names
+@dataclass(repr=False)
+class DPGrapeTrainingArguments(DPGrapeArguments, TrainingArguments):
+    """``TrainingArguments`` of a differentially private run; see ``DPGrapeArguments``."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import EpsilonCurve, find_noise_multiplier
-from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.mechanism import Mechanism
+from dp_grape_hf.processes import require_agreement
 from dp_grape_hf.sampling import expected_steps_per_epoch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class PrivacyPlan:
         PrivacyError: if no such run can keep the promise.
     """
 
-    def __init__(self, args: DPGrapeTrainingArguments, dataset_size: int) -> None:
+    def __init__(self, args: DPGrapeArguments, dataset_size: int) -> None:
         self._args = args
         self.num_samples = args.num_samples or dataset_size
         batch = args.logical_batch_size
@@ -102,13 +111,86 @@ class PrivacyPlan:
             num_samples=self.num_samples,
             target_epsilon=args.target_epsilon,
             target_delta=args.target_delta,
-            accountant=args.accountant,
+            accountant=self._accountant_in_use(),
             engine=args.engine,
             projection=args.projection,
             projection_rank=args.projection_rank if projects else None,
             projection_update_steps=args.projection_update_steps if projects else None,
             projection_seed=args.projection_seed if projects else None,
+            clipping=args.clipping,
         )
+
+    def _accountant_in_use(self) -> str:
+        """Returns the accountant asked for, or the one that has to answer in its place."""
+        if self._curve is None:
+            return self._args.accountant
+        self._curve.epsilon(self.steps)  # only then it is known whether the first can answer
+        return self._curve.accountant
+
+    def require_agreement(
+        self, dataset_size: int, updates: int, trainable: Mapping[str, Tensor]
+    ) -> None:
+        """Refuses processes whose draws and sums would not fit together; a collective call.
+
+        Args:
+            dataset_size: the length of this process's training dataset.
+            updates: how many updates the weights contain.
+            trainable: parameter name -> parameter.
+        """
+        facts: dict[str, object] = asdict(self.mechanism())
+        # They follow from the others, and may depend on the kind of processor in the last digit.
+        del facts["noise_multiplier"], facts["accountant"]
+        names = repr([(name, tuple(weight.shape)) for name, weight in trainable.items()])
+        facts |= {
+            "the number of steps": self.steps,
+            "the length of train_dataset": dataset_size,
+            "the number of updates to go on from": updates,
+            "the checksum of the trainable parameters": zlib.crc32(names.encode()),
+            "dataloader_num_workers": self._args.dataloader_num_workers,
+            "dataloader_prefetch_factor": self._args.dataloader_prefetch_factor,
+        }
+        require_agreement(facts)
+
+    def start_ledger(
+        self, checkpoint: str | None, *, updates: int, before: Ledger | None
+    ) -> Ledger:
+        """Starts the ledger of a run, or resumes the one of a checkpoint.
+
+        With several processes the first calls it for all of them (``Ledger.shared``).
+
+        Args:
+            checkpoint: the folder to resume from, if any.
+            updates: how many updates its weights contain.
+            before: the ledger of an earlier run of the same weights, if any.
+
+        Raises:
+            PrivacyError: if nothing is left to spend, or a resumed ledger does not fit.
+        """
+        live = Path(str(self._args.output_dir)) / LEDGER_NAME
+        if checkpoint is not None:
+            copy = Path(checkpoint) / LEDGER_NAME
+            ledger = Ledger.resume(live, copy, self.mechanism(), updates=updates)
+        elif before is not None and before.steps:
+            raise PrivacyError(
+                f"This trainer has made {before.steps} releases on this model already, and the "
+                "noise was calibrated for one run. Resume with resume_from_checkpoint, or make "
+                "a new trainer: its budget then adds to the one spent."
+            )
+        else:
+            if live.exists():
+                logger.warning(
+                    "%s is of an earlier run; it is kept under another name. If that run used the "
+                    "same data, the budgets of both add up.",
+                    live,
+                )
+            ledger = Ledger.start(self.mechanism(), path=live)
+        if self.releases_left(ledger) <= 0 < self.steps - updates:
+            raise PrivacyError(
+                f"The budget is spent: {ledger.steps} releases of {self.steps} were made, "
+                f"{updates} of which are in {checkpoint}; those made after it count as well. The "
+                "checkpoint itself is private as it is; so are later ones of the same run."
+            )
+        return ledger
 
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
         """Returns epsilon for the releases of a ledger, and all it depends on."""

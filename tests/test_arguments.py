@@ -15,17 +15,13 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from dp_grape_hf.arguments import ALIASES
+from dp_grape_hf.arguments import ALIASES, DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
 BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}
 NO_NOISE = {"target_epsilon": None, "target_delta": None, "noise_multiplier": 0.0}
-OWN_FIELDS = {
-    field.name: field
-    for field in dataclasses.fields(DPGrapeTrainingArguments)
-    if field.name in DPGrapeTrainingArguments.__annotations__
-}
+OWN_FIELDS = {field.name: field for field in dataclasses.fields(DPGrapeArguments)}
 
 
 def make(**changes: Any) -> DPGrapeTrainingArguments:
@@ -49,13 +45,18 @@ def test_only_the_budget_has_no_default() -> None:
         "noise_multiplier": None,
         "accountant": "prv",
         "max_grad_norm": 1.0,
+        "clipping": "flat",
         "expected_batch_size": 8,
         "num_samples": None,
         "projection": "gaussian",
         "projection_rank": 16,
         "projection_update_steps": 100,
         "projection_seed": 0,
+        "project_embeddings": False,
+        "regenerate_projections": False,
+        "float32_updates": False,
         "engine": "layerwise",
+        "self_check": True,
         "log_unnoised_statistics": False,
         "eval_data_is_public": False,
     }
@@ -83,6 +84,10 @@ def test_both_names_of_one_quantity_are_refused(short: str, name: str) -> None:
 def test_an_unknown_keyword_is_an_error() -> None:
     with pytest.raises(TypeError, match="epsilon"):
         make(epsilon=3.0)
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "geheim" not in repr(make(hub_token="geheim"))
 
 
 # ---- The expected batch size ----
@@ -290,6 +295,9 @@ VALUES = [
     ("projection_seed", -1),
     ("projection", "fourier"),
     ("engine", "hooks"),
+    ("clipping", "adaptive"),
+    ("label_smoothing_factor", 1.0),
+    ("label_smoothing_factor", -0.1),
     ("accountant", "moments"),
 ]
 
@@ -352,7 +360,6 @@ OPTIONS = [
     ("neftune_noise_alpha", 5.0),
     ("optim_args", "amsgrad=True"),
     ("push_to_hub", True),
-    ("label_smoothing_factor", 0.1),
     ("train_sampling_strategy", "group_by_length"),
     ("train_sampling_strategy", "sequential"),
     ("optim", "sgd"),

@@ -24,6 +24,7 @@ from transformers import (
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedAdam, UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.targets import projection_targets
 from tests.models import only
 from tests.trainers import (
     EXACT,
@@ -33,11 +34,14 @@ from tests.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
+    known_generators,
     make_args,
     make_trainer,
     points,
     weights_of,
 )
+
+ALL_OF_12 = EXACT | {"per_device_train_batch_size": 12}
 
 
 def small(name: str, **changes: Any) -> Any:
@@ -186,7 +190,7 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
             tmp_path / strategy,
             model=model,
             train_dataset=examples,
-            eval_dataset=examples,
+            eval_dataset=examples_of("bert-classifier", 5, seed=1),
             eval_strategy=strategy,
             eval_steps=1,
             **EXACT | {"per_device_train_batch_size": 12},
@@ -194,6 +198,20 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
         trainer.train()
         weights.append(weights_of(trainer.model))
     assert_same_weights(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_evaluating_on_the_training_data_is_refused(several: bool, tmp_path: Path) -> None:
+    data = points()
+    held = {"seen": data, "unseen": points(5)} if several else data
+    with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
+        make_trainer(tmp_path, train_dataset=data, eval_dataset=held)
+    trainer = make_trainer(tmp_path, train_dataset=data)
+    with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
+        trainer.evaluate(held)
+    for allowed in ({"eval_data_is_public": True}, {"log_unnoised_statistics": True}):
+        trainer = make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
+        assert trainer.evaluate(data)["eval_loss"] > 0
 
 
 def test_training_learns(tmp_path: Path) -> None:
@@ -234,6 +252,45 @@ def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> Non
         ]
     ).mean()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_label_smoothing_is_that_of_each_sample(tmp_path: Path) -> None:
+    """The factor of the arguments is what a loss of the user would do with it."""
+    runs = []
+    for changes in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": _smoothed}):
+        model, examples = small("bert-classifier")
+        trainer = make_trainer(
+            tmp_path / str(len(runs)), model=model, train_dataset=examples, **ALL_OF_12, **changes
+        )
+        trainer.train()
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[0], runs[1])
+    model, examples = small("bert-classifier")
+    plain = make_trainer(tmp_path / "plain", model=model, train_dataset=examples, **ALL_OF_12)
+    plain.train()
+    assert not torch.equal(weights_of(plain.model)["classifier.bias"], runs[0]["classifier.bias"])
+
+
+def test_evaluation_smooths_as_the_host_does(tmp_path: Path) -> None:
+    model, examples = small("bert-classifier")
+    trainer = make_trainer(
+        tmp_path,
+        model=model,
+        train_dataset=examples,
+        eval_dataset=examples_of("bert-classifier", 5, seed=1),
+        label_smoothing_factor=0.2,
+    )
+    batch = only("bert-classifier").batch(5, seed=1)
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_smoothing_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"label_smoothing_factor=0\.1 and a compute_loss"):
+        make_trainer(tmp_path, label_smoothing_factor=0.1, compute_loss_func=_smoothed)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -283,7 +340,8 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> Non
             "text": ["never a tensor"] * 24,
         }
     )
-    trainer = make_trainer(tmp_path, train_dataset=dataset, eval_dataset=dataset)
+    held_out = dataset.select(range(5))
+    trainer = make_trainer(tmp_path, train_dataset=dataset, eval_dataset=held_out)
     trainer.train()
     assert trainer.state.global_step == 4
     assert "eval_loss" in trainer.evaluate()
@@ -598,6 +656,73 @@ def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
     assert (runs[0] - runs[1]).norm() < 0.05 * runs[0].norm()
 
 
+@pytest.mark.parametrize("projection", ["gaussian", "identity"])
+def test_small_updates_of_bfloat16_weights_are_kept_in_float32(
+    projection: str, tmp_path: Path
+) -> None:
+    """At a rate below the rounding of the weights, the saved weights follow a float32 run."""
+    changes = {}
+    for name, settings in {
+        "exact": {"dtype": torch.float32},
+        "lost": {"dtype": torch.bfloat16},
+        "kept": {"dtype": torch.bfloat16, "float32_updates": True},
+    }.items():
+        dtype = settings.pop("dtype")
+        model, examples = small("opt")
+        model.bfloat16().to(dtype)
+        before = weights_of(model.float() if dtype is torch.float32 else model)
+        trainer = make_trainer(
+            tmp_path / name,
+            model=model,
+            train_dataset=examples,
+            learning_rate=2e-5,
+            lr_scheduler_type="constant",
+            projection=projection,
+            projection_update_steps=4,
+            max_steps=10,
+            weight_decay=0.0,
+            test_generators=known_generators(),
+            **settings,
+        )
+        trainer.train()
+        assert not any(m._forward_hooks for m in trainer.model.modules())
+        weight = "model.decoder.layers.0.fc1.weight"
+        changes[name] = (weights_of(trainer.model)[weight].float() - before[weight].float()).ravel()
+
+    exact = changes["exact"]
+    share = {name: float(change @ exact / (exact @ exact)) for name, change in changes.items()}
+    assert share["kept"] == pytest.approx(1.0, abs=0.25)
+    assert share["lost"] < 0.5
+
+
+def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path) -> None:
+    """Saved in the middle of a projection period, it computes what the model in training does."""
+    model, examples = small("opt")
+    inputs = {"input_ids": only("opt").batch(2)["input_ids"]}
+    found = []
+
+    class Compare(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saved = type(model).from_pretrained(tmp_path / f"checkpoint-{state.global_step}")
+            with torch.no_grad():
+                found.append([m.eval()(**inputs).logits for m in (saved, kwargs["model"])])
+
+    trainer = make_trainer(
+        tmp_path,
+        model=model.bfloat16(),
+        train_dataset=examples,
+        float32_updates=True,
+        projection_update_steps=10,
+        save_strategy="steps",
+        save_steps=2,
+        callbacks=[Compare()],
+    )
+    trainer.train()
+    assert len(found) == 2
+    for saved, live in found:
+        torch.testing.assert_close(saved, live, atol=0.0, rtol=0.0)
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # the older name
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     runs = []
@@ -685,6 +810,62 @@ def test_nothing_is_projected_where_that_would_save_nothing(
     trainer = make_trainer(tmp_path, optim_target_modules="all-linear", **changes)
     trainer.train()
     assert _projected(trainer) == {}
+
+
+def test_embeddings_and_vocabulary_heads_are_projected_if_asked_for(tmp_path: Path) -> None:
+    """A table that the head is tied to is one target, which the paper leaves as it is."""
+    body = None
+    for embeddings, extra in ((False, set()), (True, {"wte", "wpe"})):
+        model, examples = small("gpt2")
+        trainer = make_trainer(
+            tmp_path / str(embeddings),
+            model=model,
+            train_dataset=examples,
+            project_embeddings=embeddings,
+        )
+        trainer.train()
+        found = _projected(trainer)
+        body = body or found.keys()
+        assert found.keys() == body | {f"transformer.{name}.weight" for name in extra}
+        if embeddings:
+            assert found["transformer.wte.weight"] == (60, 2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_targets_name_each_weight_once(tied: bool) -> None:
+    model = only("llama").model(tie_word_embeddings=tied)
+    trainable = dict(model.named_parameters())
+    names = projection_targets(model, trainable, ["q_proj", "embed_tokens"], embeddings=True)
+    layers = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
+    tables = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
+    assert sorted(names) == sorted([*layers, *tables])
+
+
+def test_projections_that_are_drawn_again_are_the_same(tmp_path: Path) -> None:
+    runs = []
+    for again in (False, True):
+        model, examples = small("opt")
+        trainer = make_trainer(
+            tmp_path / str(again),
+            model=model,
+            train_dataset=examples,
+            regenerate_projections=again,
+            test_generators=known_generators(),
+        )
+        trainer.train()
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_clipping_per_layer_trains_and_is_recorded(engine: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, clipping="per_layer", engine=engine, save_strategy="steps")
+    trainer.train()
+    assert trainer.ledger.steps == 4
+    assert trainer.ledger.mechanism.clipping == "per_layer"
+    flat = make_trainer(tmp_path, engine=engine)
+    with pytest.raises(PrivacyError, match="clipping"):
+        flat.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_updates_stay_in_the_projected_space_until_it_is_redrawn(tmp_path: Path) -> None:

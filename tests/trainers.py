@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.trainer import TestGenerators
 from tests.models import only
@@ -30,6 +31,7 @@ TRAINER_KEYWORDS = (
     "eval_dataset",
     "model_init",
     "optimizers",
+    "peft_config",
     "processing_class",
     "test_generators",
 )
@@ -86,7 +88,7 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 # ---- Trainers ----
 
 
-def make_args(output_dir: Path | str, **changes: Any) -> DPGrapeTrainingArguments:
+def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> Any:
     """Returns quiet arguments of a short private run on the CPU; a budget replaces the noise."""
     settings: dict[str, Any] = {
         "output_dir": str(output_dir),
@@ -105,27 +107,29 @@ def make_args(output_dir: Path | str, **changes: Any) -> DPGrapeTrainingArgument
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
-    return DPGrapeTrainingArguments(**settings | changes)
+    return (arguments or DPGrapeTrainingArguments)(**settings | changes)
 
 
 def make_trainer(
     output_dir: Path | str,
     *,
-    cls: type[DPGrapeTrainer] = DPGrapeTrainer,
+    cls: type[DPGrapeMixin] = DPGrapeTrainer,
+    arguments: Any = None,
     model: nn.Module | None = None,
     train_dataset: Any = None,
     **changes: Any,
 ) -> Any:
     """Returns a trainer of ``TinyForSequenceClassification`` on ``points``.
 
-    ``changes`` are keywords of the trainer or of its arguments, whichever they name.
+    ``changes`` are keywords of the trainer or of its arguments, whichever they name; ``arguments``
+    is the class of the latter.
     """
     keywords = {name: changes.pop(name) for name in TRAINER_KEYWORDS if name in changes}
     if model is None and "model_init" not in keywords:
         model = TinyForSequenceClassification()
     return cls(
         model=model,
-        args=make_args(output_dir, **changes),
+        args=make_args(output_dir, arguments, **changes),
         train_dataset=points() if train_dataset is None else train_dataset,
         **keywords,
     )

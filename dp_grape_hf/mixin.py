@@ -1,0 +1,408 @@
+"""``DPGrapeMixin``: what a Trainer of transformers does otherwise when its training is private.
+
+Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
+places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
+override is found where the original is: construction, data and training here, and from the training
+utilities on, where something leaves the run, in ``disclosure``. There is no arithmetic here:
+``sampling`` draws, ``engine`` clips and adds noise, ``ledger`` records.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import TrainOutput, seed_worker
+
+from dp_grape_hf.arguments import DPGrapeArguments, DPGrapeTrainingArguments
+from dp_grape_hf.callbacks import (
+    PrivacyProgress,
+    StopAtBudget,
+    WatchMovement,
+    last_whole_checkpoint,
+    refuse_early_stopping,
+)
+from dp_grape_hf.disclosure import DisclosureMixin, TestGenerators, refuse_training_data
+from dp_grape_hf.engine import PrivateEngine, private_norm
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.losses import loss_for, with_three_arguments
+from dp_grape_hf.low_rank import LowRankUpdates
+from dp_grape_hf.optimizer import ProjectedAdam
+from dp_grape_hf.per_sample import PerSampleEngine, batch_size_of, make_engine
+from dp_grape_hf.plan import PrivacyPlan, check_dataset
+from dp_grape_hf.probing import evaluating
+from dp_grape_hf.processes import failing_together, from_first
+from dp_grape_hf.projection import ProjectionSchedule
+from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
+from dp_grape_hf.sampling import (
+    EmptyDrawDataset,
+    LogicalBatch,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+    expected_steps_per_epoch,
+)
+from dp_grape_hf.selfcheck import check_gradients, collated_examples, examine_collator
+from dp_grape_hf.targets import projection_targets
+
+
+class DPGrapeMixin(DisclosureMixin):
+    """Makes the training of a ``transformers.Trainer`` behind it differentially private.
+
+    Args:
+        model: as for the host; parameters with ``requires_grad`` are trained.
+        args: an instance of ``arguments_class``.
+        compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
+            num_items_in_batch)``, whose last argument is None in training, must return one loss
+            per sample, (B,), each computed from that sample alone.
+        test_generators: for tests only; marks the ledger as not private.
+        **kwargs: everything else that the host takes, except ``optimizers``: the optimizer is
+            ``ProjectedAdam``. For a scheduler of your own, set ``trainer.lr_scheduler`` to one made
+            around ``trainer.create_optimizer()``.
+
+    Guarantee:
+        The weights after training are (epsilon, delta)-differentially private with respect to the
+        training data, for adding or removing one example, with the numbers of ``privacy_spent()``.
+        So are ledger, progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise;
+        metrics in the logs are functions of the evaluation data, which epsilon does not cover.
+
+    Raises:
+        PrivacyError: if arguments, model and data together cannot keep the promise.
+    """
+
+    arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: DPGrapeArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        test_generators: TestGenerators | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(args, self.arguments_class):
+            raise PrivacyError(
+                f"args is a {type(args).__name__}; pass a {self.arguments_class.__name__}, which "
+                "carries target_epsilon and target_delta."
+            )
+        if tuple(optimizers) != (None, None) or optimizer_cls_and_kwargs is not None:
+            raise PrivacyError(
+                "An optimizer or its scheduler was passed, but private gradients are in projected "
+                "coordinates, which only ProjectedAdam understands. Choose a schedule by "
+                "lr_scheduler_type, or set trainer.lr_scheduler to one made around "
+                "trainer.create_optimizer()."
+            )
+        if compute_loss_func is not None and args.label_smoothing_factor:
+            raise PrivacyError(
+                f"label_smoothing_factor={args.label_smoothing_factor!r} and a compute_loss_func "
+                "were given. Smooth in your own loss, or leave it out."
+            )
+        check_dataset(train_dataset)
+        refuse_training_data(eval_dataset, [train_dataset], args)
+        self._given_train_dataset = train_dataset
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
+        )
+        refuse_launcher(self)
+        self._user_loss = with_three_arguments(compute_loss_func)
+        if self._user_loss is not None:
+            self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
+        betas = (args.adam_beta1, args.adam_beta2)
+        adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        adam |= {"float32_updates": args.float32_updates, "rounding_seed": args.projection_seed}
+        self.optimizer_cls_and_kwargs = (ProjectedAdam, adam)
+        self._test_generators = test_generators
+        self._engine: PrivateEngine | None = None
+        self._checked = False
+        self._per_sample = self._make_per_sample()
+        prepared: Any = self.train_dataset  # which the host may have made of what was passed
+        if prepared is not None:
+            check_dataset(prepared)
+            self.plan = PrivacyPlan(args, len(prepared))
+        self._add_callbacks()
+
+    def _add_callbacks(self) -> None:
+        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
+        if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(PrivacyProgress(lambda: me.privacy_spent()))
+        self.add_callback(StopAtBudget(lambda: me.releases_left()))
+        if self.args.self_check:
+            self.add_callback(WatchMovement(lambda: me._per_sample.trainable))
+
+    def _make_per_sample(self) -> PerSampleEngine:
+        user, loss = self._user_loss, None
+        if user is not None:
+
+            def loss(outputs: Any, labels: Tensor | None) -> Tensor:
+                return user(outputs, labels, num_items_in_batch=None)
+
+        elif self.args.label_smoothing_factor:
+            loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
+        return make_engine(self.args.engine, self.model, loss)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
+        super().create_accelerator_and_postprocess()
+        accelerator = weakref.proxy(self.accelerator)  # no cycle, as for the callbacks
+        self.accelerator.prepare_model = partial(
+            Accelerator.prepare_model, accelerator, evaluation_mode=True
+        )
+
+    # ---- Data Loading ----
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns a loader of Poisson draws.
+
+        It does not go through ``accelerator.prepare``, which would re-shard the sampler and repeat
+        examples to make batches even.
+        """
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        dataset: Any = self.train_dataset
+        collator, args = self.data_collator, self.args
+        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # datasets.Dataset
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        generators = self._test_generators
+        sampler = PoissonBatchSampler(
+            len(dataset),
+            self.plan.sample_rate,
+            steps=expected_steps_per_epoch(self.plan.sample_rate),
+            generator=generators.sampling
+            if generators
+            else shared_sampling_generator(device=args.device),
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
+        return DataLoader(
+            EmptyDrawDataset(dataset),
+            batch_sampler=sampler,
+            collate_fn=LogicalBatchCollator(collator, args.per_device_train_batch_size),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+        )
+
+    # ---- Training ----
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Resumes from the last checkpoint that is whole, if it is to find one itself.
+
+        The original takes the last folder, which a run that was killed may have left half saved.
+        ``training_loss`` of what is returned is None: the loss is no private quantity.
+        """
+        if resume_from_checkpoint is True:
+            folder = str(self.args.output_dir)
+            resume_from_checkpoint = from_first(lambda: last_whole_checkpoint(folder)) or True
+        try:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._stop_low_rank()
+        if self.args.log_unnoised_statistics:
+            return output
+        return output._replace(training_loss=None)  # type: ignore[arg-type]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves a run that was resumed when complete as it is; the original makes a step more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Starts or resumes ledger and mechanism, before the optimizer is made."""
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        size = len(self.train_dataset)  # type: ignore[arg-type]
+        self.plan.require_agreement(size, self.state.global_step, trainable)
+        if max_steps != self.plan.steps:
+            raise PrivacyError(
+                f"The run would take {max_steps} steps, but the noise was calibrated for "
+                f"{self.plan.steps}. Set max_steps or num_train_epochs before making the "
+                "trainer."
+            )
+        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        self._start_engine(self._start_ledger(resume_from_checkpoint))
+        if train_dataloader is not None:
+            low = self._low_precision()
+            examine_collator(self._losses_in_evaluation, train_dataloader, low)
+        if self._test_generators is None:
+            forget_the_seed()
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
+        if self.args.float32_updates:
+            self._low_rank = LowRankUpdates(self.model, self._projected_adam)
+        return prepared
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Moves what is kept beside the weights into them, before the best may be loaded."""
+        self._stop_low_rank()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _stop_low_rank(self) -> None:
+        if self._low_rank is not None:
+            self._low_rank.remove()
+            self._low_rank = None
+
+    @property
+    def _projected_adam(self) -> ProjectedAdam:
+        optimizer = self.optimizer.optimizer  # type: ignore[union-attr]
+        assert isinstance(optimizer, ProjectedAdam)
+        return optimizer
+
+    def _start_ledger(self, checkpoint: str | None) -> Ledger:
+        before = self.ledger if self.model_init is None else None
+        updates = self.state.global_step
+        self.ledger = Ledger.shared(
+            lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
+        )
+        if self._test_generators is not None:
+            self.ledger.mark_not_private("test generators were passed: the noise is known")
+        if self.args.log_unnoised_statistics:
+            self.ledger.mark_not_private("un-noised training statistics were logged")
+        return self.ledger
+
+    def _start_engine(self, ledger: Ledger) -> None:
+        args, device = self.args, self.args.device
+        # Anew: model_init may have made another model, and parameters may have been frozen since.
+        self._per_sample = self._make_per_sample()
+        self._checked = not args.self_check
+        if args.world_size > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(tensor.data, src=0)
+        trainable = self._per_sample.trainable
+        targets = projection_targets(
+            self.model, trainable, args.optim_target_modules, args.project_embeddings
+        )
+        self._schedule = ProjectionSchedule(
+            {name: tuple(trainable[name].shape) for name in targets},
+            family=args.projection,
+            rank=args.projection_rank,
+            update_steps=args.projection_update_steps,
+            seed=args.projection_seed,
+            device=device,
+            cache=not args.regenerate_projections,
+        )
+        generators = self._test_generators
+        self._engine = PrivateEngine(
+            self._per_sample,
+            max_grad_norm=args.max_grad_norm,
+            noise_multiplier=self.plan.noise_multiplier,
+            expected_batch_size=args.logical_batch_size,
+            ledger=ledger,
+            noise_generator=generators.noise if generators else noise_generator(device),
+            distributed=args.world_size > 1,
+            clipping=args.clipping,
+        )
+
+    def _low_precision(self) -> bool:
+        return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
+
+    @torch.no_grad()
+    def _losses_in_evaluation(self, batch: Any) -> Tensor:
+        batch = self._prepare_inputs(batch)
+        with evaluating(self.model):
+            return self._per_sample.losses(self.model, batch, batch_size_of(batch))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Draws as the original does; data set or collator may fail in one process only."""
+        assert self._engine is not None
+        with failing_together(self._engine.abandon):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: LogicalBatch,  # type: ignore[override]
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Makes one release from one Poisson draw, however many physical batches it takes.
+
+        The original would differentiate one loss averaged over the batch. Returns 0 instead of the
+        training loss, which is an un-noised function of the data.
+        """
+        assert self._engine is not None
+        with failing_together(self._engine.abandon):
+            return self._release(self._engine, model, inputs)
+
+    def _release(self, engine: PrivateEngine, model: nn.Module, inputs: LogicalBatch) -> Tensor:
+        if self.releases_left() <= 0:  # a callback may have overruled StopAtBudget
+            raise PrivacyError(
+                f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
+                "Take out the callback that resets control.should_training_stop."
+            )
+        model.train()
+        projectors = self._schedule.at(self.state.global_step)
+        if self._low_rank is not None:
+            self._low_rank.use(projectors)
+        engine.begin(projectors)
+        total = torch.zeros((), device=self.args.device)
+        for physical, size in zip(inputs, inputs.sizes, strict=True):
+            losses = engine.accumulate(self._prepare_inputs(physical))
+            if len(losses) != size:
+                raise PrivacyError(
+                    f"The data collator made {len(losses)} rows of {size} examples, so a row is "
+                    "not an example and its clipping bounds nothing. Turn packing off."
+                )
+            total += losses.sum()
+        if not self._checked:
+            self._check_gradients(inputs)
+        private_grads = engine.release()
+        self._private_norm = private_norm(private_grads)
+        trainable = self._per_sample.trainable
+        self._projected_adam.receive(
+            {trainable[name]: value for name, value in private_grads.items()},
+            {trainable[name]: projector for name, projector in projectors.items()},
+        )
+        if not self.args.log_unnoised_statistics:
+            return total.zero_()
+        return total / max(inputs.num_examples, 1)
+
+    def _check_gradients(self, inputs: LogicalBatch) -> None:
+        """Holds two examples of the draw, or of the data set, against plain autograd."""
+        pairs = (batch for batch, size in zip(inputs, inputs.sizes, strict=True) if size >= 2)
+        batch = next(pairs, None)
+        if batch is None and (loader := self.callback_handler.train_dataloader) is not None:
+            batch = collated_examples(loader, 2)
+        if batch is not None:
+            batch = self._prepare_inputs(batch)
+            low = self._low_precision()
+            projectors = self._schedule.at(self.state.global_step)
+            check_gradients(self._per_sample, batch, projectors, low)
+            self._checked = True
+
+
+def _mean_loss(
+    function: Callable[..., Tensor],
+    outputs: Any,
+    labels: Tensor | None,
+    num_items_in_batch: Any = None,
+) -> Tensor:
+    """Returns the mean of a user's per-sample losses, which is what evaluation reports."""
+    return function(outputs, labels, num_items_in_batch=num_items_in_batch).mean()

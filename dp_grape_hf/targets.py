@@ -1,0 +1,71 @@
+"""Which weights of a model are projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers.trainer_utils import check_target_module_exists
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.projection import default_targets
+
+
+def projection_targets(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    wanted: str | list[str] | None = None,
+    embeddings: bool = False,
+) -> list[str]:
+    """Returns the names of the weights to project.
+
+    Args:
+        model: the model.
+        trainable: its trainable parameters, each once, by the name that counts.
+        wanted: ``optim_target_modules``: names or regular expressions of modules, or
+            ``all-linear``; our own choice, ``default_targets``, if None.
+        embeddings: whether to add embeddings and the vocabulary head; a weight that both share is
+            one target.
+
+    Raises:
+        PrivacyError: if ``wanted`` matches nothing.
+    """
+    if wanted is None:
+        names = default_targets(model, MATRIX_LAYERS)
+    else:
+        names = _matching(model, trainable, wanted)
+    if embeddings:
+        names += _vocabulary(model, trainable)
+    return list(dict.fromkeys(names))
+
+
+def _matching(
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], wanted: str | list[str]
+) -> list[str]:
+    names = [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, (*MATRIX_LAYERS, nn.Embedding))
+        and (wanted == "all-linear" or check_target_module_exists(wanted, path))
+    ]
+    names = [name for name in names if name in trainable]
+    if not names:
+        raise PrivacyError(
+            f"optim_target_modules={wanted!r} matches no trainable linear layer or embedding. "
+            "Give names or regular expressions of modules, or leave it out."
+        )
+    return names
+
+
+def _vocabulary(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+    names = {id(parameter): name for name, parameter in trainable.items()}
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weights: list[Any] = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        or (module is output and isinstance(module, MATRIX_LAYERS))
+    ]
+    return [names[id(weight)] for weight in weights if id(weight) in names]

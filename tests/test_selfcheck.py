@@ -1,0 +1,356 @@
+"""The check of the first steps: silent on models that are right, and the saboteurs it catches."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
+from dp_grape_hf.functorch import FunctorchEngine
+from dp_grape_hf.layer_rules import RULES, LayerRule
+from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.optimizer import ProjectedAdam
+from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.representations import Dense
+from dp_grape_hf.selfcheck import Fingerprint, Movement, check_gradients
+from tests.models import CASES, Case, only
+from tests.oracles import projectors_for
+from tests.trainers import (
+    EXACT,
+    FEATURES,
+    WIDTH,
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    examples_of,
+    known_generators,
+    make_trainer,
+    points,
+    weights_of,
+)
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
+    return case.batch(size, case.positions)
+
+
+# ---- Silent where all is well ----
+
+
+@each_case
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_the_models_of_the_suite_pass(case: Case, rank: int | None, engine: str) -> None:
+    model = case.model()
+    check_gradients(make_engine(engine, model), batch_of(case), projectors_for(model, rank))
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@each_case
+@pytest.mark.parametrize("autocast", [True, False])
+def test_sixteen_bits_pass(case: Case, autocast: bool) -> None:
+    model = case.model()
+    if not autocast:
+        model.to(torch.bfloat16)
+    batch = {
+        key: value.to(model.dtype) if value.is_floating_point() else value
+        for key, value in batch_of(case).items()
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        engine = make_engine("layerwise", model)
+        check_gradients(engine, batch, projectors_for(model, 2), low_precision=True)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_dropout_checkpointing_and_frozen_parts_pass() -> None:
+    model = only("roberta-classifier").model(hidden_dropout_prob=0.5)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.roberta.embeddings.requires_grad_(False)
+    check_gradients(make_engine("layerwise", model), batch_of(only("roberta-classifier")), {})
+
+
+def test_a_sample_of_nan_says_nothing() -> None:
+    case = only("vit")
+    batch = batch_of(case)
+    batch["pixel_values"][0] = float("nan")
+    model = case.model()
+    check_gradients(make_engine("layerwise", model), batch, {})
+
+
+def test_training_is_the_same_with_the_check_and_without(tmp_path: Path) -> None:
+    """Dropout masks included: the check leaves the random state as it was."""
+    runs = []
+    for checked in (True, False):
+        trainer = make_trainer(
+            tmp_path / str(len(runs)),
+            model=only("bert-classifier").model(num_hidden_layers=1, hidden_dropout_prob=0.3),
+            train_dataset=examples_of("bert-classifier"),
+            self_check=checked,
+            test_generators=known_generators(),
+            seed=1,
+        )
+        trainer.train()
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[0], runs[1])
+
+
+# ---- Saboteurs of gradients ----
+
+
+class LosesATerm(LayerRule):
+    """LayerNorm's rule, without the product by the normalised input."""
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Any]:
+        rows = grad_output.reshape(batch_size, -1, grad_output.shape[-1])
+        return {"weight": Dense(rows.sum(1)), "bias": Dense(rows.sum(1))}
+
+
+def _record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a square linear layer, every second call of a pass is not recorded."""
+    rule, calls = type(RULES[nn.Linear]), [0]
+    right = rule.gradients
+
+    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+        if layer.weight.shape == (WIDTH, WIDTH):
+            calls[0] += 1
+            grad_output = grad_output * (calls[0] % 2)
+        return right(self, layer, saved, grad_output, *args)
+
+    monkeypatch.setattr(rule, "gradients", wrong)
+
+
+class UsedTwiceForSequenceClassification(TinyForSequenceClassification):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(WIDTH, WIDTH)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.twice(torch.tanh(self.body(x))))
+        return {"logits": self.head(torch.tanh(self.twice(hidden)))}
+
+
+def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = only("gpt2")
+    monkeypatch.setitem(RULES, nn.LayerNorm, LosesATerm())
+    engine = make_engine("layerwise", case.model())
+    with pytest.raises(UnsupportedModelError) as error:
+        check_gradients(engine, batch_of(case), {})
+    text = str(error.value)
+    assert "transformer.h.0.ln_1.weight (of transformer.h.0.ln_1, a LayerNorm)" in text
+    assert "bias" not in text
+    assert 'engine="functorch"' in text.replace("'", '"')
+    assert "requires_grad_(False)" in text
+
+
+def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = only("llama")
+    right = type(RULES[nn.Linear]).gradients
+
+    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+        square = layer.weight.shape[0] == layer.weight.shape[1]
+        return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
+
+    monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
+    engine = make_engine("layerwise", case.model())
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
+        check_gradients(engine, batch_of(case), {})
+
+
+@pytest.mark.parametrize("rank", [2, 100])
+def test_a_module_used_twice_but_recorded_once_is_found(
+    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"model": UsedTwiceForSequenceClassification(), "projection_rank": rank}
+    make_trainer(tmp_path / "right", **settings).train()
+    _record_once(monkeypatch)
+    trainer = make_trainer(tmp_path / "wrong", **settings)
+    with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
+
+
+def test_the_check_can_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _record_once(monkeypatch)
+    model = UsedTwiceForSequenceClassification()
+    trainer = make_trainer(tmp_path, model=model, self_check=False)
+    trainer.train()
+    assert trainer.ledger.steps == 4
+
+
+@pytest.mark.parametrize("engine", [LayerwiseEngine, FunctorchEngine])
+def test_losses_that_depend_on_batch_mates_are_found(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the gradients returned are those of each sample alone."""
+    case = only("opt")
+    original = engine.__call__
+
+    def coupled(self: Any, *args: Any) -> Any:
+        losses, gradients = original(self, *args)
+        return losses + 0.5 * losses.mean(), gradients
+
+    made = engine(case.model())
+    monkeypatch.setattr(engine, "__call__", coupled)
+    with pytest.raises(PrivacyError, match="changes with the number or the contents"):
+        check_gradients(made, batch_of(case), {})
+
+
+class Empty(Watch):
+    """Makes the draws of the first steps empty, by their sampler."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        sampler = kwargs["train_dataloader"].batch_sampler
+        draw, drawn = sampler._draw, []
+
+        def fewer() -> list[int]:
+            drawn.append(draw())
+            return drawn[-1][: len(drawn) - 1]
+
+        sampler._draw = fewer
+
+
+def test_where_the_first_draw_has_too_few_examples_others_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = UsedTwiceForSequenceClassification()
+    trainer = make_trainer(tmp_path / "right", model=model, callbacks=[Empty()])
+    trainer.train()
+    assert trainer.ledger.steps == 4
+    _record_once(monkeypatch)
+    trainer = make_trainer(tmp_path / "wrong", model=model, callbacks=[Empty()])
+    with pytest.raises(UnsupportedModelError, match="twice"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+# ---- Movement ----
+
+
+class LeavesOut(DPGrapeTrainer):
+    """Its optimizer was never given the head's bias."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not self.model.head.bias]
+        return optimizer
+
+
+def _forgets_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer has all parameters and steps, and the body's weight comes out as it was."""
+    step = ProjectedAdam.step
+
+    def forgetful(self: Any, *args: Any) -> None:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        bodies = [(p, p.detach().clone()) for p in weights if p.shape == (WIDTH, FEATURES)]
+        step(self, *args)
+        with torch.no_grad():
+            for weight, before in bodies:
+                weight.copy_(before)
+
+    monkeypatch.setattr(ProjectedAdam, "step", forgetful)
+
+
+def test_a_parameter_that_the_optimizer_does_not_have_is_found(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, cls=LeavesOut)
+    with pytest.raises(PrivacyError, match=r"head\.bias is trainable.*does not have it"):
+        trainer.train()
+    assert trainer.ledger.steps == 1, "the release was made, and stays recorded"
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_parameter_that_never_moves_is_found_once_the_learning_rate_is_above_zero(
+    warmup: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_trainer(tmp_path / "right", warmup_steps=warmup).train()
+    _forgets_the_body(monkeypatch)
+    trainer = make_trainer(tmp_path / "wrong", warmup_steps=warmup)
+    with pytest.raises(PrivacyError, match=r"body\.weight is trainable.*left it as it was"):
+        trainer.train()
+    assert trainer.ledger.steps == (1 if warmup == 0 else 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 0.0},
+        {"learning_rate": 1e-12},  # below the rounding of every weight
+        EXACT | {"compute_loss_func": lambda outputs, labels: outputs["logits"].sum(1) * 0.0},
+    ],
+    ids=["zero", "tiny", "no gradient"],
+)
+def test_what_cannot_move_is_not_asked_to(changes: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, lr_scheduler_type="constant", **changes)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_updates_lost_to_sixteen_bits_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers of 1 in bfloat16 stay there at this learning rate, whatever the gradient."""
+
+    class AtOneForSequenceClassification(TinyForSequenceClassification):
+        def __init__(self) -> None:
+            super().__init__()
+            nn.init.ones_(self.head.weight)
+            self.to(torch.bfloat16)
+
+    dataset = points()
+    for example in dataset.examples:
+        example["x"] = example["x"].bfloat16()
+    trainer = make_trainer(
+        tmp_path,
+        model=AtOneForSequenceClassification(),
+        train_dataset=dataset,
+        projection="identity",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_steps=14,
+    )
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.selfcheck"):
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if "rounding" in record.getMessage()]
+    assert len(said) == 1
+    assert "head.weight" in said[0]
+    assert "body.weight" not in said[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.tensor([0.5, -0.5, 0.0]),  # the sum is what it was
+        torch.tensor([1e-6, 0.0, 0.0]),
+        torch.tensor([0.0, 0.0, -1e-30]),
+    ],
+)
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_fingerprint_sees_any_change_of_a_number(start: float, change: Tensor) -> None:
+    before = torch.full((3,), start)
+    changed = before + change
+    assert (Fingerprint.of(before) != Fingerprint.of(changed)) == (not torch.equal(before, changed))
+
+
+def test_what_has_moved_is_watched_no_more() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    trainable = dict(model.named_parameters())
+    optimizer = torch.optim.Adam(trainable.values(), lr=0.1)
+    movement = Movement(trainable)
+    for parameter in trainable.values():
+        parameter.grad = torch.ones_like(parameter)
+    assert not movement.done
+    movement.before_update()
+    optimizer.step()
+    movement.after_update(optimizer)
+    assert movement.done

@@ -1,0 +1,241 @@
+"""``Seq2SeqTrainer`` made private: the same releases, and generation metrics in evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    EvalPrediction,
+    GenerationConfig,
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+
+from dp_grape_hf import (
+    DPGrapeSeq2SeqTrainer,
+    DPGrapeSeq2SeqTrainingArguments,
+    DPGrapeTrainer,
+    PrivacyError,
+)
+from tests.trainers import (
+    EXACT,
+    Examples,
+    Watch,
+    assert_same_weights,
+    known_generators,
+    make_args,
+    make_trainer,
+    weights_of,
+)
+
+PAD, START, END, FIRST_WORD, VOCABULARY = 1, 0, 2, 5, 20
+SETTINGS = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 24,
+    "dropout": 0.0,
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": END,
+    "decoder_start_token_id": END,
+    "forced_eos_token_id": None,
+}
+
+
+def bart(**changes: Any) -> BartForConditionalGeneration:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BartForConditionalGeneration(BartConfig(**SETTINGS | changes))
+
+
+def sentences(num_samples: int = 24, seed: int = 0, words: int = 4) -> Examples:
+    """Returns sentences to be repeated, all as long as the longest."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (num_samples, words), generator=generator)
+    ids = torch.nn.functional.pad(ids, (0, 1), value=END)
+    mask = torch.ones_like(ids)
+    return Examples(
+        [
+            {"input_ids": ids[i], "attention_mask": mask[i], "labels": ids[i]}
+            for i in range(num_samples)
+        ]
+    )
+
+
+def seq2seq(output_dir: Path, **changes: Any) -> Any:
+    """Returns a trainer of a tiny BART on ``sentences``."""
+    settings: dict[str, Any] = {
+        "cls": DPGrapeSeq2SeqTrainer,
+        "arguments": DPGrapeSeq2SeqTrainingArguments,
+        "train_dataset": sentences(),
+    }
+    model = changes.pop("model", None) or bart()
+    return make_trainer(output_dir, model=model, **settings | changes)
+
+
+def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """How many words of the labels were generated at their place; no package is needed for it."""
+    generated, labels = prediction.predictions, prediction.label_ids
+    assert generated.dtype == labels.dtype  # words, not logits
+    width = labels.shape[1]
+    right = generated[:, 1 : 1 + width][:, :width] == labels[:, : generated.shape[1] - 1]
+    return {"word_accuracy": float(right.mean())}
+
+
+# ---- Training ----
+
+
+def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None:
+    runs = []
+    for cls, arguments in (
+        (DPGrapeTrainer, None),
+        (DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments),
+    ):
+        extra = {"arguments": arguments} if arguments else {}
+        trainer = make_trainer(
+            tmp_path / cls.__name__,
+            cls=cls,
+            model=bart(),
+            train_dataset=sentences(),
+            test_generators=known_generators(),
+            **extra,
+        )
+        trainer.train()
+        assert trainer.ledger.steps == 4
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[1], runs[0])
+
+
+def test_without_noise_and_projection_it_trains_as_the_original(tmp_path: Path) -> None:
+    """All sentences have as many words, so that the mean over words is the mean of the means."""
+    examples, model = sentences(), bart()
+    settings: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-2, "report_to": "none"}
+    settings |= {"save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    plain = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(
+            str(tmp_path / "plain"),
+            per_device_train_batch_size=24,
+            max_grad_norm=0.0,
+            dataloader_pin_memory=False,
+            **settings,
+        ),
+        train_dataset=examples,
+    )
+    plain.train()
+    private = seq2seq(tmp_path, projection="identity", **EXACT | settings)
+    private.train()
+    assert_same_weights(weights_of(private.model), weights_of(model), atol=2e-4, rtol=1e-3)
+
+
+def test_label_smoothing_is_trained_per_sample_and_evaluated_as_by_the_host(
+    tmp_path: Path,
+) -> None:
+    weights = {}
+    for factor in (0.0, 0.3):
+        trainer = seq2seq(
+            tmp_path / str(factor),
+            label_smoothing_factor=factor,
+            eval_dataset=sentences(6, seed=1),
+            **EXACT,
+        )
+        trainer.train()
+        weights[factor] = weights_of(trainer.model)
+        assert trainer.evaluate()["eval_loss"] > 0
+    name = "model.decoder.layers.0.fc1.weight"
+    assert not torch.equal(weights[0.0][name], weights[0.3][name])
+
+
+# ---- Evaluation ----
+
+
+def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> None:
+    watch = Watch()
+    trainer = seq2seq(
+        tmp_path,
+        callbacks=[watch],
+        eval_dataset=sentences(6, seed=1),
+        compute_metrics=word_accuracy,
+        predict_with_generate=True,
+        generation_max_length=7,
+        generation_num_beams=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    found = [logs["eval_word_accuracy"] for logs in watch.logs if "eval_word_accuracy" in logs]
+    assert len(found) == 2
+    assert all(0 <= value <= 1 for value in found)
+    assert trainer.evaluate(max_length=5)["eval_loss"] > 0
+    prediction = trainer.predict(sentences(5, seed=2), max_length=6)
+    assert prediction.predictions.shape[0] == 5
+    assert trainer.ledger.steps == 4
+
+
+def test_generation_learns_to_repeat(tmp_path: Path) -> None:
+    """Sentences of one word out of five: after some private steps it is repeated, mostly."""
+    words = torch.arange(FIRST_WORD, FIRST_WORD + 5).repeat(40)
+    rows = [torch.tensor([int(word), END]) for word in words]
+    examples = Examples(
+        [{"input_ids": r, "attention_mask": torch.ones_like(r), "labels": r} for r in rows]
+    )
+    trainer = seq2seq(
+        tmp_path,
+        train_dataset=examples,
+        eval_dataset=Examples(examples.examples[:20]),
+        compute_metrics=word_accuracy,
+        predict_with_generate=True,
+        generation_max_length=4,
+        per_device_train_batch_size=100,
+        noise_multiplier=0.5,
+        max_steps=40,
+        learning_rate=2e-2,
+        projection_rank=4,
+        logging_strategy="no",
+    )
+    before = trainer.evaluate()["eval_word_accuracy"]
+    trainer.train()
+    assert trainer.evaluate()["eval_word_accuracy"] > max(0.7, before)
+
+
+def test_a_generation_config_of_the_arguments_is_used(tmp_path: Path) -> None:
+    trainer = seq2seq(tmp_path, generation_config=GenerationConfig(max_length=9, eos_token_id=END))
+    assert trainer.model.generation_config.max_length == 9
+
+
+# ---- Arguments ----
+
+
+def test_short_names_work_as_keywords_and_on_the_command_line(tmp_path: Path) -> None:
+    quiet = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
+    args = DPGrapeSeq2SeqTrainingArguments(**quiet, eps=3.0, delta=1e-5, r=4, F=7)
+    assert (args.target_epsilon, args.projection_rank, args.projection_update_steps) == (3.0, 4, 7)
+    words = ["--output_dir", "unused", "--report_to", "none", "--use_cpu"]
+    words += ["--eps", "2", "--delta", "1e-6", "--r", "4", "--F", "7", "--predict_with_generate"]
+    parser = HfArgumentParser(DPGrapeSeq2SeqTrainingArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+    assert (parsed.target_epsilon, parsed.target_delta, parsed.projection_rank) == (2.0, 1e-6, 4)
+    assert parsed.predict_with_generate
+    with pytest.raises(PrivacyError, match="same quantity"):
+        DPGrapeSeq2SeqTrainingArguments(**quiet, eps=3.0, target_epsilon=2.0)
+
+
+@pytest.mark.parametrize("option", ["sortish_sampler", "fp16", "auto_find_batch_size"])
+def test_options_that_void_the_guarantee_are_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=f"{option}=True"):
+        make_args(tmp_path, DPGrapeSeq2SeqTrainingArguments, **{option: True})
+
+
+def test_arguments_of_another_trainer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="pass a DPGrapeSeq2SeqTrainingArguments"):
+        DPGrapeSeq2SeqTrainer(bart(), make_args(tmp_path), train_dataset=sentences())
