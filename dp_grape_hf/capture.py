@@ -29,7 +29,8 @@ from dp_grape_hf.forwards import Forward, LookUps, detached
 from dp_grape_hf.per_sample import Consume
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, PerSampleGradient, Single, SparseRows, add
-from dp_grape_hf.sites import Site
+from dp_grape_hf.rows import Key, Shapes
+from dp_grape_hf.sites import Site, UnknownTensorError
 from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 
 
@@ -49,6 +50,15 @@ class _Activation:
     function: Callable[[Tensor], Tensor]
     argument: Tensor
     output: Tensor
+    version: int  # of the output, which an in-place operation counts up
+
+    def gave(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is the output, as it was."""
+        return (
+            tensor is self.output
+            and tensor is not self.argument
+            and tensor._version == self.version
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class Pass:
         trainable: name -> weight.
         projectors: name -> projector, of the projected weights.
         batch_size: B.
+        shapes: of the model's inputs, for one sample.
         stream: what to do with gradients that are complete; they are collected if None.
 
     ``anchor`` is a zero that requires grad: it keeps a layer's node in the graph where the layer's
@@ -78,9 +89,11 @@ class Pass:
         trainable: Mapping[str, Tensor],
         projectors: Mapping[str, Projector],
         batch_size: int,
+        shapes: Shapes,
         stream: Stream | None = None,
     ) -> None:
         self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
+        self._shapes = shapes
         self._stream = stream
         device = next(iter(trainable.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -102,7 +115,7 @@ class Pass:
     def remember(self, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
         """Runs an activation function; the layer behind it may compute its output anew."""
         output = function(argument)
-        self._activation = _Activation(function, argument, output)
+        self._activation = _Activation(function, argument, output, output._version)
         return output
 
     def run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +131,7 @@ class Pass:
                 return original(*args, **kwargs)
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         activation, self._activation = self._activation, None
-        if activation and activation.output is layer_input and self._early(site) is None:
+        if activation and activation.gave(layer_input) and self._early(site) is None:
             saved, again = activation.argument.detach(), activation.function
             self._check_carried(site, layer_input)
         else:
@@ -141,13 +154,9 @@ class Pass:
 
     def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns the input with the batch in its leading dimension."""
+        site.check(layer_input.shape[0], self._batch_size, self._shapes)
         if not site.carried:  # broadcast position ids: one row for all samples
             return layer_input.expand(self._batch_size, *layer_input.shape[1:])
-        if layer_input.shape[0] % self._batch_size:
-            raise UnsupportedModelError(
-                f"{site.label} was given a leading size {layer_input.shape[0]} in a batch of "
-                f"{self._batch_size}: it does not carry the batch as it did in the first batch."
-            )
         return layer_input
 
     def _project_together(self, site: Site, layer_input: Tensor, saved: Tensor) -> Tensor:
@@ -218,7 +227,7 @@ class Pass:
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a module under vmap, each sample with weights ``W + lift(tap_i)`` of its own."""
         leaves, spec = tree_flatten((args, kwargs))
-        batched = site.carrying(leaves, repr(spec))
+        batched = site.carrying(leaves, repr(spec), self._batch_size, self._shapes)
         samples = [leaves[i].unflatten(0, (self._batch_size, -1)) for i in batched]  # (B, k, ...)
         taps = {local: self._tap(name) for local, name in site.parameters.items()}
         projectors = {
@@ -247,9 +256,8 @@ class Pass:
             outputs = vmap(one, randomness="different")(taps, *samples)
         leaves, spec = structure[0]
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        carrying = site.carrying(leaves, repr(spec))
         for i, output in zip(places, outputs, strict=True):
-            leaves[i] = _merge(site, output, i in carrying)
+            leaves[i] = _merge(site, output, (repr(spec), i))
         return tree_unflatten(leaves, spec)
 
     def _tap(self, name: str) -> Tensor:
@@ -313,10 +321,15 @@ def _project(gradient: Single, projector: Projector | None, done: bool) -> Singl
             return Dense(projector.project(values))
 
 
-def _merge(site: Site, output: Tensor, carries: bool) -> Tensor:
-    """Returns (B, k, ...) as (B * k, ...), or one sample's share where all samples have the "
-    "same."""
-    if carries or (output.requires_grad and output.dim() > 1 and output.shape[1] == 1):
+def _merge(site: Site, output: Tensor, key: Key) -> Tensor:
+    """Returns (B, k, ...) as (B * k, ...), or one sample's share of what all samples share."""
+    if output.dim() < 2:
+        carries, first = False, 0
+    elif key not in site.tensors:
+        raise UnknownTensorError(f"{site.label} returned a tensor that it did not return before.")
+    else:
+        carries, first = site.tensors[key][0], output.shape[1]
+    if carries or (output.requires_grad and first == 1):
         return output.flatten(0, 1)
     if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
         raise UnsupportedModelError(

@@ -4,8 +4,9 @@ The per-sample gradient of a weight is the derivative of one sample's loss in th
 coordinates z. Under ``torch.func.vmap`` that would take B copies ``W + lift(z_i)`` of each weight,
 although z is zero and all of them are W. So a weight is handed to the module's code as a stand-in:
 
-* ``linear``, ``addmm``, ``embedding`` and ``layer_norm`` are linear in the weight. Their value is
-  computed from W, for all samples at once, and a node at the output computes the derivative in z.
+* ``linear``, ``addmm``, ``embedding``, ``layer_norm`` and convolutions are linear in the weight.
+  Their value is computed from W, for all samples at once, and a node at the output computes the
+  derivative in z.
 * Anything else that is done with the weight is done with the sum, formed when first asked for.
 
 Which of the two happens depends on the operation, not on the module that owns the weight: a tied
@@ -18,6 +19,7 @@ own tensors may have any dimensions before the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def call_in_coordinates(
         kwargs: keyword arguments of ``forward``.
     """
     weights = dict(module.named_parameters())
-    stand_ins = {
+    stand_ins: dict[int, Tensor] = {
         id(weights[name]): _StandIn.of(weights[name], name, z, projectors.get(name), record)
         for name, z in coordinates.items()
     }
@@ -172,6 +174,8 @@ class _StandIn(Tensor):
             delta = self.projector.lift(z) if self.projector else z
             return self.weight + delta.to(self.weight.dtype), 0
 
+        if not torch.is_grad_enabled():  # such a sum has no derivative: it is not for later uses
+            return outside_vmap(self.z, compute, self.z)
         if self._sum is None:
             self._sum = outside_vmap(self.z, compute, self.z)
         return self._sum
@@ -347,9 +351,63 @@ def _layer_norm(
     return outside_vmap(coordinates[0], compute, input, *coordinates)
 
 
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor | None]:
+    """Returns a convolution over that many dimensions, with a backward pass for each sample."""
+
+    def operation(
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
+            return None
+        if isinstance(padding, str) or getattr(weight, "projector", None) is not None:
+            return None
+        sizes = [[x] * dims if isinstance(x, int) else x for x in (stride, padding, dilation)]
+
+        def derivative(grad: Tensor, images: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+            found = []
+            if isinstance(weight, _StandIn):
+                kernel = grad.new_zeros(()).expand(weight.shape)  # only its shape is read
+                each = zip(
+                    grad.chunk(batch_size), images.to(grad.dtype).chunk(batch_size), strict=True
+                )
+                own = (
+                    torch.ops.aten.convolution_backward(
+                        g, x, kernel, None, *sizes, False, [0] * dims, groups, (False, True, False)
+                    )[1]
+                    for g, x in each
+                )
+                found.append(torch.stack([*own]))
+            if isinstance(bias, _StandIn):
+                own_places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
+                found.append(own_places.sum((1, 3), dtype=torch.float32))
+            return tuple(found)
+
+        def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
+            sample = x.shape[: -dims - 1]  # (B,) or (B, b)
+            images = x.reshape(-1, *x.shape[-dims - 1 :])
+            output = function(images, _plain(weight), _plain(bias), *sizes, groups)
+            own = partial(derivative, batch_size=len(x))
+            output = _AtZero.apply(output, images.detach(), own, *coordinates)
+            return output.unflatten(0, sample), 0
+
+        coordinates = _moving(weight, bias)
+        return outside_vmap(coordinates[0], compute, input, *coordinates)
+
+    return operation
+
+
 _OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
     functional.linear: _linear,
     torch.addmm: _addmm,
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,
+    functional.conv1d: _convolution(functional.conv1d, 1),
+    functional.conv2d: _convolution(functional.conv2d, 2),
+    functional.conv3d: _convolution(functional.conv3d, 3),
 }

@@ -2,7 +2,7 @@
 
 Torch's own keeps the log-probabilities, and forms their gradient and that of the logits: three
 float32 tensors of the size of the logits. This one keeps the logits, which exist anyway, and one
-number per position, and forms one gradient of the logits' dtype.
+number per position; the gradient then takes the logits' place in memory.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor, None]:
-        """Returns ``(softmax(logits) - one_hot(target)) * grad_output``."""
+        """Returns ``(softmax(logits) - one_hot(target)) * grad_output``, in place of the logits.
+
+        If anything else still needed the logits, autograd would notice that they were changed.
+        """
         logits, targets, sums = ctx.saved_tensors
         scale = grad_output.masked_fill(targets == IGNORE_INDEX, 0.0)[:, None]
         index = targets.clamp(min=0)[:, None]
-        gradient = torch.empty_like(logits)
+        gradient = logits.detach() if logits.is_contiguous() else torch.empty_like(logits)
         parts = (x.split(_rows(logits)) for x in (gradient, logits, sums[:, None], index, scale))
         for out, part, total, target, factor in zip(*parts, strict=True):
             in_place = out.dtype is torch.float32

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 Forward = Callable[..., Any]
 
@@ -44,11 +45,15 @@ def detached(module: nn.Module) -> Iterator[None]:
 
 
 class LookUps(TorchFunctionMode):
-    """Hands every look-up in one table to ``capture``, also inside a subclass of Embedding."""
+    """Hands every look-up in one table to ``capture``, also inside a subclass of Embedding.
+
+    ``only`` tells whether the table was used in no other way while the mode was on.
+    """
 
     def __init__(self, weight: Any, capture: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self._weight, self._capture = weight, capture
+        self.only = True
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,4 +61,8 @@ class LookUps(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func is functional.embedding and args[1] is self._weight:
             return self._capture(args[0], output)
+        if isinstance(output, Tensor) and any(
+            leaf is self._weight for leaf in tree_leaves((args, kwargs))
+        ):
+            self.only = False
         return output

@@ -37,6 +37,7 @@ from dp_grape_hf.probing import (
 )
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense
+from dp_grape_hf.rows import shapes_of
 from dp_grape_hf.sites import Sites, UnknownTensorError
 
 
@@ -86,8 +87,7 @@ class LayerwiseEngine(PerSampleEngine):
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         batch_size = batch_size_of(inputs)
         if self._probed < min(batch_size, 2):
-            self._probe(inputs, projectors)
-            self._probed = min(batch_size, 2)
+            self._probed = self._probe(inputs, projectors)
 
     def _pass(
         self,
@@ -107,7 +107,12 @@ class LayerwiseEngine(PerSampleEngine):
                 return self._try_pass(inputs, projectors, only, consume)
             except UnknownTensorError:  # a mask, say, that the samples seen so far did not need
                 self._learn(inputs, sample)
-        return self._try_pass(inputs, projectors, only, consume)
+        try:
+            return self._try_pass(inputs, projectors, only, consume)
+        except UnknownTensorError as error:
+            raise UnsupportedModelError(
+                f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
+            ) from error
 
     def _try_pass(
         self,
@@ -118,7 +123,7 @@ class LayerwiseEngine(PerSampleEngine):
     ) -> tuple[Tensor, Gradients]:
         batch_size = batch_size_of(inputs)
         stream = None if consume is None else Stream(consume, self._uses(), self._group_of)
-        run = Pass(self.trainable, projectors, batch_size, stream)
+        run = Pass(self.trainable, projectors, batch_size, shapes_of(inputs), stream)
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
@@ -181,10 +186,14 @@ class LayerwiseEngine(PerSampleEngine):
             return self.losses(self.model, batch, size)
 
         with evaluating(self.model):
-            return self._sites.learn(run_model)
+            return self._sites.learn(run_model, shapes_of(inputs))
 
-    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Learns the calls, and refuses a model that couples samples or hides a parameter."""
+    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
+        """Learns the calls, and refuses a model that couples samples or hides a parameter.
+
+        Returns:
+            How many different samples have shown that they are not coupled, up to 2.
+        """
         with Selections() as selections:
             two_copies, three_copies = (x.detach() for x in self.learn_calls(inputs))
         self._probed = 0
@@ -196,17 +205,31 @@ class LayerwiseEngine(PerSampleEngine):
                     "selects positions by value (nonzero, a boolean mask): it is not known "
                     'which sample a position belongs to. Use engine="functorch".'
                 )
-        two_samples = first_two(inputs)
+        for first in range(0, batch_size_of(inputs), 2):
+            two_samples = first_two(inputs, first)
+            if self._probe_pair(two_samples, projectors):
+                return min(batch_size_of(inputs), 2)
+        return 0  # none of these samples has a gradient that could show anything
+
+    def _probe_pair(self, two_samples: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Refuses coupling of two samples; returns whether both have gradients to show it."""
         with evaluating(self.model):
             together = self.losses(self.model, two_samples, 2).detach()
-            second = self.losses(self.model, copies_of_first(two_samples, 2, sample=1), 2).detach()
-        refuse_coupled_losses(two_copies[:1], together[:1])
-        refuse_coupled_losses(second[:1], together[1:])
+            alone = [
+                self.losses(self.model, copies_of_first(two_samples, 2, sample=i), 2).detach()
+                for i in (0, 1)
+            ]
+        refuse_coupled_losses(alone[0][:1], together[:1])
+        refuse_coupled_losses(alone[1][:1], together[1:])
+        shows = True
         for only in (0, 1):
             with evaluating(self.model):
                 _, found = self._pass(two_samples, projectors, only)
             self.refuse_unused(found)
             refuse_shared_gradients(found, 1 - only)
+            squared = sum(gradient.squared_norm()[only] for gradient in found.values())
+            shows &= bool(torch.as_tensor(squared).isfinite() & (torch.as_tensor(squared) > 0))
             with keeping_random_state():  # mixing may happen in training mode only
                 _, found = self._pass(two_samples, projectors, only)
             refuse_shared_gradients(found, 1 - only)
+        return shows

@@ -34,11 +34,11 @@ def copies_of_first(inputs: Mapping[str, Any], size: int, sample: int = 0) -> di
     }
 
 
-def first_two(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a batch of the first two samples, or of the only one twice."""
-    two = {k: v[:2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
+    """Returns a batch of two samples, the first two or those from ``first``; one is taken twice."""
+    two = {k: v[first : first + 2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
     alone = any(len(v) == 1 for v in two.values() if isinstance(v, Tensor))
-    return copies_of_first(inputs, 2) if alone else two
+    return copies_of_first(two, 2) if alone else two
 
 
 def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: int) -> None:

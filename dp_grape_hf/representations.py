@@ -49,7 +49,7 @@ class PerSampleGradient(ABC):
         """Adds ``sum_b factors[b] * gradient_b`` to ``total``, float32, contiguous."""
 
     @abstractmethod
-    def select(self, samples: Tensor) -> PerSampleGradient:
+    def select(self, samples: Tensor | slice) -> PerSampleGradient:
         """Returns the gradients of the given samples only."""
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Dense(PerSampleGradient):
         values = self.values.mT if self._is_transposed() else self.values
         return values.float().flatten(1)
 
-    def select(self, samples: Tensor) -> Dense:
+    def select(self, samples: Tensor | slice) -> Dense:
         """Returns the gradients of the given samples only."""
         return Dense(self.values[samples])
 
@@ -128,7 +128,8 @@ class Factored(PerSampleGradient):
         """
         if not self._is_short():
             samples = zip(self.rows.float().split(1), self.cols.float().split(1), strict=True)
-            return torch.cat([Factored(*factors).dense().squared_norm() for factors in samples])
+            norms = torch.cat([Factored(*factors).dense().magnitude() for factors in samples])
+            return (norms + _rounding(self.rows.shape[1]) * self.magnitude()).square()
         if self.rows.dtype is not torch.float32 and len(self.rows) > 1:
             # One sample at a time: the float32 copy of a vocabulary's logits is not small.
             each = zip(self.rows.split(1), self.cols.split(1), strict=True)
@@ -156,7 +157,7 @@ class Factored(PerSampleGradient):
         for some_rows, some_cols in zip(rows.split(step), cols.split(step), strict=True):
             matrix.addmm_(some_rows.float().flatten(0, 1).T, some_cols.float().flatten(0, 1))
 
-    def select(self, samples: Tensor) -> Factored:
+    def select(self, samples: Tensor | slice) -> Factored:
         """Returns the gradients of the given samples only."""
         return Factored(self.rows[samples], self.cols[samples])
 
@@ -202,8 +203,7 @@ class SparseRows(PerSampleGradient):
         """
         positions = self.indices.shape[1]
         norm = self._summed(self._places(), positions).magnitude()
-        error = _ROUNDOFF["highest"] * positions**0.5 * self.magnitude()
-        return (norm + error).square()
+        return (norm + 2**-24 * positions * self.magnitude()).square()  # they are plain sums
 
     def _places(self) -> Tensor:
         """Returns for each position a number below T, the same for the same index, (B, T)."""
@@ -237,7 +237,7 @@ class SparseRows(PerSampleGradient):
         values = self.values.float() * factors[:, None, None]
         total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
 
-    def select(self, samples: Tensor) -> SparseRows:
+    def select(self, samples: Tensor | slice) -> SparseRows:
         """Returns the gradients of the given samples only."""
         return SparseRows(self.indices[samples], self.values[samples], self.num_rows)
 
@@ -262,18 +262,31 @@ class GradientSum(PerSampleGradient):
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
+        if self._is_converted() and self._samples() > 1:
+            ones = [slice(i, i + 1) for i in range(self._samples())]
+            return torch.cat([self.select(one).squared_norm() for one in ones])
         total = reduce(torch.add, (inner(part, part) for part in self.parts))
         for i, left in enumerate(self.parts):
             for right in self.parts[i + 1 :]:
                 total = total + 2 * inner(left, right)
         return _bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
 
+    def _is_converted(self) -> bool:
+        """Returns whether norms take float32 copies, which are made of one sample at a time."""
+        return any(
+            isinstance(p, Factored) and p.rows.dtype is not torch.float32 for p in self.parts
+        )
+
+    def _samples(self) -> int:
+        first = self.parts[0]
+        return len(first.rows if isinstance(first, Factored) else first.values)
+
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
         """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the weight's shape."""
         for part in self.parts:
             part.add_weighted_sum_(total, factors)
 
-    def select(self, samples: Tensor) -> GradientSum:
+    def select(self, samples: Tensor | slice) -> GradientSum:
         """Returns the gradients of the given samples only."""
         return GradientSum(tuple(part.select(samples) for part in self.parts))
 
@@ -286,11 +299,16 @@ def _bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
     ``(sum_t |r_t| |c_t|)^2``; the growth factor of a sum of k terms is taken to be sqrt(k).
     """
     terms = sum(_number_of_terms(part) for part in parts)
+    return squared.clamp(min=0) + _rounding(terms) * magnitude**2
+
+
+def _rounding(terms: int) -> float:
+    """Returns the relative rounding error of a float32 matrix product that sums so many terms."""
     try:
         roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
     except RuntimeError:  # set by torch's newer interface, which this one does not read
         roundoff = _ROUNDOFF["medium"]
-    return squared.clamp(min=0) + roundoff * terms**0.5 * magnitude**2
+    return roundoff * terms**0.5
 
 
 def _number_of_terms(part: Single) -> int:

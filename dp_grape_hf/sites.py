@@ -13,23 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.forwards import Forward, LookUps, detached, replaced_forwards
 from dp_grape_hf.layer_rules import LayerRule, rule_for
+from dp_grape_hf.rows import Key, Rows, Shapes, has_rows, leading_sizes
 
 RunModel = Callable[[int], Tensor]
 """Runs the model on a batch of that many copies of one sample; returns its losses."""
-
-
-Key = tuple[str, int]
-"""A tensor in a nest of containers: the structure of the nest, and the number of its leaf."""
 
 
 @dataclass(eq=False)
@@ -41,8 +38,9 @@ class Site:
     rule: LayerRule | None  # None: the generic functorch rule
     parameters: dict[str, str]  # name inside the module -> name in the model, trainable only
     reason: str = ""  # why a module with a rule inside had to give way to this one
-    carried: bool = False  # whether the first input, the one the rule is about, carries the batch
-    tensors: dict[Key, bool] = field(default_factory=dict)  # of all inputs and outputs, likewise
+    carried: bool | None = None  # whether the first input, which the rule is about, has the batch
+    rows: Rows = field(default_factory=Rows)  # of the first input
+    tensors: dict[Key, tuple[bool, Rows]] = field(default_factory=dict)  # likewise, of all tensors
     calls: int = 0  # in one pass
     leading_size: int = 0  # of the first input, in a batch of 2
     broadcast: bool = False  # whether it computes something once for all samples
@@ -58,16 +56,42 @@ class Site:
         """Whether the rule is about look-ups, wherever in the module's forward they are."""
         return self.rule is not None and isinstance(self.module, nn.Embedding)
 
-    def carrying(self, leaves: Sequence[Any], structure: str) -> list[int]:
+    def check(self, leading: int, batch_size: int, shapes: Shapes) -> None:
+        """Refuses a first input whose leading size does not follow the batch as it did before.
+
+        Raises:
+            UnknownTensorError: if it is not known how many rows it should have.
+        """
+        known = not leading % batch_size if self.carried else leading == 1
+        if not known or (self.carried and not self.rows.agree(leading // batch_size, shapes)):
+            raise UnknownTensorError(
+                f"{self.label} was given a leading size {leading} in a batch of {batch_size}: it "
+                "does not carry the batch as it did in the batches before."
+            )
+
+    def carrying(
+        self, leaves: Sequence[Any], structure: str, batch_size: int, shapes: Shapes
+    ) -> list[int]:
         """Returns which of the leaves of an input or output carry the batch.
 
         Raises:
             UnknownTensorError: if that is not known: a mask that the first samples did not need.
         """
-        tensors = [i for i, leaf in enumerate(leaves) if _has_batch(leaf)]
-        if any((structure, i) not in self.tensors for i in tensors):
-            raise UnknownTensorError
-        return [i for i in tensors if self.tensors[structure, i]]
+        found = []
+        for i, leaf in enumerate(leaves):
+            if not has_rows(leaf):
+                continue
+            carries, rows = self.tensors.get((structure, i), (False, Rows()))
+            size = leaf.shape[0]
+            count, rest = divmod(size, batch_size) if carries else (size, 0)
+            if rest or not rows.agree(count, shapes):
+                raise UnknownTensorError(
+                    f"{self.label} was given, or returned, a tensor of leading size {size} in a "
+                    f"batch of {batch_size} that it was not seen with before."
+                )
+            if carries:
+                found.append(i)
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,8 +131,12 @@ class Sites:
     def __iter__(self) -> Iterator[Site]:
         return iter(self.all)
 
-    def learn(self, run_model: RunModel) -> tuple[Tensor, Tensor]:
+    def learn(self, run_model: RunModel, shapes: Shapes) -> tuple[Tensor, Tensor]:
         """Runs the model until every site is understood; returns losses of 2 and of 3 copies.
+
+        Args:
+            run_model: runs the model on so many samples.
+            shapes: of these samples.
 
         Raises:
             UnsupportedModelError: if a parameter's uses cannot be told apart by sample.
@@ -118,7 +146,7 @@ class Sites:
             misfits = self._used_elsewhere(losses[0])
             for site in self.all:
                 two, three = (c.get(site.path, []) for c in calls)
-                if reason := _learn(site, two, three):
+                if reason := _learn(site, two, three, shapes):
                     misfits.append(_Misfit(site, reason))
             if not misfits:
                 misfits = self._not_expandable(run_model, losses[1])
@@ -126,7 +154,11 @@ class Sites:
                 self._find_siblings(calls[0])
                 return losses[0], losses[1]
             for misfit in misfits:
-                self._give_way(misfit)
+                first = calls[0].get(misfit.site.path, [])[:1]
+                if misfit.site.is_table and first and not first[0].leading:
+                    misfit.site.rule = None  # it may do under the generic rule
+                else:
+                    self._give_way(misfit)
 
     def installed(self, make: Callable[[Site, Forward], Forward]) -> AbstractContextManager[None]:
         """Replaces the forward of every site, and puts the old ones back whatever happens."""
@@ -259,18 +291,16 @@ class Sites:
             if site.rule is None:
                 output = _with_fresh_weights(site, original, args, kwargs)
             else:
-                seen = LookUps(site.module.weight, look_up) if site.is_table else nullcontext()
-                with detached(site.module), seen:
+                seen = LookUps(site.module.weight, look_up) if site.is_table else None
+                with detached(site.module), seen or nullcontext():
                     output = original(*args, **kwargs)
+                if seen is not None and not seen.only:
+                    looked_up.clear()
             first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             call = _Call(
                 sizes=leading_sizes((args, kwargs)) | leading_sizes(output),
                 first=first,
-                leading=looked_up
-                if site.is_table
-                else [first.shape[0]]
-                if _has_batch(first)
-                else [],
+                leading=looked_up if site.is_table else [first.shape[0]] if has_rows(first) else [],
                 differentiable=_differentiable(output),
             )
             calls.setdefault(site.path, []).append(call)
@@ -291,16 +321,13 @@ class Sites:
                 site.siblings = tuple(sites)
 
 
-def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call]) -> str | None:
+def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Shapes) -> str | None:
     """Stores what the calls of a site with batches of 2 and of 3 say; returns why they do not."""
     if not two and site.reason:  # a mere container: its own parent may tell the samples apart
         return site.reason
-    carried = None
     for a, b in zip(two, three, strict=True):
-        for key in a.sizes.keys() & b.sizes.keys():
-            carries = a.sizes[key] * 3 == b.sizes[key] * 2
-            if site.tensors.setdefault(key, carries) is not carries:
-                return f"{site.label} is called in different ways, with and without the batch."
+        if site.rule is None and (reason := _learn_tensors(site, a, b, shapes)):
+            return reason
         if site.rule is None:
             if not _all_own(a.differentiable, b.differentiable):
                 return (
@@ -312,10 +339,12 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call]) -> str | No
         if not a.leading:
             return f"{site.label} does not use its weight in a known way."
         for size, of_three in zip(a.leading, b.leading, strict=True):
-            site.leading_size, site.carried = size, size * 3 == of_three * 2 > 0
-            if carried not in (None, site.carried):
+            carried = size * 3 == of_three * 2 > 0
+            if site.carried not in (None, carried):
                 return f"{site.label} is called in different ways, with and without the batch."
-            carried, site.broadcast = site.carried, not site.carried
+            site.leading_size, site.carried, site.broadcast = size, carried, not carried
+            if carried and not site.rows.learn(size // 2, shapes):
+                return f"{site.label} has a number of rows that depends on the inputs' values."
             if not site.carried and size != 1:
                 return (
                     f"{site.label} has an input of leading size {size} that does not follow the "
@@ -325,15 +354,15 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call]) -> str | No
     return None
 
 
-def leading_sizes(tree: Any) -> dict[Key, int]:
-    """Returns the leading sizes of all tensors with dimensions in a nest of containers."""
-    leaves, spec = tree_flatten(tree)
-    structure = repr(spec)
-    return {(structure, i): leaf.shape[0] for i, leaf in enumerate(leaves) if _has_batch(leaf)}
-
-
-def _has_batch(leaf: Any) -> TypeGuard[Tensor]:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def _learn_tensors(site: Site, two: _Call, three: _Call, shapes: Shapes) -> str | None:
+    """Stores which tensors of a call carry the batch, and how many rows they have."""
+    for key in two.sizes.keys() & three.sizes.keys():
+        size = two.sizes[key]
+        carries = size * 3 == three.sizes[key] * 2
+        known, rows = site.tensors.setdefault(key, (carries, Rows()))
+        if known is not carries or not rows.learn(size // 2 if carries else size, shapes):
+            return f"{site.label} is called in different ways, with and without the batch."
+    return None
 
 
 def _expand(size: int, output: Any) -> Any:

@@ -1,0 +1,208 @@
+"""What the first batch does not show: models that behave otherwise in a later one.
+
+Each must be refused, or be right. Shapes: B samples, T positions.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from tests.oracles import assert_gradients_equal, single_sample_gradients
+
+WIDTH, VOCABULARY = 8, 20
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return functional.cross_entropy(outputs, labels, reduction="none")
+
+
+def texts(*lengths: int, positions: int = 6) -> dict[str, Tensor]:
+    mask = (torch.arange(positions)[None] < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1, VOCABULARY, mask.shape)
+    return {"ids": ids, "mask": mask, "labels": torch.randint(0, 3, (len(mask),))}
+
+
+def check(engine: Any, batch: dict[str, Tensor]) -> None:
+    expected = single_sample_gradients(engine.model, batch, None, engine.loss)[1]
+    assert_gradients_equal(engine(batch, {})[1], expected)
+
+
+# ---- What carries the batch changes ----
+
+
+class Unpads(nn.Module):
+    """Takes padding out, if there is any: then it sees positions without their samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        if bool(mask.all()):
+            hidden = self.layer(self.table(ids)).tanh()
+        else:
+            keep = mask.bool()
+            found = self.layer(self.table(ids[keep])).tanh()
+            hidden = torch.zeros(*ids.shape, WIDTH).masked_scatter(keep[..., None], found)
+        return self.head(hidden.sum(1))
+
+
+def test_positions_whose_number_happens_to_fit_are_not_taken_for_samples() -> None:
+    engine = LayerwiseEngine(Unpads(), cross_entropy)
+    check(engine, texts(6, 6))
+    with pytest.raises(UnsupportedModelError, match=r"Unpads.*cannot be vectorised"):
+        engine(texts(6, 2), {})
+
+
+class Masked(nn.Module):
+    """Owns a parameter, and is given one mask for all samples, or one for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.layer(x) * self.scale) @ x.transpose(-1, -2) + mask
+        return scores.softmax(-1) @ x
+
+
+class Attends(nn.Module):
+    """Makes a mask for each sample only where there is padding; ``every`` time if asked."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.every = every
+        self.table, self.masked = nn.Embedding(VOCABULARY, WIDTH), Masked()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        seen = torch.full((ids.shape[1], ids.shape[1]), -1e4).triu(1)[None]  # (1, T, T)
+        if self.every or not bool(mask.all()):
+            seen = seen + (1 - mask.float())[:, None, :] * -1e4  # (B, T, T)
+        return self.head(self.masked(self.table(ids), seen).reshape(len(ids), -1, WIDTH).mean(1))
+
+
+def test_a_mask_of_each_sample_does_not_reach_the_others() -> None:
+    engine = LayerwiseEngine(Attends(every=False), cross_entropy)
+    check(engine, texts(6, 6, 6))
+    with pytest.raises(UnsupportedModelError, match=r"Attends.*cannot be vectorised"):
+        engine(texts(6, 4, 2), {})
+    check(LayerwiseEngine(Attends(every=True), cross_entropy), texts(6, 4, 2))
+
+
+def test_texts_of_other_lengths_need_no_new_look_at_the_model() -> None:
+    engine = LayerwiseEngine(Attends(every=True), cross_entropy)
+    check(engine, texts(6, 4, 2))
+    calls: list[int] = []
+    engine._learn = lambda *args: calls.append(1)  # type: ignore[assignment,method-assign,func-returns-value]
+    for positions in (9, 3, 12):
+        check(engine, texts(3, 2, 3, 1, positions=positions))
+    assert not calls
+
+
+# ---- The first samples show nothing ----
+
+
+class Centred(nn.Module):
+    """Couples its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).tanh()
+        return self.head(hidden - hidden.mean(0, keepdim=True))
+
+
+def with_ignored(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return functional.cross_entropy(outputs, labels, reduction="none", ignore_index=-100)
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+@pytest.mark.parametrize("broken", ["nothing to learn", "nan"])
+def test_samples_without_gradients_do_not_vouch_for_a_model(broken: str, samples: int) -> None:
+    engine = LayerwiseEngine(Centred(), with_ignored)
+    batch = {"x": torch.randn(samples, 5), "labels": torch.zeros(samples, dtype=torch.long)}
+    if broken == "nan":
+        batch["x"][:2] = torch.nan
+    else:
+        batch["labels"][:2] = -100
+    if samples == 2:  # there is nothing to see yet
+        engine(batch, {})
+        batch = {"x": torch.randn(4, 5), "labels": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(PrivacyError, match="couples"):
+        engine(batch, {})
+
+
+# ---- Gradients that would be missing ----
+
+
+class ChangedInPlace(nn.Module):
+    """Changes the output of its activation function in place."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace, self.act = inplace, nn.SiLU(inplace=inplace)
+        self.up, self.down, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        return self.head(
+            self.down(hidden if self.inplace else hidden.masked_fill_(x[:, :1] > 0, 0))
+        )
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_activation_that_was_changed_in_place_is_not_computed_anew(inplace: bool) -> None:
+    batch = {"x": torch.randn(6, 5), "labels": torch.randint(0, 3, (6,))}
+    model = ChangedInPlace(inplace)
+    check(LayerwiseEngine(model, cross_entropy, recompute_activations=True), batch)
+
+
+class Scaled(nn.Module):
+    """Reads its weight without gradient first, then multiplies with it in an unusual way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(8, 5)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.weight.abs().amax()
+        hidden = functional.linear(x, self.weight) + x.tanh() @ (self.weight / scale).T
+        return self.head(hidden.tanh())
+
+
+class TiedTable(nn.Embedding):
+    """Looks up, and multiplies with its table as well."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = super().forward(ids)
+        return found + (found @ self.weight.T).tanh() @ self.weight
+
+
+class UsesTiedTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = TiedTable(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_uses_of_a_weight_beside_the_usual_one_count(engine: str) -> None:
+    labels = torch.randint(0, 3, (4,))
+    check(make_engine(engine, Scaled(), cross_entropy), {"x": torch.randn(4, 5), "labels": labels})
+    ids = torch.randint(0, VOCABULARY, (4, 6))
+    check(make_engine(engine, UsesTiedTable(), cross_entropy), {"x": ids, "labels": labels})
