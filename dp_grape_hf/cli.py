@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from dp_grape_hf.accounting import ACCOUNTANTS, ADJACENCY, EpsilonCurve, find_noise_multiplier
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.plan_command import add_plan
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 
@@ -124,7 +125,7 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-COMMANDS = (add_calibrate,)
+COMMANDS = (add_calibrate, add_plan)
 
 
 class _Row(NamedTuple):

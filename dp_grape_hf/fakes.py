@@ -1,0 +1,139 @@
+"""Tensors without contents: everything runs on them, and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dp_grape_hf import randomness
+from dp_grape_hf.errors import UnsupportedModelError
+
+
+@contextlib.contextmanager
+def fake_tensors(gpu: bool = True) -> Iterator[None]:
+    """Makes every new tensor one without contents, on the CPU.
+
+    A fake GPU needs a build of torch for GPUs, so tensors are on a fake CPU, and the two functions
+    that take another amount of memory there are replaced by what CUDA runs: attention, which keeps
+    no T x T matrix, and dropout, whose mask has one byte per number.
+
+    Raises:
+        UnsupportedModelError: if a shape depends on the contents of a tensor.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            # FakeTensors have no address; whoever asks for one to compare it is told 0, and warned.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            # Transformers renames this one; the old name is the one that all versions have.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(_Answers())
+            stack.enter_context(mock.patch.object(FakeTensor, "as_subclass", _as_subclass))
+            if gpu:
+                at_once = randomness._DRAWN_AT_ONCE  # noise is drawn in larger slices on a GPU
+                stack.enter_context(mock.patch.object(randomness, "_SLICE", at_once))
+                attention = partial(_attention, functional.scaled_dot_product_attention)
+                stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
+                stack.enter_context(
+                    mock.patch.object(functional, "scaled_dot_product_attention", attention)
+                )
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedModelError(
+            f"The memory of this model depends on the contents of its inputs ({error}), which a "
+            "simulation does not have."
+        ) from error
+
+
+class _Answers(TorchDispatchMode):
+    """Answers what code asks of contents, which fake tensors do not have: nothing is unusual.
+
+    ``any()`` is False (no number is out of range), every other condition holds
+    (``isfinite().all()``: no sample is left out; ``allclose``: a norm layer computes what its name
+    says), and numbers are 1. Where Transformers asks whether a mask masks anything, it does not ask
+    fake tensors, and makes the mask, as for a batch with padding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._any = WeakIdKeyDictionary()  # results of any()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            value = args[0]
+            if value.dtype is torch.bool:
+                return value not in self._any
+            return 1.0 if value.is_floating_point() else 1
+        if func in (aten.equal.default, aten.allclose.default):
+            return True
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket is aten.any:
+            self._any[output] = True
+        return output
+
+
+def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
+    """``Tensor.as_subclass`` for what is an object of a subclass already, a fake tensor.
+
+    The engine puts objects that stand for weights in their place, and reads only metadata off them.
+    Memory that is never written to is never taken.
+    """
+    with _disable_current_modes():
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return real.as_subclass(cls)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """``functional.dropout`` with a mask of booleans, as on a GPU."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _attention(
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``functional.scaled_dot_product_attention`` by CUDA's memory-efficient kernel."""
+    if query.dim() != 4 or not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return original(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:  # a number per position, made anew in every layer
+            numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    differentiable = any(x.requires_grad for x in (query, key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(
+        query, key, value, attn_mask, differentiable, dropout_p, is_causal, scale=scale
+    )[0]

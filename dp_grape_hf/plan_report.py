@@ -1,0 +1,165 @@
+"""How ``dp-grape plan`` shows what it found: aligned tables in GiB, or JSON in bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dp_grape_hf.mechanism import CLIPPING_MODES
+from dp_grape_hf.memory import METHODS, Setting
+from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
+from dp_grape_hf.timeline import KINDS, Peak
+
+
+@dataclass
+class Report:
+    """The figures of a plan, and how they are shown.
+
+    Args:
+        model: the class of the model.
+        parameters: how many it has.
+        length: of a sample, in words.
+        setting: what was asked for; its method does not count.
+        peaks: method -> its peak.
+        largest: method -> the largest batch that fits the card; empty without one.
+        card: the card's memory, and how much of it is not for tensors, GiB.
+        chosen: what the knobs are turned for.
+        turned: what each knob does.
+        fit: what makes the chosen setting fit, if it does not.
+    """
+
+    model: str
+    parameters: int
+    length: str
+    setting: Setting
+    peaks: dict[str, Peak]
+    largest: dict[str, int] = field(default_factory=dict)
+    card: tuple[float, float] | None = None
+    chosen: Setting | None = None
+    turned: list[Turned] = field(default_factory=list)
+    fit: Fit | None = None
+
+    def as_text(self) -> str:
+        """Returns the tables."""
+        parts = [self._heading(), self._peaks(), self._card(), self._knobs(), self._way()]
+        return "\n".join(part for part in parts if part)
+
+    def as_json(self) -> str:
+        """Returns the figures in bytes, by the names of ``Setting``."""
+        setting = self.setting
+        methods = {
+            method: {
+                "peak": peak.total,
+                "reached_in": peak.phase,
+                "kinds": dict(peak.kinds),
+                "largest_batch": self.largest.get(method),
+            }
+            for method, peak in self.peaks.items()
+        }
+        knobs = [
+            {"name": t.knob.name, "option": _option(t), "peak": t.peak.total, "cost": t.knob.cost}
+            for t in self.turned
+        ]
+        fit = self.fit and {
+            "options": [_option(t) for t in self.turned if t.knob in self.fit.knobs],
+            "peak": self.fit.peak.total,
+            "fits": self.fit.fits,
+        }
+        result = {
+            "model": self.model,
+            "parameters": self.parameters,
+            "batch_size": setting.batch_size,
+            "length": self.length,
+            "dtype": str(setting.dtype).removeprefix("torch."),
+            "rank": setting.rank,
+            "gpu_memory_and_reserve_gib": self.card,
+            "methods": methods,
+            "knobs_for": self.chosen and self.chosen.method,
+            "knobs": knobs,
+            "fit": fit,
+        }
+        return json.dumps(result, indent=2) + "\n"
+
+    def _heading(self) -> str:
+        setting = self.setting
+        options = (
+            f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
+            "gradient checkpointing" if setting.gradient_checkpointing else "",
+            "" if setting.clipping == CLIPPING_MODES[0] else f"clipping {setting.clipping}",
+            "projected embeddings" if setting.project_embeddings else "",
+            "regenerated projections" if setting.regenerate_projections else "",
+        )
+        millions = self.parameters / 1e6
+        return (
+            f"{self.model}, {millions:,.0f} million parameters\n"
+            f"batch {setting.batch_size}, {self.length}, "
+            f"{', '.join(filter(None, options))}\n"
+        )
+
+    def _peaks(self) -> str:
+        rows = [["peak memory, GiB", *(METHODS[method] for method in self.peaks)]]
+        for kind in KINDS:
+            rows.append([kind, *(_gib(peak.kinds[kind]) for peak in self.peaks.values())])
+        rows.append(["total", *(_gib(peak.total) for peak in self.peaks.values())])
+        rows.append(["reached in", *(peak.phase for peak in self.peaks.values())])
+        return _aligned(rows)
+
+    def _card(self) -> str:
+        if self.card is None:
+            return ""
+        memory, reserve = self.card
+        rows = []
+        for method, largest in self.largest.items():
+            fits = f"fits up to B={largest}" if largest else "does not fit, even B=1"
+            rows.append([METHODS[method], fits + (" or more" if largest >= MOST_SAMPLES else "")])
+        heading = f"On a {memory:g} GiB card, {reserve:g} GiB of it left to CUDA:\n"
+        return heading + _aligned(rows, left=2)
+
+    def _knobs(self) -> str:
+        if self.chosen is None:
+            return ""
+        name, size = METHODS[self.chosen.method], self.chosen.batch_size
+        if not self.turned:
+            return f"Nothing is left to turn for {name}.\n"
+        before = self.peaks[self.chosen.method].total
+        rows = [["", "GiB", "saves", "", "costs"]]
+        rows += [
+            [t.knob.name, _gib(t.peak.total), _gib(before - t.peak.total), _option(t), t.knob.cost]
+            for t in self.turned
+        ]
+        table = _aligned(rows, left=1, left_from=3)
+        return f"What saves memory for {name} at B={size}, each alone:\n{table}"
+
+    def _way(self) -> str:
+        if self.fit is None or self.card is None or self.chosen is None:
+            return ""
+        options = " ".join(_option(t) for t in self.turned if t.knob in self.fit.knobs)
+        what = f"{METHODS[self.chosen.method]} at B={self.chosen.batch_size}"
+        verb = "fits" if self.fit.fits else "still does not fit"
+        return (
+            f"{what} {verb} a {self.card[0]:g} GiB card with: {options or '(nothing helps)'}"
+            f" ({_gib(self.fit.peak.total)} GiB)\n"
+        )
+
+
+def _option(turned: Turned) -> str:
+    return turned.knob.option.replace("r/4", str(turned.setting.rank))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _aligned(rows: Iterable[Iterable[str]], left: int = 1, left_from: int | None = None) -> str:
+    """Returns lines with the first ``left`` columns, and those from ``left_from`` on, to the left.
+
+    >>> _aligned([["a", "1"], ["bcd", "10"]])
+    'a     1\\nbcd  10\\n'
+    """
+    columns = []
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        to_left = index < left or (left_from is not None and index >= left_from)
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
+    return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))

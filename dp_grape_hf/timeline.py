@@ -1,0 +1,124 @@
+"""When tensor memory is allocated and freed, and what for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+WEIGHTS, OPTIMIZER, PROJECTIONS = "weights", "optimizer state", "projections"
+ACTIVATIONS, PER_SAMPLE, SUMS = "saved activations", "per-sample gradients", "summed gradients"
+TEMPORARY = "temporary"
+KINDS = (WEIGHTS, OPTIMIZER, PROJECTIONS, ACTIVATIONS, PER_SAMPLE, SUMS, TEMPORARY)
+"""Of what memory is used for. Summed gradients are clipped sums, or the gradients of plain AdamW;
+activations that gradient checkpointing computes a second time count as temporary."""
+
+_BLOCK = 512  # bytes that CUDA's allocator rounds a tensor up to a multiple of
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a step has allocated at one time, in bytes, and what for."""
+
+    kinds: Mapping[str, int]  # every one of ``KINDS``
+    phase: str  # of the step: redraw, forward, backward, clip, release or update
+
+    @property
+    def total(self) -> int:
+        """The sum over the kinds, in bytes."""
+        return sum(self.kinds.values())
+
+
+@dataclass(eq=False, slots=True)
+class _Allocation:
+    size: int  # bytes
+    born: str  # phase
+    kind: str | None = None
+    died: str | None = None  # phase; None: alive to the end
+
+
+@dataclass(eq=False, slots=True)
+class _Event:
+    allocation: _Allocation
+    change: int  # bytes
+    phase: str
+
+
+class Timeline(TorchDispatchMode):
+    """Records every allocation and release of tensor memory while it is active.
+
+    What a tensor is for may become known after its memory was allocated, a per-sample gradient's
+    for example; ``label`` then says so for its whole life. Views share their storage's memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "setup"
+        self._events: list[_Event] = []
+        self._known = WeakIdKeyDictionary()  # storage -> _Allocation
+        self._references: set[weakref.ref[torch.UntypedStorage]] = set()
+
+    def label(self, kind: str, tensors: Any) -> None:
+        """Says what the memory of tensors is for, which may have been allocated before."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._allocation(tensor).kind = kind
+
+    def peak(self) -> Peak:
+        """Returns the most that was allocated since the phase ``setup`` ended.
+
+        Raises:
+            ValueError: if nothing but the phase ``setup`` was recorded.
+        """
+        now, most, at = 0, -1, -1
+        for index, event in enumerate(self._events):
+            now += event.change
+            if event.phase != "setup" and now > most:
+                most, at = now, index
+        if at < 0:
+            raise ValueError("Nothing was recorded after the phase 'setup'.")
+        kinds: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        for event in self._events[: at + 1]:
+            kinds[_kind(event.allocation)] += event.change
+        return Peak(dict(kinds), self._events[at].phase)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._allocation(tensor)
+        return output
+
+    def _allocation(self, tensor: Tensor) -> _Allocation:
+        storage = tensor.untyped_storage()
+        known: _Allocation | None = self._known.get(storage)
+        if known is not None:
+            return known
+        allocation = _Allocation(-(-storage.nbytes() // _BLOCK) * _BLOCK, self.phase)
+        self._known[storage] = allocation
+        self._events.append(_Event(allocation, allocation.size, self.phase))
+        self._references.add(weakref.ref(storage, partial(self._freed, allocation)))
+        return allocation
+
+    def _freed(self, allocation: _Allocation, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self._references.discard(reference)
+        allocation.died = self.phase
+        self._events.append(_Event(allocation, -allocation.size, self.phase))
+
+
+def _kind(allocation: _Allocation) -> str:
+    if allocation.kind is not None:
+        return allocation.kind
+    survives = allocation.born == "forward" and allocation.died != "forward"
+    return ACTIVATIONS if survives else TEMPORARY

@@ -1,0 +1,433 @@
+"""The simulated memory of a step: equal to a real step's, and within what the project promises."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.fakes import fake_tensors
+from dp_grape_hf.memory import ADAMW, DP_ADAM, DP_ADAM_DENSE, DP_GRAPE, METHODS, Setting, Step
+from dp_grape_hf.memory import simulate as simulate_step
+from dp_grape_hf.memory_report import (
+    GIB,
+    MOST_SAMPLES,
+    largest_batch,
+    turn_each,
+    turn_until_it_fits,
+)
+from dp_grape_hf.timeline import (
+    ACTIVATIONS,
+    KINDS,
+    OPTIMIZER,
+    PER_SAMPLE,
+    PROJECTIONS,
+    SUMS,
+    TEMPORARY,
+    WEIGHTS,
+    Peak,
+    Timeline,
+)
+
+TEXT, IMAGE = "text", "image"
+VOCABULARY = 1000
+
+# The shapes of public models. Nothing is downloaded: a simulation needs no weights.
+ROBERTA_LARGE = {
+    **{"vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24, "type_vocab_size": 1},
+    **{"num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514},
+}
+OPT = {
+    name: {
+        **{"hidden_size": h, "word_embed_proj_dim": h, "ffn_dim": 4 * h, "num_hidden_layers": n},
+        **{"num_attention_heads": heads, "max_position_embeddings": 2048},
+    }
+    for name, h, n, heads in (
+        ("1.3b", 2048, 24, 32),
+        ("2.7b", 2560, 32, 32),
+        ("6.7b", 4096, 32, 32),
+        ("13b", 5120, 40, 40),
+        ("30b", 7168, 48, 56),
+    )
+}
+SMALL = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 70},
+}
+
+FAMILIES: dict[str, tuple[type[Any], Any]] = {
+    "roberta": (
+        RobertaForSequenceClassification,
+        RobertaConfig(**SMALL, intermediate_size=256),
+    ),
+    "opt": (OPTForCausalLM, OPTConfig(**SMALL, word_embed_proj_dim=64, ffn_dim=256)),
+    "vit": (  # its embeddings have the generic rule
+        ViTForImageClassification,
+        ViTConfig(
+            **{"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "image_size": 32, "patch_size": 4},
+        ),
+    ),
+}
+
+
+def build(family: str | tuple[type[Any], Any]) -> Callable[[torch.dtype], nn.Module]:
+    cls, config = FAMILIES[family] if isinstance(family, str) else family
+    return lambda dtype: cls._from_config(copy.deepcopy(config), dtype=dtype)
+
+
+def batches(family: str | tuple[type[Any], Any], length: int) -> Callable[[int], dict[str, Tensor]]:
+    cls, config = FAMILIES[family] if isinstance(family, str) else family
+
+    def batch(size: int) -> dict[str, Tensor]:
+        if cls is ViTForImageClassification:
+            pixels = torch.zeros(size, 3, config.image_size, config.image_size)
+            return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
+        ids = torch.full((size, length), 7)
+        labels = ids.clone() if cls is OPTForCausalLM else torch.zeros(size, dtype=torch.long)
+        mask = torch.ones_like(ids)
+        mask[:, -1] = 0  # a simulation takes it that there is padding
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    return batch
+
+
+def simulate(
+    family: str | tuple[type[Any], Any], setting: Setting, length: int = 64, gpu: bool = True
+) -> Peak:
+    return simulate_step(build(family), batches(family, length), setting, gpu=gpu)
+
+
+# ---- Against reality ----
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")  # the tracker's own
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        *(("opt", Setting(method, 8)) for method in METHODS),
+        ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
+        ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
+        ("opt", Setting(DP_GRAPE, 8, project_embeddings=True, regenerate_projections=True)),
+        ("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16)),
+        *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
+        *(("vit", Setting(method, 8)) for method in (DP_GRAPE, DP_ADAM_DENSE)),
+    ],
+)
+def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
+    family: str, setting: Setting
+) -> None:
+    simulated = simulate(family, setting, gpu=False)
+    model: Any = build(family)(setting.dtype)
+    if setting.gradient_checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = {
+        name: value.to(setting.dtype) if value.is_floating_point() else value
+        for name, value in batches(family, 64)(8).items()
+    }
+    step = Step(model, inputs, setting)
+    for _ in range(2):  # a step leaves nothing over
+        step.run()
+    assert step.timeline.peak().total == pytest.approx(simulated.total, rel=0.002)
+    if family == "vit" and setting.method != ADAMW:
+        return  # the tracker cannot see vmap's tensors
+    tracker = MemTracker()
+    tracker.track_external(model, step.optimizer, *inputs.values())
+    with tracker:
+        step.run()
+    real = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert simulated.total == pytest.approx(real, rel=0.03)
+
+
+def test_a_simulation_leaves_torch_and_its_random_state_as_they_were() -> None:
+    before = torch.get_rng_state()
+    functions = functional.dropout, functional.scaled_dot_product_attention
+    simulate("roberta", Setting(batch_size=2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert functions == (functional.dropout, functional.scaled_dot_product_attention)
+    assert type(torch.empty(1)) is Tensor
+
+
+# ---- What is counted, and as what ----
+
+
+def test_a_timeline_finds_the_peak_and_what_it_is_made_of() -> None:
+    timeline = Timeline()
+    weight = torch.zeros(256)  # 1 KiB
+    timeline.label(WEIGHTS, weight)
+    with timeline:
+        torch.zeros(2**20)  # before the step: not its peak
+        timeline.phase = "forward"
+        kept = torch.zeros(512)
+        torch.zeros(256)  # freed within the phase
+        alias = kept.view(2, 256)[0]  # memory of its own it has not
+        timeline.phase = "backward"
+        gradient = torch.zeros(1024)
+        small = torch.zeros(1)  # takes a block of 512 bytes
+        del kept, alias
+        torch.zeros(128)
+    timeline.label(PER_SAMPLE, [gradient])  # known afterwards only
+    assert timeline.peak() == Peak(
+        {kind: 0 for kind in KINDS}
+        | {WEIGHTS: 1024, ACTIVATIONS: 2048, PER_SAMPLE: 4096, TEMPORARY: 512},
+        "backward",
+    )
+    assert small.numel() == 1
+
+
+def test_what_the_forward_pass_frees_again_is_temporary() -> None:
+    timeline = Timeline()
+    timeline.phase = "forward"
+    with timeline:
+        kept = torch.zeros(128)
+        freed = torch.zeros(256)
+        del freed
+        timeline.phase = "backward"
+    peak = timeline.peak()
+    assert peak.phase == "forward"
+    assert (peak.kinds[ACTIVATIONS], peak.kinds[TEMPORARY]) == (512, 1024)
+    assert kept.numel() == 128
+
+
+def test_a_timeline_without_a_step_has_no_peak() -> None:
+    with pytest.raises(ValueError, match="setup"):
+        Timeline().peak()
+
+
+def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
+    setting = Setting(DP_GRAPE, 4, rank=8)
+    cls, config = FAMILIES["opt"]
+    numbers = sum(p.numel() for p in cls(config).parameters())
+    peaks = {m: simulate("opt", replace(setting, method=m), length=4) for m in METHODS}
+    for method, peak in peaks.items():
+        assert peak.kinds[WEIGHTS] == pytest.approx(4 * numbers, rel=0.03), method
+        assert (peak.kinds[PROJECTIONS] > 0) == (method == DP_GRAPE)
+        assert peak.kinds[OPTIMIZER] > 0
+    for method in (ADAMW, DP_ADAM, DP_ADAM_DENSE):
+        assert peaks[method].kinds[OPTIMIZER] == pytest.approx(8 * numbers, rel=0.03), method
+    assert peaks[DP_GRAPE].kinds[OPTIMIZER] < 0.75 * peaks[ADAMW].kinds[OPTIMIZER]
+    assert peaks[ADAMW].kinds[PER_SAMPLE] == 0
+    # One gradient per sample, of every weight.
+    assert peaks[DP_ADAM_DENSE].kinds[PER_SAMPLE] >= 4 * 4 * numbers
+
+
+def test_each_knob_takes_what_it_says() -> None:
+    plain = Setting(DP_GRAPE, 16)
+    peak = simulate("roberta", plain)
+    per_knob = {t.knob.name: t.peak for t in turn_each(lambda s: simulate("roberta", s), plain)}
+    assert len(per_knob) == 6
+    assert per_knob["gradient checkpointing"].kinds[ACTIVATIONS] < 0.5 * peak.kinds[ACTIVATIONS]
+    assert per_knob["bfloat16 weights"].kinds[WEIGHTS] == pytest.approx(
+        peak.kinds[WEIGHTS] / 2, rel=0.03
+    )
+    assert per_knob["projected embeddings"].kinds[OPTIMIZER] < 0.5 * peak.kinds[OPTIMIZER]
+    assert per_knob["a quarter of the rank"].kinds[PROJECTIONS] == peak.kinds[PROJECTIONS] / 4
+    assert per_knob["regenerated projections"].kinds[PROJECTIONS] == 0
+    flat, per_layer = (
+        simulate("roberta", Setting(DP_ADAM_DENSE, 16, clipping=c)) for c in ("flat", "per_layer")
+    )
+    assert per_layer.kinds[PER_SAMPLE] < flat.kinds[PER_SAMPLE]
+    assert per_layer.total < flat.total
+
+
+def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
+    again, kept, by_default = (
+        simulate("roberta", Setting(batch_size=16, recompute_activations=choice)).total
+        for choice in (True, False, None)
+    )
+    assert by_default == again < kept
+
+
+def test_summed_gradients_are_those_of_the_release() -> None:
+    small_batch = simulate("opt", Setting(DP_ADAM, 1), length=2)
+    assert small_batch.phase in ("clip", "release", "update")
+    assert small_batch.kinds[SUMS] > 0.5 * small_batch.kinds[WEIGHTS]
+
+
+# ---- Fakes ----
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_gpus_attention_has_the_shapes_of_torchs(mask: Any, groups: int) -> None:
+    def attend() -> tuple[Tensor, ...]:
+        query = torch.zeros(2, 4, 6, 8, requires_grad=True)
+        key, value = (torch.zeros(2, 4 // groups, 6, 8, requires_grad=True) for _ in range(2))
+        bias = None if mask is None else torch.zeros(2, 1, 6, 6, dtype=mask)
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=0.1, enable_gqa=groups > 1
+        )
+        return output, *torch.autograd.grad(output.sum(), (query, key, value))
+
+    with fake_tensors():
+        fake = attend()
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in attend()]
+
+
+def test_a_gpu_keeps_no_matrix_of_positions_and_one_byte_per_dropped_number() -> None:
+    on_gpu, on_cpu = (
+        simulate("roberta", Setting(ADAMW, 4), gpu=gpu).kinds[ACTIVATIONS] for gpu in (True, False)
+    )
+    assert on_gpu < 0.8 * on_cpu
+    with fake_tensors():
+        timeline = Timeline()
+        timeline.phase = "forward"
+        with timeline:
+            x = torch.zeros(1024, requires_grad=True)
+            kept = functional.dropout(x, 0.5)
+        assert kept.requires_grad
+        assert functional.dropout(x, 0.5, training=False) is x
+    assert timeline.peak().total == 4096 + 4096 + 1024
+
+
+def test_nothing_unusual_is_found_in_fake_tensors() -> None:
+    with fake_tensors():
+        x = torch.zeros(4)
+        assert bool(x.isfinite().all())
+        assert not bool((x > 1).any())
+        assert not (x > 1).any(0).item()
+        assert torch.allclose(x, x + 1)
+        assert x.sum().item() == 1
+
+
+class Selecting(nn.Module):
+    """Keeps positive numbers only: how many is not known without contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values[values > 0].view(-1, 4))
+
+
+def test_memory_that_depends_on_contents_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="depends on the contents"):
+        simulate_step(
+            lambda dtype: Selecting(),
+            lambda size: {"values": torch.ones(size, 4), "labels": torch.zeros(size)},
+            Setting(batch_size=2),
+            loss=lambda outputs, labels: outputs.sum(1),
+        )
+
+
+def test_an_unknown_method_is_refused_by_name() -> None:
+    with pytest.raises(PrivacyError, match="method='sgd'"):
+        simulate("roberta", Setting("sgd"))
+
+
+# ---- Which batch fits ----
+
+
+@pytest.mark.parametrize("start", [1, 8, 40, 10_000])
+@pytest.mark.parametrize(
+    ("total", "most"),
+    [
+        (lambda size: 2_000 + 200 * size, 8),
+        (lambda size: max(5_300, 2_000 + 200 * size), 14),  # the update makes small batches' peak
+        (lambda size: max(20_000 + 2 * size, 10_000 + 400 * size), 12),
+        (lambda size: 1_000, 8),
+        (lambda size: 10**9, 8),
+        (lambda size: size * size, 24),
+        (lambda size: int(size**0.5 * 100), 24),
+    ],
+)
+@pytest.mark.parametrize("limit", [1_000, 5_300, 24_000, 80_000])
+def test_the_largest_batch_fits_and_the_next_does_not(
+    total: Callable[[int], int], most: int, limit: int, start: int
+) -> None:
+    asked: list[int] = []
+
+    def ask(size: int) -> int:
+        asked.append(size)
+        return total(size)
+
+    largest = largest_batch(ask, limit, start)
+    assert largest == 0 or total(largest) <= limit
+    assert largest == MOST_SAMPLES or total(largest + 1) > limit
+    assert {largest, largest + 1} - {0, MOST_SAMPLES + 1} <= set(asked)  # no extrapolation
+    assert len(asked) == len(set(asked)) <= most
+
+
+def test_knobs_are_turned_until_the_step_fits_and_no_further() -> None:
+    def peak(setting: Setting) -> Peak:
+        size = 100 - 40 * setting.gradient_checkpointing - 30 * (setting.dtype is torch.bfloat16)
+        return Peak({WEIGHTS: size - 2 * setting.project_embeddings}, "forward")
+
+    def fit(limit: int) -> tuple[list[str], int, bool]:
+        found = turn_until_it_fits(peak, Setting(), limit, turn_each(peak, Setting()))
+        return [knob.option for knob in found.knobs], found.peak.total, found.fits
+
+    one, two = "--gradient_checkpointing", "--dtype bfloat16"
+    assert fit(100) == ([], 100, True)
+    assert fit(60) == ([one], 60, True)
+    assert fit(59) == ([one, two], 30, True)
+    assert fit(1) == ([one, two, "--project_embeddings"], 28, False)
+
+
+def test_knobs_that_are_turned_or_do_not_apply_are_left_out() -> None:
+    def names(setting: Setting) -> list[str]:
+        return [t.knob.name for t in turn_each(lambda s: Peak({}, ""), setting)]
+
+    assert names(Setting(ADAMW)) == ["gradient checkpointing", "bfloat16 weights"]
+    assert "projected embeddings" not in names(Setting(DP_ADAM))
+    assert "a quarter of the rank" not in names(Setting(DP_GRAPE, rank=1))
+    assert "clipping per layer" not in names(Setting(DP_GRAPE, clipping="per_layer"))
+
+
+# ---- What the project promises ----
+
+LARGE = (RobertaForSequenceClassification, RobertaConfig(**ROBERTA_LARGE))
+
+
+def opt(name: str) -> tuple[type[Any], Any]:
+    return OPTForCausalLM, OPTConfig(**OPT[name])
+
+
+BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "length", "setting", "most"),
+    [
+        pytest.param(LARGE, 128, Setting(batch_size=40), 11.0, id="roberta-large"),
+        pytest.param(opt("1.3b"), 512, Setting(batch_size=8), 16.5, id="opt-1.3b"),
+        pytest.param(opt("6.7b"), 512, replace(BF16, batch_size=8), 17.5, id="opt-6.7b"),
+        pytest.param(opt("13b"), 512, BF16, 47.0, id="opt-13b on 48 GiB"),
+        pytest.param(opt("30b"), 512, BF16, 79.0, id="opt-30b on 80 GiB"),
+    ],
+)
+def test_a_large_model_takes_no_more_than_promised(
+    model: tuple[type[Any], Any], length: int, setting: Setting, most: float
+) -> None:
+    assert simulate(model, setting, length).total <= most * GIB
+
+
+@pytest.mark.slow
+def test_the_promise_for_roberta_large_holds_with_the_kernels_of_a_cpu_too() -> None:
+    recomputing = Setting(batch_size=40, recompute_activations=True)
+    assert simulate(LARGE, recomputing, 128, gpu=False).total <= 11 * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128])
+def test_dp_grape_takes_less_than_adamw_at_every_batch_size(size: int) -> None:
+    ours, theirs = (simulate(LARGE, Setting(m, size), 128).total for m in (DP_GRAPE, ADAMW))
+    assert ours < 0.9 * theirs
