@@ -1,0 +1,168 @@
+"""The models and batches that ``benchmark`` and ``gpu_report`` measure: shapes, random contents.
+
+Shapes: B samples in the batch, T positions.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+Batch = dict[str, Tensor]
+
+ROBERTA, OPT, VIT = "roberta", "opt", "vit"
+TITLES = {
+    ROBERTA: "RoBERTa classifier",
+    OPT: "OPT causal language model",
+    VIT: "ViT image classifier",
+}
+PATCH = 16  # pixels on a side
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and its batch; the numbers that are not given are those of the family.
+
+    Args:
+        model: a name in ``TITLES``.
+        hidden_size: of the model; the feed-forward layers are four times as wide.
+        layers: how many.
+        vocab_size: of a language model.
+        batch_size: B, all of it in one physical batch.
+        length: T, tokens of a text or patches of an image, then a square number.
+        rank: r of the projections.
+        heads: of the attention; 0 for one per 64 numbers of the hidden size.
+        max_length: rows of the position table of a text model; 0 for what ``length`` needs.
+        dropout: of hidden states and, but for OPT, attention.
+        dtype: of the weights, float32 or bfloat16.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+    """
+
+    model: str = ROBERTA
+    hidden_size: int = 512
+    layers: int = 6
+    vocab_size: int = 5_000
+    batch_size: int = 16
+    length: int = 64
+    rank: int = 16
+    heads: int = 0
+    max_length: int = 0
+    dropout: float = 0.0
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model not in TITLES:
+            raise ValueError(f"model={self.model!r} is not known; choose: {', '.join(TITLES)}.")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16.")
+        if self.model == VIT and math.isqrt(self.length) ** 2 != self.length:
+            raise ValueError(
+                f"length={self.length} is the number of patches of a square image: give a square "
+                "number, 64 or 196 for example."
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+    def build(self, dtype: torch.dtype | None = None) -> Any:
+        """Returns the model with random weights, on the default device, in training mode."""
+        families = {ROBERTA: self._roberta, OPT: self._opt, VIT: self._vit}
+        cls, config = families[self.model]()
+        return cls._from_config(config, dtype=dtype or self.torch_dtype).train()
+
+    def build_on(self, device: torch.device) -> Any:
+        """Returns the model on a device, with gradient checkpointing if that is asked for."""
+        with device:
+            model = self.build()
+        if self.gradient_checkpointing:
+            model.config.use_cache = False
+            with warnings.catch_warnings():  # the new name of the method is not in all versions
+                warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
+        """Returns a random batch on the default device, labels included.
+
+        Args:
+            batch_size: B, if not the setting's own.
+            padded: whether the last position of each text is padding.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        labels = torch.randint(0, 2, (size,))
+        if self.model == VIT:
+            side = PATCH * math.isqrt(self.length)
+            pixels = torch.randn(size, 3, side, side, dtype=self.torch_dtype)
+            return {"pixel_values": pixels, "labels": labels}
+        ids = torch.randint(3, self.vocab_size, (size, self.length))
+        mask = torch.ones_like(ids)
+        if padded:
+            ids[:, -1], mask[:, -1] = 1, 0
+        if self.model == OPT:
+            labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def __str__(self) -> str:
+        parts = [f"{TITLES[self.model]}, hidden {self.hidden_size}, {self.layers} layers"]
+        parts += [] if self.model == VIT else [f"vocabulary {self.vocab_size}"]
+        parts += [f"B={self.batch_size}", f"T={self.length}", f"r={self.rank}"]
+        parts += [] if self.dtype == "float32" else [f"{self.dtype} weights"]
+        parts += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        return ", ".join(parts)
+
+    @property
+    def _heads(self) -> int:
+        return self.heads or max(1, self.hidden_size // 64)
+
+    def _roberta(self) -> tuple[Any, Any]:
+        return RobertaForSequenceClassification, RobertaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self._heads,
+            intermediate_size=4 * self.hidden_size,
+            max_position_embeddings=self.max_length or self.length + 8,
+            type_vocab_size=1,
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+        )
+
+    def _opt(self) -> tuple[Any, Any]:
+        return OPTForCausalLM, OPTConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            word_embed_proj_dim=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self._heads,
+            ffn_dim=4 * self.hidden_size,
+            max_position_embeddings=self.max_length or self.length + 8,
+            dropout=self.dropout,
+        )
+
+    def _vit(self) -> tuple[Any, Any]:
+        return ViTForImageClassification, ViTConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self._heads,
+            intermediate_size=4 * self.hidden_size,
+            image_size=PATCH * math.isqrt(self.length),
+            patch_size=PATCH,
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+        )

@@ -1,0 +1,376 @@
+"""Checks, times and weighs private training on a GPU, and holds the simulated memory against it.
+
+    python -m recipes.gpu_report
+    python -m recipes.gpu_report --parts checks cells --only "RoBERTa|ViT" --minutes 9
+    python -m recipes.gpu_report --parts simulations          # needs no GPU
+    python -m recipes.gpu_report --device cpu --tiny --output_dir runs/gpu-report  # tries it out
+
+Four parts, in this order: ``checks`` compares gradients and releases on the device with their
+definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
+configuration, with plain AdamW, DP-GRAPE and DP-Adam, and notes memory and time; ``simulations``
+runs ``dp_grape_hf.memory`` for the same cells; ``table`` renders what is there.
+
+The report is kept in ``gpu_report.json`` after every cell and rendered to ``gpu_report.md``. What
+is finished, on the same device with the same versions, is not done again. After ``--minutes`` no
+new cell is started: the exit status is then 3, and the same command goes on. It is 0 when all is
+done, 1 if a check failed or a cell failed for another reason than memory, and 2 where there is no
+CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import set_seed
+
+import dp_grape_hf
+from dp_grape_hf import memory
+from dp_grape_hf.projection import RedrawnProjector
+from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
+from recipes.benchmark_methods import PlainTraining, PrivateTraining, now, quiet
+from recipes.benchmark_models import OPT, ROBERTA, VIT, Batch, Setting
+from recipes.gpu_report_checks import checks
+from recipes.gpu_report_table import render
+
+PARTS = ("checks", "cells", "simulations", "table")
+DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
+
+WARMUP, STEPS = 2, 8
+
+METHODS: dict[str, Callable[..., PlainTraining | PrivateTraining]] = {
+    memory.ADAMW: PlainTraining,
+    memory.DP_GRAPE: PrivateTraining,
+    memory.DP_ADAM: partial(PrivateTraining, projection="identity"),
+}
+"""What runs, by the name that the simulation has for it. Its DP-Adam keeps factors, as ours."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the batches it is measured with."""
+
+    setting: Setting
+    batch_sizes: tuple[int, ...]
+
+
+def _opt(hidden_size: int, layers: int, **others: Any) -> Setting:
+    return Setting(
+        OPT,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=32,
+        vocab_size=50272,
+        length=512,
+        max_length=2048,
+        dropout=0.1,
+        **others,
+    )
+
+
+def _tiny(model: str, **others: Any) -> Setting:
+    return Setting(model, 32, layers=2, heads=2, vocab_size=64, length=16, rank=4, **others)
+
+
+ROBERTA_LARGE = Setting(
+    ROBERTA,
+    hidden_size=1024,
+    layers=24,
+    heads=16,
+    vocab_size=50265,
+    length=128,
+    max_length=514,
+    dropout=0.1,
+)
+VIT_BASE = Setting(VIT, hidden_size=768, layers=12, heads=12, length=196)
+SHAPES = {
+    "RoBERTa-large, T=128": Shape(ROBERTA_LARGE, (1, 8, 16, 32, 40, 64, 128)),
+    "ViT-Base, 224 pixels": Shape(VIT_BASE, (1, 16, 64, 128)),
+    "OPT-1.3B, T=512": Shape(_opt(2048, 24), (1, 4, 8, 16)),
+    "OPT-2.7B, T=512": Shape(_opt(2560, 32), (1, 4, 8)),
+    "OPT-6.7B, bfloat16, checkpointing, T=512": Shape(
+        _opt(4096, 32, dtype="bfloat16", gradient_checkpointing=True), (1, 8, 16)
+    ),
+}
+TINY = {
+    "tiny RoBERTa": Shape(_tiny(ROBERTA, dropout=0.1), (4,)),
+    "tiny OPT, bfloat16, checkpointing": Shape(
+        _tiny(OPT, dtype="bfloat16", gradient_checkpointing=True), (4,)
+    ),
+    "tiny ViT": Shape(_tiny(VIT), (4,)),
+}
+TINY_MODELS = "^(RoBERTa|ViT), (sequence|image) classification"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: a model with a batch, trained by a method."""
+
+    shape: str
+    setting: Setting
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.shape}, B={self.setting.batch_size}, {self.method}"
+
+
+def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
+    """Returns all cells of the shapes whose names match."""
+    return [
+        Cell(name, replace(shape.setting, batch_size=size), method)
+        for name, shape in shapes.items()
+        if re.search(only, name)
+        for size in shape.batch_sizes
+        for method in METHODS
+    ]
+
+
+# ---- One cell ----
+
+
+@contextmanager
+def peak_memory(
+    device: torch.device, training: PlainTraining | PrivateTraining, batch: Batch
+) -> Iterator[dict[str, int]]:
+    """Yields a dictionary that afterwards holds the peak in bytes: ``allocated``, ``reserved``.
+
+    On a CPU it is what PyTorch allocates for tensors, and nothing is reserved.
+    """
+    peak: dict[str, int] = {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak["allocated"] = torch.cuda.max_memory_allocated(device)
+        peak["reserved"] = torch.cuda.max_memory_reserved(device)
+        return
+    timeline = Timeline()
+    model = training.model
+    timeline.label(WEIGHTS, [*model.parameters(), *model.buffers()])
+    timeline.label(ACTIVATIONS, batch)
+    optimizer: Any = training.trainer.optimizer
+    timeline.label(OPTIMIZER, [list(state.values()) for state in optimizer.state.values()])
+    if isinstance(training, PrivateTraining):
+        kept = training.trainer._schedule.at(training.trainer.state.global_step).values()
+        matrices = [p.matrix for p in kept if not isinstance(p, RedrawnProjector)]
+        timeline.label(PROJECTIONS, matrices)
+    timeline.phase = "step"
+    with timeline:
+        yield peak
+    peak["allocated"] = timeline.peak().total
+
+
+def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
+    """Returns what a cell takes, or ``out_of_memory`` and where that was."""
+    where, found = "making the model", dict[str, Any]()
+    setting = cell.setting
+    gc.collect()  # trainers are cycles, and the last cell's holds its model
+    try:
+        set_seed(0)
+        model: nn.Module = setting.build_on(device)
+        with device:
+            batch = setting.inputs(padded=True)
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            training = METHODS[cell.method](model, setting, batch, Path(folder))
+            where = "the first step"  # which makes the optimizer's state, and checks the gradients
+            with peak_memory(device, training, batch) as peak:
+                training.step()
+            found["first_step"] = peak
+            where = "a step"
+            with peak_memory(device, training, batch) as peak:
+                for _ in range(WARMUP):
+                    training.step()
+            found |= peak
+            seconds = []
+            for _ in range(steps):
+                start = now(device)[0]
+                training.step()
+                seconds.append(now(device)[0] - start)
+    except torch.OutOfMemoryError:  # what it holds on to is freed when this block has ended
+        return {**found, "out_of_memory": where}
+    step = statistics.median(seconds)
+    return {**found, "seconds": step, "samples_per_second": setting.batch_size / step}
+
+
+def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
+    """Returns the simulated peak of a cell, in bytes and by kind."""
+    setting = cell.setting
+    peak = memory.simulate(
+        setting.build,
+        lambda size: setting.inputs(size, padded=True),
+        memory.Setting(
+            method=cell.method,
+            batch_size=setting.batch_size,
+            dtype=setting.torch_dtype,
+            gradient_checkpointing=setting.gradient_checkpointing,
+            rank=setting.rank,
+        ),
+        gpu=gpu,
+    )
+    return {"allocated": peak.total, "kinds": dict(peak.kinds), "phase": peak.phase}
+
+
+# ---- The report ----
+
+
+class Report:
+    """What was found, in a file that is written after every entry.
+
+    Args:
+        path: the file; what is in it is gone on with.
+        device: the name of what is measured on.
+        simulated: the kind of device that simulations are for.
+        again: whether to do everything anew.
+    """
+
+    def __init__(self, path: Path, device: str, simulated: str, again: bool = False) -> None:
+        self.path, self._device, self._simulated = path, device, simulated
+        self.versions = {"dp_grape_hf": dp_grape_hf.__version__} | {
+            package: metadata.version(package).split("+")[0]  # without the CUDA it was built for
+            for package in ("torch", "transformers")
+        }
+        self.parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS[:-1]}
+        if path.exists() and not again:
+            self.parts |= json.loads(path.read_text(encoding="utf-8"))
+
+    def has(self, part: str, key: str) -> bool:
+        """Returns whether an entry is there, from this device with these versions."""
+        entry = self.parts[part].get(key)
+        if entry is None or entry["versions"] != self.versions or "failed" in entry:
+            return False
+        return bool(entry["device"] == self._device_of(part))
+
+    def _device_of(self, part: str) -> str:
+        return self._simulated if part == "simulations" else self._device
+
+    def add(self, part: str, key: str, found: dict[str, Any]) -> None:
+        """Adds an entry and writes the file."""
+        origin = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": self._device_of(part),
+            "versions": self.versions,
+        }
+        self.parts[part][key] = found | origin
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.parts, indent=1) + "\n"
+        partial_path = self.path.with_suffix(".tmp")  # a run that is killed leaves a whole file
+        partial_path.write_text(text, encoding="utf-8")
+        partial_path.replace(self.path)
+
+    def failures(self) -> list[str]:
+        """Returns what failed, but for want of memory."""
+        return [
+            f"{key}: {entry['failed']}"
+            for entries in self.parts.values()
+            for key, entry in entries.items()
+            if "failed" in entry
+        ]
+
+
+Work = tuple[str, str, Callable[[], dict[str, Any]]]  # part, key, what to do
+
+
+def work_of(options: argparse.Namespace, device: torch.device, report: Report) -> list[Work]:
+    """Returns what is asked for and not there yet."""
+    work: list[Work] = []
+    models = TINY_MODELS if options.tiny else ""
+    if "checks" in options.parts:
+        work += [("checks", key, check) for key, check in checks(device, models).items()]
+    for cell in cells_of(TINY if options.tiny else SHAPES, options.only):
+        if "cells" in options.parts:
+            work.append(("cells", str(cell), partial(measure, cell, device, options.steps)))
+        if "simulations" in options.parts:
+            gpu = device.type == "cuda"
+            work.append(("simulations", str(cell), partial(simulate, cell, gpu)))
+    order = {part: i for i, part in enumerate(PARTS)}
+    work.sort(key=lambda item: order[item[0]])
+    return [item for item in work if not report.has(*item[:2])]
+
+
+def run(work: Sequence[Work], report: Report, minutes: float) -> int:
+    """Does the work until time is up; returns how much is left."""
+    end = time.monotonic() + 60 * minutes
+    progress = tqdm(work, file=sys.stderr, unit="cell", disable=None)
+    for done, (part, key, do) in enumerate(progress):
+        if time.monotonic() > end:
+            progress.close()
+            return len(work) - done
+        progress.set_postfix_str(f"{part}: {key}")
+        try:
+            found = do()
+        except Exception as error:  # the rest of a report is worth having
+            found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        if "error" in found and not found["error"] <= found["limit"]:
+            found["failed"] = f"error {found['error']:.1e} is above {found['limit']:.0e}"
+        report.add(part, key, found)
+    return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--only", default="", help="regular expression for the names of the models of the cells")
+    add("--minutes", type=float, default=9.0, help="start no new cell after this long")
+    add("--steps", type=int, default=STEPS, help="that are timed, of a cell")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="tiny models, to see that everything works")
+    add("--again", action="store_true", help="forget what was found before")
+    add("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what is left of the report; returns the exit status."""
+    options = parse(argv)
+    needs_device = bool({"checks", "cells"} & set(options.parts))
+    if options.device == "cuda" and needs_device and not torch.cuda.is_available():
+        sys.stderr.write(
+            "gpu_report measures on a GPU, and torch sees no CUDA device here. Run it on a machine "
+            "that has one, or try it out with --device cpu --tiny; --parts simulations table "
+            "needs no GPU.\n"
+        )
+        return NO_DEVICE
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    path = options.output_dir / "gpu_report.json"
+    report = Report(path, name, device.type, options.again)
+    work = work_of(options, device, report)
+    left = run(work, report, options.minutes)
+    if "table" in options.parts:
+        text = render(report.parts)
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        (options.output_dir / "gpu_report.md").write_text(text, encoding="utf-8")
+        sys.stdout.write(text)
+    if left:
+        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again.\n")
+        return UNFINISHED
+    failures = report.failures()
+    for failure in failures:
+        sys.stderr.write(f"failed: {failure}\n")
+    return FAILED if failures else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Renders what ``gpu_report`` found as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dp_grape_hf.memory import ADAMW, METHODS
+
+GIB = 2**30
+CLOSE = 0.1  # how far a simulation may be off, relative
+
+Parts = Mapping[str, Mapping[str, Any]]
+
+
+def render(parts: Parts) -> str:
+    """Returns the report: where it is from, the checks, and a table per model."""
+    lines = ["# Private training on a GPU", "", "Rendered by `python -m recipes.gpu_report`.", ""]
+    lines += _origin(parts)
+    if parts["checks"]:
+        lines += ["", "## Correctness", "", *_checks(parts["checks"])]
+    if parts["cells"] or parts["simulations"]:
+        lines += ["", "## Memory and throughput", "", *_cells(parts)]
+    return "\n".join(lines) + "\n"
+
+
+def _origin(parts: Parts) -> list[str]:
+    origins = dict.fromkeys(
+        (
+            entry["device"],
+            ", ".join(f"{name} {version}" for name, version in entry["versions"].items()),
+        )
+        for part in ("checks", "cells")
+        for entry in parts[part].values()
+    )
+    dates = sorted({entry["date"] for part in parts.values() for entry in part.values()})
+    lines = [f"* {device}; {versions}" for device, versions in origins]
+    return lines + ([f"* {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"] if dates else [])
+
+
+def _checks(entries: Mapping[str, Any]) -> list[str]:
+    lines = ["| what | checks | passed | largest relative error | allowed | skipped |"]
+    lines += ["|---|---|---|---|---|---|"]
+    kinds = dict.fromkeys(key.split(": ")[0] for key in entries)
+    failed, skipped = [], {}
+    for kind in kinds:
+        own = {key: e for key, e in entries.items() if key.split(": ")[0] == kind}
+        done = [e for e in own.values() if "error" in e]
+        passed = [e for e in done if "failed" not in e]
+        failed += [f"* {key} failed: {e['failed']}" for key, e in own.items() if "failed" in e]
+        reasons = [e["skipped"] for e in own.values() if "skipped" in e]
+        skipped.update(dict.fromkeys(reasons))
+        worst = f"{max(e['error'] for e in done):.0e}" if done else ""
+        limit = f"{max(e['limit'] for e in done):.0e}" if done else ""
+        lines.append(
+            f"| {kind} | {len(own)} | {len(passed)} | {worst} | {limit} | {len(reasons) or ''} |"
+        )
+    lines += ["", *failed] if failed else []
+    return lines + (["", f"Skipped: {'; '.join(skipped)}."] if skipped else [])
+
+
+def _cells(parts: Parts) -> list[str]:
+    measured, simulated = parts["cells"], parts["simulations"]
+    keys = list(dict.fromkeys([*measured, *simulated]))
+    shapes: dict[str, list[tuple[int, str, str]]] = {}
+    for key in keys:
+        shape, batch, method = key.rsplit(", ", 2)
+        shapes.setdefault(shape, []).append((int(batch.removeprefix("B=")), method, key))
+    lines: list[str] = []
+    for shape, cells in shapes.items():
+        lines += [
+            f"### {shape}",
+            "",
+            "| B | method | allocated GiB | reserved | first step | simulated "
+            "| measured / simulated | ms per step | samples/s | speed of AdamW |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for size, method, key in sorted(
+            cells, key=lambda cell: (cell[0], [*METHODS].index(cell[1]))
+        ):
+            plain = measured.get(f"{shape}, B={size}, {ADAMW}", {})
+            values = _row(measured.get(key, {}), simulated.get(key, {}), plain)
+            lines.append(f"| {size} | {METHODS[method]} | " + " | ".join(values) + " |")
+        lines.append("")
+    ratios = [r for key in keys if (r := ratio(measured.get(key, {}), simulated.get(key, {})))]
+    if ratios:
+        close = sum(abs(r - 1) <= CLOSE for r in ratios)
+        lines.append(
+            f"The simulation is within {CLOSE:.0%} of the measured peak in {close} of "
+            f"{len(ratios)} cells; measured / simulated is between {min(ratios):.3f} and "
+            f"{max(ratios):.3f}. The first step is apart: it also checks gradients against plain "
+            "autograd, and makes the optimizer's state."
+        )
+    return lines
+
+
+def ratio(found: Mapping[str, Any], simulated: Mapping[str, Any]) -> float | None:
+    """Returns the measured peak over the simulated one, if there are both."""
+    if "allocated" not in found or "allocated" not in simulated or "out_of_memory" in found:
+        return None
+    return found["allocated"] / simulated["allocated"]
+
+
+def _row(
+    found: Mapping[str, Any], simulated: Mapping[str, Any], plain: Mapping[str, Any]
+) -> list[str]:
+    simulation = _gib(simulated.get("allocated"))
+    if "out_of_memory" in found:
+        return [f"out of memory in {found['out_of_memory']}", "", "", simulation, "", "", "", ""]
+    if "seconds" not in found:
+        return [found.get("failed", ""), "", "", simulation, "", "", "", ""]
+    off = ratio(found, simulated)
+    speed = plain["seconds"] / found["seconds"] if "seconds" in plain else None
+    return [
+        _gib(found["allocated"]),
+        _gib(found.get("reserved")),
+        _gib(found["first_step"]["allocated"]),
+        simulation,
+        "" if off is None else f"{off:.3f}",
+        f"{1000 * found['seconds']:.1f}",
+        f"{found['samples_per_second']:.1f}",
+        "" if speed is None else f"{speed:.2f}x",
+    ]
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f"{size / GIB:.4g}"
