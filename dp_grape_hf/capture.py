@@ -129,6 +129,8 @@ class Pass:
 
             with detached(site.module), LookUps(site.module.weight, capture):
                 return original(*args, **kwargs)
+        if site.has_several_tensors(args, kwargs):
+            raise UnknownTensorError(f"{site.label} was given a tensor that it was not seen with.")
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         activation, self._activation = self._activation, None
         if activation and activation.gave(layer_input) and self._early(site) is None:

@@ -68,6 +68,7 @@ class LayerwiseEngine(PerSampleEngine):
         self._sites = Sites(model, {id(p): name for name, p in self.trainable.items()})
         self._group_of = {name: group for group in self.groups for name in group}
         self._probed = 0  # how many different samples the probe has seen, up to 2
+        self._learnt_anew = False  # whether calls were learnt since the last probe
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -75,6 +76,7 @@ class LayerwiseEngine(PerSampleEngine):
         """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         self._prepare(inputs, projectors)
         losses, found = self._pass(inputs, projectors)
+        self._probe_what_is_new(inputs, projectors)
         return losses, {name: found[name] for name in self.trainable}
 
     def stream(
@@ -82,12 +84,22 @@ class LayerwiseEngine(PerSampleEngine):
     ) -> Tensor:
         """Hands out the gradients of each group during the backward pass; returns losses (B,)."""
         self._prepare(inputs, projectors)
-        return self._pass(inputs, projectors, consume=consume)[0]
+        losses = self._pass(inputs, projectors, consume=consume)[0]
+        self._probe_what_is_new(inputs, projectors)
+        return losses
+
+    def _probe_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Probes again if calls had to be learnt anew: the order of rows may show only now."""
+        if self._learnt_anew:
+            self._learnt_anew = False
+            if not self._probe_pairs(inputs, projectors):
+                self._probed = 0
 
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         batch_size = batch_size_of(inputs)
         if self._probed < min(batch_size, 2):
             self._probed = self._probe(inputs, projectors)
+            self._learnt_anew = False
 
     def _pass(
         self,
@@ -107,6 +119,7 @@ class LayerwiseEngine(PerSampleEngine):
                 return self._try_pass(inputs, projectors, only, consume)
             except UnknownTensorError:  # a mask, say, that the samples seen so far did not need
                 self._learn(inputs, sample)
+                self._learnt_anew = True
         try:
             return self._try_pass(inputs, projectors, only, consume)
         except UnknownTensorError as error:
@@ -185,19 +198,8 @@ class LayerwiseEngine(PerSampleEngine):
             batch = {k: v[rows] if isinstance(v, Tensor) else v for k, v in inputs.items()}
             return self.losses(self.model, batch, size)
 
-        with evaluating(self.model):
-            return self._sites.learn(run_model, shapes_of(inputs))
-
-    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
-        """Learns the calls, and refuses a model that couples samples or hides a parameter.
-
-        Returns:
-            How many different samples have shown that they are not coupled, up to 2.
-        """
-        with Selections() as selections:
-            two_copies, three_copies = (x.detach() for x in self.learn_calls(inputs))
-        self._probed = 0
-        refuse_coupled_losses(two_copies, three_copies)
+        with evaluating(self.model), Selections() as selections:
+            losses = self._sites.learn(run_model, shapes_of(inputs))
         for site in self._sites if selections.seen else ():
             if site.carried and site.leading_size != 2:
                 raise UnsupportedModelError(
@@ -205,11 +207,26 @@ class LayerwiseEngine(PerSampleEngine):
                     "selects positions by value (nonzero, a boolean mask): it is not known "
                     'which sample a position belongs to. Use engine="functorch".'
                 )
-        for first in range(0, batch_size_of(inputs), 2):
-            two_samples = first_two(inputs, first)
-            if self._probe_pair(two_samples, projectors):
-                return min(batch_size_of(inputs), 2)
-        return 0  # none of these samples has a gradient that could show anything
+        return losses
+
+    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
+        """Learns the calls, and refuses a model that couples samples or hides a parameter.
+
+        Returns:
+            How many different samples have shown that they are not coupled, up to 2.
+        """
+        two_copies, three_copies = (x.detach() for x in self.learn_calls(inputs))
+        self._probed = 0
+        refuse_coupled_losses(two_copies, three_copies)
+        shown = self._probe_pairs(inputs, projectors)
+        return min(batch_size_of(inputs), 2) if shown else 0
+
+    def _probe_pairs(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Probes pairs of samples, until both of a pair have gradients that can show something."""
+        return any(
+            self._probe_pair(first_two(inputs, first), projectors)
+            for first in range(0, batch_size_of(inputs), 2)
+        )
 
     def _probe_pair(self, two_samples: Inputs, projectors: Mapping[str, Projector]) -> bool:
         """Refuses coupling of two samples; returns whether both have gradients to show it."""

@@ -115,6 +115,9 @@ def sum_over_processes_(values: Sequence[Tensor]) -> None:
         OtherProcessFailed: another process gave up. Nothing of this process's values was sent.
     """
     device = values[0].device
+    together = [v for v in values if v.numel() < _SENT_ALONE]
+    # Made before the flags: an error after them would leave the others with half of an exchange.
+    flat = torch.cat([v.reshape(-1) for v in together]) if together else None
     gave_up = torch.zeros(1, device=device)
     dist.all_reduce(gave_up)
     if gave_up.item():
@@ -122,12 +125,10 @@ def sum_over_processes_(values: Sequence[Tensor]) -> None:
             f"{int(gave_up.item())} of {dist.get_world_size()} processes failed in this step, so "
             "no process makes its release, although the ledger counts it. See their own errors."
         )
-    together = [v for v in values if v.numel() < _SENT_ALONE]
     for value in values:
         if value.numel() >= _SENT_ALONE:
             dist.all_reduce(value)
-    if together:
-        flat = torch.cat([value.reshape(-1) for value in together])
+    if flat is not None:
         dist.all_reduce(flat)
         parts = flat.split([value.numel() for value in together])
         for value, part in zip(together, parts, strict=True):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.losses import checked, split
@@ -67,9 +68,18 @@ def examine_collator(
         low_precision: whether weights or matrix products are rounded to 16 bits.
 
     Raises:
-        PrivacyError: if an example shows in another's row, or the loss depends on padding.
+        PrivacyError: if an example shows in another's row, the loss depends on padding, or the
+            collator has a seed of its own.
     """
     examples, collate = _examples_of(loader, EXAMINED), _collator_of(loader)
+    own: Any = collate
+    own = own.data_collator if isinstance(own, RemoveColumnsCollator) else own
+    if (seed := getattr(own, "seed", None)) is not None:
+        raise PrivacyError(
+            f"The data collator {type(own).__name__} draws its random numbers from {seed=}. "
+            "Whoever knows them knows which draws went before, and so who was drawn. Leave the "
+            "collator's seed at None: it then uses the stream that is seeded in secret."
+        )
     if len(examples) >= 3:
         refuse_mixing_collator(collate, examples)
     tolerance = 5e-2 if low_precision else 1e-3

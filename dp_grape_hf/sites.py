@@ -56,6 +56,15 @@ class Site:
         """Whether the rule is about look-ups, wherever in the module's forward they are."""
         return self.rule is not None and isinstance(self.module, nn.Embedding)
 
+    def has_several_tensors(self, args: Any, kwargs: Any) -> bool:
+        """Returns whether a module with a rule is given more than the tensor that it is about.
+
+        A table's rule is about its look-ups, whatever the module is given.
+        """
+        if self.rule is None or self.is_table:
+            return False
+        return sum(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))) > 1
+
     def check(self, leading: int, batch_size: int, shapes: Shapes) -> None:
         """Refuses a first input whose leading size does not follow the batch as it did before.
 
@@ -288,6 +297,8 @@ class Sites:
                 looked_up.append(indices.shape[0] if indices.dim() else 0)
                 return output
 
+            if site.has_several_tensors(args, kwargs):  # its rule is about one
+                site.rule = None
             if site.rule is None:
                 output = _with_fresh_weights(site, original, args, kwargs)
             else:

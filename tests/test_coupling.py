@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.engine import PrivateEngine
@@ -158,6 +158,24 @@ def test_a_collator_that_mixes_examples_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(PrivacyError, match="mixup"):
         make_trainer(tmp_path, data_collator=mixup).train()
+
+
+class SeededCollator:
+    """Draws from a seed of its own, as collators of transformers may."""
+
+    seed = None
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        return default_data_collator(examples)
+
+
+def test_a_collator_with_a_seed_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"SeededCollator.*seed=3"):
+        make_trainer(tmp_path, data_collator=SeededCollator(3)).train()
+    make_trainer(tmp_path, data_collator=SeededCollator(None)).train()
 
 
 def test_a_schedule_set_by_hand_may_not_follow_evaluation_data(tmp_path: Path) -> None:

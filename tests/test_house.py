@@ -49,6 +49,7 @@ ONLY_IN = {
         *("layer_rules", "vectorise", "targets"),
         *("host_options", "arguments", "model_card", "plan"),
         *("callbacks", "disclosure", "mixin", "trainer", "seq2seq", "plan_command"),
+        "selfcheck",
     },
     "trl": {"sft"},
     "datasets": set(),
@@ -60,7 +61,7 @@ ONLY_IN = {
 # Where the name to import and the name to install differ.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 
-MAX_LINES = {"coordinates": 420}
+MAX_LINES = {"coordinates": 420, "sites": 420}
 TOP_LEVEL = {
     *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.cfg"),
     *("dp_grape_hf", "model_cards", "recipes", "tests"),

@@ -3,6 +3,7 @@
 Each must be refused, or be right. Shapes: B samples, T positions.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,13 @@ def test_positions_whose_number_happens_to_fit_are_not_taken_for_samples() -> No
         engine(texts(6, 2), {})
 
 
+def test_as_many_positions_of_each_sample_do_not_vouch_for_those_of_a_later_batch() -> None:
+    engine = LayerwiseEngine(Unpads(), cross_entropy)
+    check(engine, texts(12, 12, positions=12))
+    with pytest.raises(UnsupportedModelError, match="selects positions by value"):
+        engine(texts(6, 6, positions=14), {})
+
+
 class Masked(nn.Module):
     """Owns a parameter, and is given one mask for all samples, or one for each."""
 
@@ -106,6 +114,47 @@ def test_texts_of_other_lengths_need_no_new_look_at_the_model() -> None:
     for positions in (9, 3, 12):
         check(engine, texts(3, 2, 3, 1, positions=positions))
     assert not calls
+
+
+class PositionsFirst(nn.Module):
+    """Flattens positions before samples, which is the same where there is one position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.table(ids).transpose(0, 1).reshape(-1, WIDTH)
+        return self.head(self.layer(hidden).tanh().view(ids.shape[1], -1, WIDTH).mean(0))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_order_of_rows_that_shows_later_is_refused_then(stream: bool) -> None:
+    engine = LayerwiseEngine(PositionsFirst(), cross_entropy)
+    check(engine, texts(1, 1, 1, positions=1))
+    run = partial(engine.stream, consume=lambda gradients: None) if stream else engine
+    with pytest.raises(UnsupportedModelError, match="an order that mixes them"):
+        run(texts(5, 5, 5), {})
+
+
+class Positions(nn.Module):
+    """Looks up as many positions as there are, for all samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = (nn.Embedding(VOCABULARY, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        places = self.positions(torch.arange(ids.shape[1]))
+        return self.head((self.table(ids) + places).tanh().mean(1))
+
+
+def test_a_table_of_positions_is_exact_whatever_the_first_length() -> None:
+    engine = LayerwiseEngine(Positions(), cross_entropy)
+    for positions in (4, 1, 6, 3):
+        check(engine, texts(1, 1, 1, positions=positions))
 
 
 # ---- The first samples show nothing ----
@@ -181,6 +230,37 @@ class Scaled(nn.Module):
             scale = self.weight.abs().amax()
         hidden = functional.linear(x, self.weight) + x.tanh() @ (self.weight / scale).T
         return self.head(hidden.tanh())
+
+
+class GatedRMSNorm(nn.Module):
+    """Is given a gate only in long texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH)), 1e-6
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (normalised if gate is None else normalised * gate.sigmoid())
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(VOCABULARY, WIDTH), GatedRMSNorm()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.table(ids)
+        gates = (hidden.flip(1),) if ids.shape[1] > 4 else ()
+        return self.head(self.norm(hidden, *gates).tanh().mean(1))
+
+
+def test_a_layer_that_is_given_a_second_tensor_loses_its_rule() -> None:
+    for lengths in ((6, 3), (3, 6)):
+        engine = LayerwiseEngine(Gated(), cross_entropy)
+        for positions in lengths:
+            check(engine, texts(2, 2, 2, positions=positions))
 
 
 class TiedTable(nn.Embedding):
