@@ -36,6 +36,7 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
     projection, seed = mechanism.projection, mechanism.projection_seed
     if mechanism.projection_rank is not None:
         projection += f", r = {mechanism.projection_rank}, F = {mechanism.projection_update_steps}"
+    split = ", split over the layers" if mechanism.clipping == "per_layer" else ""
     rows = [
         ("ε spent (upper bound)", spent),
         ("δ", "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"),
@@ -45,7 +46,7 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
         ("Dataset size N, as declared", f"{mechanism.num_samples}"),
         ("Expected batch size q N", f"{mechanism.expected_batch_size:g}"),
         ("Noise multiplier sigma", f"{mechanism.noise_multiplier:.6g}"),
-        ("Clipping norm C", f"{mechanism.max_grad_norm:g}"),
+        ("Clipping norm C", f"{mechanism.max_grad_norm:g}{split}"),
         ("Releases", f"{ledger.steps}"),
         ("Projection", projection),
         ("Projection seed (public)", "-" if seed is None else f"{seed}"),

@@ -151,6 +151,12 @@ def test_a_model_without_a_release_has_spent_nothing() -> None:
     assert rows(card)["Releases"] == "0"
 
 
+def test_a_bound_that_is_split_over_the_layers_is_said_to_be() -> None:
+    name = "Clipping norm C"
+    assert "split" not in rows(render(ledger()))[name]
+    assert rows(render(ledger(clipping="per_layer")))[name].endswith(", split over the layers")
+
+
 def test_no_projection_has_no_rank() -> None:
     changes = {
         "projection": "identity",
