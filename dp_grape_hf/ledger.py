@@ -146,7 +146,8 @@ class Ledger:
         """Continues the ledger of the run that wrote a checkpoint.
 
         Args:
-            live_path: The live file. If there is none (the checkpoint was moved), the copy is used.
+            live_path: The live file. If there is none, the one in the checkpoint's own run folder
+                counts, and if that is not there either (the checkpoint was moved), the copy.
             checkpoint_path: The copy inside the checkpoint.
             mechanism: The parameters of the run that resumes.
             updates: How many updates the checkpoint's weights contain.
@@ -165,25 +166,41 @@ class Ledger:
             f"{updates=}, but {checkpoint_path} belongs to weights with {ledger.updates} updates. "
             "Resume from a folder whose files were saved together.",
         )
-        if Path(live_path).exists():
-            live = cls.load(live_path)
-            both = f"{live_path} and {checkpoint_path}"
+        reasons = ledger.not_private_reasons
+        for path in cls._live_files(live_path, checkpoint_path, ledger.run_id):
+            live = cls.load(path)
+            both = f"{path} and {checkpoint_path}"
             require(
                 live.run_id == ledger.run_id,
                 f"{both} are of different runs, {live.run_id} and {ledger.run_id}. Resume in the "
                 "run's own folder or in an empty one.",
             )
-            require_same_mechanism(mechanism, live.mechanism, live_path)
+            require_same_mechanism(mechanism, live.mechanism, path)
             require(
                 live.steps >= ledger.steps,
                 f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
                 "Restore its newest copy.",
             )
-            reasons = ledger.not_private_reasons + live.not_private_reasons
+            reasons += live.not_private_reasons
             ledger = replace(live, updates=updates, not_private_reasons=reasons)
         ledger = replace(ledger, mechanism=mechanism, path=Path(live_path))
         ledger._persist()
         return ledger
+
+    @classmethod
+    def _live_files(
+        cls, live_path: str | Path, checkpoint_path: str | Path, run_id: str
+    ) -> list[Path]:
+        """Returns the live files that a resumed run must count, the one with most releases last.
+
+        A run that goes on in another folder has one in the folder where the checkpoint lies, which
+        may count releases that were made after the checkpoint.
+        """
+        live, old = Path(live_path), Path(checkpoint_path).parent.parent / LEDGER_NAME
+        found = [live] if live.exists() else []
+        if old.exists() and old.resolve() != live.resolve() and cls.load(old).run_id == run_id:
+            found.append(old)
+        return sorted(found, key=lambda path: cls.load(path).steps)
 
     # ---- Reading it ----
 

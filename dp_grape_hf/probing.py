@@ -162,8 +162,10 @@ def refuse_padding_dependence(
     if not torch.allclose(by_itself, in_company, rtol=tolerance, atol=0.1 * tolerance):
         raise PrivacyError(
             "The loss of an example changes when its batch is padded to the length of a longer "
-            "example, so it depends on its batch-mates and clipping bounds nothing. Pad on the "
-            "right, give the model an attention_mask, or pad every example to one fixed length."
+            "example, so it depends on its batch-mates and clipping bounds nothing. Pad every "
+            "example to one fixed length (padding='max_length'; for question answering there is no "
+            "other way, as its softmax runs over the padding too), or pad on the right and give "
+            "the model an attention_mask."
         )
 
 

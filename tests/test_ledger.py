@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,12 +325,42 @@ def test_resuming_counts_as_much_as_never_stopping(run: tuple[Path, Path]) -> No
     assert ledger.releases == whole.releases
 
 
-def test_a_checkpoint_that_was_moved_goes_on_from_its_own_count(
+def test_a_run_that_goes_on_in_another_folder_counts_all_releases(
     run: tuple[Path, Path], tmp_path: Path
 ) -> None:
     live = tmp_path / "elsewhere" / LEDGER_NAME
     ledger = Ledger.resume(live, run[1], MECHANISM, updates=20)
+    assert ledger.steps == Ledger.load(live).steps == 25
+    ledger.record(3)
+    assert Ledger.resume(live, run[1], MECHANISM, updates=20).steps == 28
+    assert Ledger.resume(run[0], run[1], MECHANISM, updates=20).steps == 25
+
+
+def test_the_larger_count_of_two_folders_counts(run: tuple[Path, Path], tmp_path: Path) -> None:
+    live = tmp_path / "elsewhere" / LEDGER_NAME
+    Ledger.resume(live, run[1], MECHANISM, updates=20)
+    Ledger.resume(run[0], run[1], MECHANISM, updates=20).record(4)
+    assert Ledger.resume(live, run[1], MECHANISM, updates=20).steps == 29
+
+
+def test_a_checkpoint_that_was_moved_goes_on_from_its_own_count(
+    run: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved" / "checkpoint-20"
+    shutil.copytree(run[1].parent, moved)
+    live = tmp_path / "elsewhere" / LEDGER_NAME
+    ledger = Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20)
     assert ledger.steps == Ledger.load(live).steps == 20
+
+
+def test_the_ledger_of_another_run_beside_a_checkpoint_does_not_count(
+    run: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved" / "checkpoint-20"
+    shutil.copytree(run[1].parent, moved)
+    Ledger.start(MECHANISM, moved.parent / LEDGER_NAME).record(50)
+    live = tmp_path / "elsewhere" / LEDGER_NAME
+    assert Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20).steps == 20
 
 
 def test_not_private_in_either_file_stays_not_private(run: tuple[Path, Path]) -> None:
