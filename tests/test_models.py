@@ -85,6 +85,25 @@ def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
         assert words in str(error.value)
 
 
+@each_row
+def test_one_engine_serves_batches_of_other_sizes_and_lengths_with_padding_and_without(
+    entry: Row,
+) -> None:
+    if entry.refused("layerwise"):
+        return
+    model = entry.model()
+    engine = make_engine("layerwise", model)
+    for samples, positions, padded in ((3, 9, False), (4, 7, True), (1, 12, True), (2, 9, True)):
+        # Images and sounds have one size.
+        lengths = {"positions": positions} if "input_ids" in entry.batch(1) else {}
+        batch = entry.batch(samples, seed=samples, **lengths)
+        if not padded and "attention_mask" in batch:
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        _, gradients = engine(batch, {})
+        _, expected = own_gradients(model, batch)
+        assert relative_error(dense(gradients, samples), expected) < 5 * TOLERANCE
+
+
 def test_every_family_and_head_that_the_package_promises_has_a_row() -> None:
     families = {entry.family.name for entry in ROWS}
     promised = (
