@@ -19,7 +19,7 @@ from dp_grape_hf.mechanism import (
     SAMPLING_MODES,
     TRUNCATED_POISSON,
 )
-from dp_grape_hf.method_arguments import MethodArguments, short_name
+from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import ENGINES
 
@@ -267,7 +267,8 @@ class DPGrapeArguments(MethodArguments):
                 f"target_epsilon={self.target_epsilon!r}. Debug with "
                 "noise_multiplier=..., on public data; the ledger then says not private."
             )
-        checks = (
+        refuse_values(
+            self,
             ("target_epsilon", "greater than 0", lambda v: 0 < v < math.inf),
             ("target_delta", "strictly between 0 and 1", lambda v: 0 < v < 1),
             ("noise_multiplier", "0 or greater, and finite", lambda v: 0 <= v < math.inf),
@@ -282,11 +283,8 @@ class DPGrapeArguments(MethodArguments):
             ("engine", f"one of {sorted(ENGINES)}", lambda v: v in ENGINES),
             ("clipping", f"one of {sorted(CLIPPING_MODES)}", lambda v: v in CLIPPING_MODES),
             ("accountant", f"one of {sorted(ACCOUNTANTS)}", lambda v: v in ACCOUNTANTS),
+            optional=True,
         )
-        for name, needed, holds in checks:
-            value = getattr(self, name)
-            if value is not None and not holds(value):
-                raise PrivacyError(f"{name}={value!r} must be {needed}.")
         if self.max_batch_size is not None and self.sampling != TRUNCATED_POISSON:
             raise PrivacyError(
                 f"max_batch_size={self.max_batch_size!r} needs sampling='truncated_poisson'; plain "

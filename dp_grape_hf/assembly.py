@@ -16,7 +16,7 @@ from dp_grape_hf.batch_engine import BatchEngine
 from dp_grape_hf.directions import DIRECTION, ZerothOrderSGD
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.iterates import ITERATES, Iterate
+from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.method_arguments import AUTO
@@ -113,13 +113,15 @@ def follow(optimizer: torch.optim.Optimizer, per_sample: PerSampleEngine) -> Non
         optimizer.directions = per_sample.directions
 
 
-def iterate_of_run(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate:
-    """Returns what chooses the weights that training ends with."""
+def iterate_of_run(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate | None:
+    """Returns what chooses the weights that training ends with; None for those of its last step."""
+    name = args.released_iterate
+    if name == LastIterate.name:
+        return None
     settings: dict[str, dict[str, Any]] = {
         "random": {"seed": args.projection_seed},
         "average": {"decay": args.average_decay},
     }
-    name = args.released_iterate
     return ITERATES[name](trainable, **settings.get(name, {}))
 
 
@@ -162,6 +164,7 @@ class Projections:
     ) -> None:
         assert args.projection is not None
         self._trainable = trainable
+        self._noise_correction = args.noise_correction
         where = METHODS[args.method].projected
         targets = []
         if where is not None:
@@ -169,14 +172,14 @@ class Projections:
                 model, trainable, args.optim_target_modules, args.project_embeddings
             )
         shapes = {name: tuple(trainable[name].shape) for name in targets}
+        placed = {"side": args.projection_side, "input_dims": input_dimensions(model)}
         settings: dict[str, Any] = {
             "family": args.projection,
-            "rank": _ranks(args, model, shapes),
+            "rank": _ranks(args, shapes, placed),
             "update_steps": args.projection_update_steps,
             "seed": args.projection_seed,
             "device": device,
-            "side": args.projection_side,
-            "input_dims": input_dimensions(model),
+            **placed,
         }
         self.schedule: ProjectionSchedule | None = None
         self.released: ReleasedProjection | None = None
@@ -213,12 +216,12 @@ class Projections:
             return
         assert isinstance(optimizer, ProjectedOptimizer)
         projectors = self.at_capture(step)
-        stds = dict.fromkeys(private_grads, noise_std)
+        stds = dict.fromkeys(private_grads, noise_std) if self._noise_correction else {}
         if self.released is not None:
             projectors = self.released.at(step, private_grads)
             for name, projector in projectors.items():
                 private_grads[name] = projector.project(private_grads[name])
-                if noise_std:  # a column of P of length 1 leaves the noise as it is
+                if stds:  # a column of P of length 1 leaves the noise as it is
                     stds[name] *= float(projector.matrix.norm()) / projector.rank**0.5
         weights = self._trainable
         optimizer.receive(
@@ -229,13 +232,12 @@ class Projections:
 
 
 def _ranks(
-    args: DPGrapeArguments, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+    args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]], placed: Mapping[str, Any]
 ) -> int | dict[str, int]:
     """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
     asked = args.projection_ranks
     if isinstance(asked, Mapping):
         return ranks_for(shapes, args.projection_rank, asked)
     if asked is not None:
-        budget = int(asked.removeprefix(AUTO))
-        return auto_ranks(shapes, budget, args.projection_side, input_dimensions(model))
+        return auto_ranks(shapes, int(asked.removeprefix(AUTO)), **placed)
     return args.projection_rank

@@ -30,6 +30,8 @@ class BatchEngine:
         PrivacyError: if the ledger would claim a guarantee.
     """
 
+    noise_std = 0.0
+
     def __init__(
         self, per_sample: PerSampleEngine, *, ledger: Ledger, distributed: bool = False
     ) -> None:

@@ -166,6 +166,10 @@ class ZerothOrderSGD(torch.optim.Optimizer):
             )
         self._received = private_scalars.tolist(), step
 
+    def state_bytes(self) -> int:
+        """Returns 0: nothing is kept from step to step."""
+        return 0
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters from the scalars received, once.

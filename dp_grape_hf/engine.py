@@ -107,6 +107,15 @@ class PrivateEngine:
         self._watched = False  # whether a pass was seen to leave what is saved alone
         self.projectors: Mapping[str, Projector] = {}
 
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in each number of a release."""
+        return self._summed_noise_std / self.expected_batch_size
+
+    @property
+    def _summed_noise_std(self) -> float:
+        return self.noise_multiplier * self.max_grad_norm if self.noise_multiplier else 0.0
+
     def begin(self, projectors: Mapping[str, Projector]) -> None:
         """Starts a logical batch: its sum is zero, its projectors are fixed."""
         if self._clipped_sum is not None:
@@ -155,9 +164,8 @@ class PrivateEngine:
                 value = torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
             private_grads[name] = value
         values = list(private_grads.values())
-        std = 0.0
-        if self.noise_multiplier > 0 and (not self._distributed or dist.get_rank() == 0):
-            std = self.noise_multiplier * self.max_grad_norm
+        once = not self._distributed or dist.get_rank() == 0
+        std = self._summed_noise_std if once else 0.0
         add_noise_(values, std, self._noise_generator, self.expected_batch_size)
         if self._distributed:
             sum_over_processes_(values)

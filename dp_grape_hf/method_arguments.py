@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,22 @@ class _Once(argparse.Action):
 def short_name(alias: str) -> dict[str, Any]:
     """Returns what a field's metadata says so that ``--alias`` is accepted for it."""
     return {"aliases": [f"--{alias}"], "action": _Once}
+
+
+def refuse_values(
+    args: Any, *checks: tuple[str, str, Callable[[Any], bool]], optional: bool = False
+) -> None:
+    """Refuses the first argument that is out of range.
+
+    Args:
+        args: what has the arguments as attributes.
+        checks: the name of each, what it must be in words, and whether a value is that.
+        optional: whether None means that an argument was not given.
+    """
+    for name, needed, holds in checks:
+        value = getattr(args, name)
+        if not (optional and value is None) and not holds(value):
+            raise PrivacyError(f"{name}={value!r} must be {needed}.")
 
 
 @dataclass(repr=False)
@@ -193,14 +209,15 @@ class MethodArguments(_Host):
             )
         if self.update_rule is None:
             self.update_rule = row.update_rule
-        if self.update_rule not in UPDATE_RULES:
-            raise PrivacyError(
-                f"update_rule={self.update_rule!r} must be one of {sorted(UPDATE_RULES)}."
-            )
-        if self.projection_side not in SIDES:
-            raise PrivacyError(
-                f"projection_side={self.projection_side!r} must be one of {sorted(SIDES)}."
-            )
+        refuse_values(
+            self,
+            ("update_rule", f"one of {sorted(UPDATE_RULES)}", lambda v: v in UPDATE_RULES),
+            ("projection_side", f"one of {sorted(SIDES)}", lambda v: v in SIDES),
+            ("moments_at_redraw", f"one of {sorted(AT_REDRAW)}", lambda v: v in AT_REDRAW),
+            ("released_iterate", f"one of {sorted(ITERATES)}", lambda v: v in ITERATES),
+            ("average_decay", "from 0 to 1", lambda v: 0 <= v <= 1),
+            ("perturbation", "positive and finite", lambda v: 0 < v < math.inf),
+        )
         self._read_ranks()
         for name, where in _PROJECTED_ONLY.items():
             if getattr(self, name) and row.projected not in where:
@@ -208,16 +225,6 @@ class MethodArguments(_Host):
                     f"{name}={getattr(self, name)!r} is about a projection that "
                     f"method={self.method!r} does not make. Leave it out."
                 )
-        if self.moments_at_redraw not in AT_REDRAW:
-            raise PrivacyError(
-                f"moments_at_redraw={self.moments_at_redraw!r} must be one of {sorted(AT_REDRAW)}."
-            )
-        if self.released_iterate not in ITERATES:
-            raise PrivacyError(
-                f"released_iterate={self.released_iterate!r} must be one of {sorted(ITERATES)}."
-            )
-        if not 0 <= self.average_decay <= 1:
-            raise PrivacyError(f"average_decay={self.average_decay!r} must be from 0 to 1.")
         if self.released_iterate != "last" and self.load_best_model_at_end:
             raise PrivacyError(
                 f"released_iterate={self.released_iterate!r} and load_best_model_at_end=True both "
@@ -228,8 +235,6 @@ class MethodArguments(_Host):
                 f"released_iterate={self.released_iterate!r} would round the updates that "
                 "float32_updates=True keeps apart at every step. Choose one."
             )
-        if not 0 < self.perturbation < math.inf:
-            raise PrivacyError(f"perturbation={self.perturbation!r} must be positive and finite.")
         if row.zeroth_order and row.private and self.perturbation < LEAST_PERTURBATION:
             raise PrivacyError(
                 f"perturbation={self.perturbation!r} is below {LEAST_PERTURBATION:g}: the rounding "
@@ -239,7 +244,7 @@ class MethodArguments(_Host):
         if row.zeroth_order and self.update_rule != row.update_rule:
             raise PrivacyError(
                 f"update_rule={self.update_rule!r} needs gradients, which method={self.method!r} "
-                f"has not. Leave it out."
+                "has not. Leave it out."
             )
         if self.noise_correction and (self.update_rule != "adam" or not row.private):
             raise PrivacyError(

@@ -233,11 +233,11 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer of the method; the projection may be a part of its state."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        if self._projections is not None and self._iterate is not None:
+        if self._projections is not None:
             parts: dict[str, Savable] = {}
             if self._projections.released is not None:
                 parts["projection"] = self._projections.released
-            if self.args.released_iterate != "last":
+            if self._iterate is not None:
                 parts["iterate"] = self._iterate
             save_with(optimizer, parts)
         return optimizer
@@ -245,7 +245,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Moves what is kept beside the weights into them, before the best may be loaded."""
         self._stop_low_rank()
-        if self._iterate is not None and self.args.released_iterate != "last":
+        if self._iterate is not None:
             self._iterate.release_()
         return super()._finalize_training(*args, **kwargs)
 
@@ -345,12 +345,8 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self._check_gradients(inputs)
         private_grads = engine.release()
         self._private_norm = private_norm(private_grads)
-        std = 0.0
-        if self.plan.noise_multiplier:
-            scale = self.args.max_grad_norm / self.args.logical_batch_size
-            std = self.plan.noise_multiplier * scale
         follow(self._optimizer, self._per_sample)  # parameters may be frozen since it was made
-        self._projections.hand_over(self._optimizer, step, private_grads, std)
+        self._projections.hand_over(self._optimizer, step, private_grads, engine.noise_std)
         if not self.args.log_unnoised_statistics:
             return total.zero_()
         return total / max(inputs.num_examples, 1)

@@ -171,8 +171,6 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
         trainer.train()
         seconds = time.perf_counter() - start
     spent = trainer.privacy_spent()
-    state = trainer.optimizer.optimizer.state
-    moments = [t for s in state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     projectors = trainer._projections.at_capture(0)
     shapes = trainer._per_sample.released_shapes(projectors)
     return {
@@ -181,7 +179,7 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
         "noise_multiplier": spent.noise_multiplier,
         "seconds": seconds,
         "release_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
-        "state_bytes": sum(moment.nbytes for moment in moments if moment.dim()),
+        "state_bytes": trainer.optimizer.optimizer.state_bytes(),
     }
 
 

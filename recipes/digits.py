@@ -157,8 +157,6 @@ def count_bytes(trainer: DPGrapeTrainer, examples: list[Example]) -> dict[str, A
         _, found = per_sample_gradients(model.train(), batch, projections=projections)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(found)}
         held = sum(storage.nbytes() for storage in storages.values())
-    state = trainer.optimizer.optimizer.state.values()
-    moments = [t for entry in state for t in entry.values() if isinstance(t, Tensor) and t.dim()]
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "parameters": parameters,
@@ -166,7 +164,7 @@ def count_bytes(trainer: DPGrapeTrainer, examples: list[Example]) -> dict[str, A
         "this_run": {
             "method": row.title,
             "gradients": held,
-            "optimizer_state": sum(moment.nbytes for moment in moments),
+            "optimizer_state": trainer.optimizer.optimizer.state_bytes(),
             "how": "measured; 0 gradients where none is held for each sample",
         },
         "dp_adam": {

@@ -105,10 +105,11 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 
 
 def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> Any:
-    """Returns quiet arguments of a short private run on the CPU; a budget replaces the noise."""
+    """Returns quiet arguments of a short run on the CPU; a budget or method replaces the noise."""
+    plain = changes.get("method") in METHODS and not METHODS[changes["method"]].private
     settings: dict[str, Any] = {
         "output_dir": str(output_dir),
-        "noise_multiplier": None if {"target_epsilon", "eps"} & changes.keys() else 1.0,
+        "noise_multiplier": None if {"target_epsilon", "eps"} & changes.keys() or plain else 1.0,
         "target_delta": 1e-3,
         "accountant": "rdp",
         "per_device_train_batch_size": 4,

@@ -149,9 +149,9 @@ def every_method(folder: Path) -> Any:
             folder / f"{method}-{dist.get_world_size() if dist.is_initialized() else 1}",
             method=method,
             model=tiny(method),
-            **METHOD | ({} if row.private else {"noise_multiplier": None}),
+            **METHOD,
         )
-        for method, row in METHODS.items()
+        for method in METHODS
     }
 
 
