@@ -1,0 +1,295 @@
+"""Runs a recipe over a grid of settings, tasks, budgets and seeds, and goes on where it stopped.
+
+    python -m recipes.sweep --config sweep.yaml --output_dir runs/sweep --jobs 2
+
+The file says what is run:
+
+    recipe: roberta
+    arguments: {config: ours, model_name_or_path: ./roberta-large}    # of every run
+    tasks: [SST-2, RTE]
+    search: {epsilon: 6, seed: 100}
+    final: {epsilons: [2, 6], seeds: [13, 21, 42]}
+    rows:
+      DP-GRAPE:
+        arguments: {method: dp_grape}
+        grid: {learning_rate: [1.0e-4, 5.0e-4], max_grad_norm: [0.5, 1]}
+      AdamW:
+        arguments: {method: adam}
+        grid: {learning_rate: [1.0e-5, 5.0e-5]}
+
+For each task and row all combinations of the grid are run at the budget and with the seed of the
+search; the one with the best score on the dev split is run at every budget with every seed. A row
+without a grid is run as it is. The search is not covered by any epsilon: every result says how many
+runs it cost.
+
+Each run is a process with a folder of its own, which holds its command, its log and its result. A
+run that has a result is not run again; one that fails is named at the end, and tried again the next
+time. ``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from dp_grape_hf import METHODS
+
+KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a row on a task, at a budget (None: not private), with a seed and settings."""
+
+    row: str
+    task: str
+    epsilon: float | None
+    seed: int
+    settings: tuple[tuple[str, Any], ...]
+    selection_runs: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps what it makes, below the folder of the sweep."""
+        digest = hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:8]
+        budget = "plain" if self.epsilon is None else f"eps{self.epsilon:g}"
+        row = re.sub(r"[^a-z0-9]+", "-", self.row.lower()).strip("-")
+        stage = "final" if self.selection_runs else "run"
+        return Path(self.task) / row / f"{budget}-seed{self.seed}-{stage}-{digest}"
+
+    def command(self, recipe: str, folder: Path) -> list[str]:
+        """Returns the command of the run."""
+        options = dict(self.settings) | {
+            "task": self.task,
+            "seed": self.seed,
+            "selection_runs": self.selection_runs,
+            "result_dir": folder,
+            "output_dir": folder / "run",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        if self.epsilon is not None:
+            options["target_epsilon"] = self.epsilon
+        words = [f"--{name}={value}" for name, value in options.items()]
+        return [sys.executable, "-m", f"recipes.{recipe}", *words]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing, and writes the summary; returns 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, required=True, help="the file of the sweep")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/sweep"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    options = parser.parse_args(argv)
+    sweep = Sweep(read(options.config), options.output_dir, options.jobs)
+    failed = sweep.complete(list(sweep.search()))
+    failed += sweep.complete(list(sweep.final()))
+    summary = sweep.summary()
+    (options.output_dir / "sweep.json").write_text(json.dumps(summary, indent=1) + "\n")
+    text = table(summary)
+    (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+    for folder in failed:
+        sys.stderr.write(f"failed: see {folder / 'log.txt'}\n")
+    return 1 if failed else 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads the file of a sweep.
+
+    Raises:
+        ValueError: if a part is missing, or there is one too many.
+    """
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if set(config) != KEYS:
+        raise ValueError(f"{path} has the parts {sorted(config)}, and needs {sorted(KEYS)}.")
+    for name, row in config["rows"].items():
+        method = row["arguments"].get("method")
+        if method not in METHODS:
+            raise ValueError(f"{path}: method={method!r} of row {name!r} is not known.")
+    return config
+
+
+class Sweep:
+    """The runs of a sweep.
+
+    Args:
+        config: what ``read`` returned.
+        folder: where everything is kept.
+        jobs: how many runs go on at the same time.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
+        self.config, self.folder, self.jobs = config, folder, jobs
+
+    def search(self) -> Iterator[Cell]:
+        """Yields the runs that settings are chosen from."""
+        where = self.config["search"]
+        for task, name in product(self.config["tasks"], self.config["rows"]):
+            for settings in self._grid(name):
+                epsilon = where["epsilon"] if self._private(name) else None
+                yield self._cell(name, task, epsilon, where["seed"], settings)
+
+    def final(self) -> Iterator[Cell]:
+        """Yields the runs with the settings that were chosen; none where the search has no run."""
+        where = self.config["final"]
+        for task, name in product(self.config["tasks"], self.config["rows"]):
+            settings, cost = self.chosen(name, task)
+            if settings is None:
+                continue
+            budgets = where["epsilons"] if self._private(name) else (None,)
+            for epsilon, seed in product(budgets, where["seeds"]):
+                yield self._cell(name, task, epsilon, seed, settings, cost)
+
+    def chosen(self, name: str, task: str) -> tuple[dict[str, Any] | None, int]:
+        """Returns the best settings of the grid on the dev split, and how many runs they cost."""
+        grid = list(self._grid(name))
+        if not grid:
+            return {}, 0
+        where, best = self.config["search"], None
+        epsilon = where["epsilon"] if self._private(name) else None
+        for settings in grid:
+            result = self.result(self._cell(name, task, epsilon, where["seed"], settings))
+            if result is not None:
+                score = first_score(result, "dev")
+                if best is None or score > best[0]:
+                    best = score, settings
+        return (None if best is None else best[1]), len(grid)
+
+    def _grid(self, name: str) -> Iterator[dict[str, Any]]:
+        grid = self.config["rows"][name].get("grid") or {}
+        if grid:
+            for values in product(*grid.values()):
+                yield dict(zip(grid, values, strict=True))
+
+    def _private(self, name: str) -> bool:
+        return METHODS[self.config["rows"][name]["arguments"]["method"]].private
+
+    def _cell(
+        self,
+        name: str,
+        task: str,
+        epsilon: float | None,
+        seed: int,
+        settings: Mapping[str, Any],
+        cost: int = 0,
+    ) -> Cell:
+        own = self.config["rows"][name]["arguments"]
+        options = {**self.config["arguments"], **own, **settings}
+        return Cell(name, task, epsilon, seed, tuple(options.items()), cost)
+
+    # ---- Running ----
+
+    def complete(self, cells: Iterable[Cell]) -> list[Path]:
+        """Runs what has no result yet; returns the folders of the runs that failed."""
+        missing = [cell for cell in cells if self.result(cell) is None]
+        failed = []
+        with ThreadPoolExecutor(self.jobs) as pool:
+            waiting = {pool.submit(self._run, cell): cell for cell in missing}
+            bar = tqdm(as_completed(waiting), "runs", len(missing), disable=None)
+            for future in bar:
+                cell = waiting[future]
+                bar.set_postfix_str(f"{cell.row} on {cell.task}")
+                if future.result() != 0:
+                    failed.append(self.folder / cell.folder)
+        return failed
+
+    def _run(self, cell: Cell) -> int:
+        folder = self.folder / cell.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        command = cell.command(self.config["recipe"], folder)
+        (folder / "command.txt").write_text(" ".join(command) + "\n")
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        with (folder / "log.txt").open("w") as log:
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+        shutil.rmtree(folder / "run", ignore_errors=True)  # the result is what is wanted
+        return done.returncode
+
+    def result(self, cell: Cell) -> dict[str, Any] | None:
+        """Returns the result of a run; None if it has none."""
+        found = sorted((self.folder / cell.folder).glob("*.json"))
+        return json.loads(found[0].read_text(encoding="utf-8")) if found else None
+
+    # ---- What was found ----
+
+    def summary(self) -> dict[str, Any]:
+        """Returns means and standard errors of the test score over seeds, by task, row, budget."""
+        tasks: dict[str, Any] = {}
+        for cell in self.final():
+            rows = tasks.setdefault(cell.task, {})
+            settings, cost = self.chosen(cell.row, cell.task)
+            row = rows.setdefault(
+                cell.row, {"settings": settings, "search_runs": cost, "scores": {}}
+            )
+            if (result := self.result(cell)) is not None:
+                budget = "inf" if cell.epsilon is None else f"{cell.epsilon:g}"
+                row["scores"].setdefault(budget, []).append(first_score(result, "test"))
+        for rows in tasks.values():
+            for row in rows.values():
+                row["scores"] = {k: mean_and_error(v) for k, v in row["scores"].items()}
+        return {"config": dict(self.config), "tasks": tasks}
+
+
+def first_score(result: Mapping[str, Any], split: str) -> float:
+    """Returns the metric that counts, the first, of a split."""
+    return float(next(iter(result["metrics"][split].values())))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float, int]:
+    """Returns the mean, its standard error (NaN of one value) and the number of values."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return statistics.mean(values), error, len(values)
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Returns the summary as a table in Markdown: a line for each row and budget."""
+    config = summary["config"]
+    budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
+    lines = ["| Method | ε | " + " | ".join(config["tasks"]) + " |"]
+    lines.append("|---" * (2 + len(config["tasks"])) + "|")
+    for budget, name in product(budgets, config["rows"]):
+        found = [
+            summary["tasks"].get(task, {}).get(name, {"scores": {}})["scores"].get(budget)
+            for task in config["tasks"]
+        ]
+        if any(found):
+            shown = budget.replace("inf", "∞")
+            lines.append(f"| {name} | {shown} | " + " | ".join(map(_cell_text, found)) + " |")
+    cost = sum(row["search_runs"] for rows in summary["tasks"].values() for row in rows.values())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Test score, mean ± standard error over the seeds, whose number is in brackets. The "
+            f"settings were chosen on the dev split from {cost} runs, which no ε here covers.",
+            "",
+        ]
+    )
+
+
+def _cell_text(found: tuple[float, float, int] | None) -> str:
+    if found is None:
+        return "not run"
+    mean, error, count = found
+    return f"{mean:.1f} [1]" if count == 1 else f"{mean:.1f} ± {error:.1f} [{count}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
