@@ -4,8 +4,9 @@ Read in this order: ``arguments`` says what is promised, ``mixin`` and ``disclos
 Hugging Face loop (``trainer``, ``seq2seq`` and ``sft`` name the trainers that are made of them),
 ``engine`` keeps the promise in one readable function, ``ledger`` writes down that it was kept,
 ``model_card`` publishes only what the ledger says. Below them, ``per_sample`` with ``layerwise``,
-``functorch``, ``layer_rules``, ``losses`` and ``representations`` computes per-sample gradients,
-and ``selfcheck`` checks them at the first step; ``projection`` and ``optimizer`` work in
+``functorch``, ``layer_rules``, ``losses``, ``forms`` and ``representations`` computes per-sample
+gradients, ``norms`` says how long they are, ``unit_engine`` adds up those of a privacy unit, and
+``selfcheck`` checks them at the first step; ``projection`` and ``optimizer`` work in
 coordinates, ``sampling``, ``accounting`` and ``randomness`` are what the guarantee rests on.
 ``methods`` is the table of what else trains this way, and ``assembly`` puts the parts together.
 

@@ -13,12 +13,19 @@ Guarantee:
     of exactly that size is summed. A kept example may then have pushed another out, which
     doubles the sensitivity; `truncated` says how that is bounded. ``num_samples`` is needed to
     know how rare it is, and any upper bound on the number of examples will do.
+
+    With ``norm_directions`` the contributions are clipped by estimates of their norms, which may
+    be too small; `estimated_norms` says by how much how often.
+
+    With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
+    in a single example. Its contribution then moves by up to 2C; see `replace_one`.
 """
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import numpy as np
 from scipy.stats import binom
@@ -34,19 +41,30 @@ from dp_grape_hf.accountants import (
     is_installed,
 )
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.releases import (
+    ADD_OR_REMOVE_ONE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    Release,
+    Variant,
+    block_of,
+)
 from dp_grape_hf.truncated import doubling_probability
 
 __all__ = [
     "ACCOUNTANTS",
-    "ADJACENCY",
+    "ADD_OR_REMOVE_ONE",
+    "ADJACENCIES",
     "PLD",
     "PRV",
     "RDP",
+    "REPLACE_ONE",
     "Accountant",
     "AccountantFailure",
     "Block",
     "EpsilonCurve",
     "Release",
+    "Variant",
     "compose_epsilon",
     "compute_epsilon",
     "find_noise_multiplier",
@@ -54,13 +72,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-ADJACENCY = "add_or_remove_one"
-"""The adjacency of every ε in this package: one example added or removed, sensitivity C."""
-
-Release = tuple[float, float, int] | tuple[float, float, int, int | None, int | None]
-"""Equal releases, run-length coded: ``(noise_multiplier, sample_rate, count)``, and
-``(..., max_batch_size, num_samples)`` where the logical batch was capped."""
 
 
 def compute_epsilon(
@@ -70,8 +81,7 @@ def compute_epsilon(
     steps: int,
     delta: float,
     accountant: str = "prv",
-    max_batch_size: int | None = None,
-    num_samples: int | None = None,
+    **variant: Unpack[Variant],
 ) -> float:
     """Returns an upper bound on ε after ``steps`` equal releases.
 
@@ -83,12 +93,13 @@ def compute_epsilon(
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`.
-        max_batch_size: Most examples that a logical batch keeps; None for plain Poisson sampling.
-        num_samples: Number of examples, or an upper bound on it; needed with a cap only.
+        variant: ``max_batch_size``, ``num_samples``, ``norm_directions`` and ``adjacency``, as
+            `Variant` says.
 
     Raises:
-        PrivacyError: An argument is out of range, the cap is below the mean batch size or
-            ``num_samples`` is missing.
+        PrivacyError: An argument is out of range, the cap is below the mean batch size,
+            ``num_samples`` is missing, or a cap, estimated norms and replace-one neighbours
+            are asked for together.
 
     >>> compute_epsilon(noise_multiplier=0.0, sample_rate=0.01, steps=10, delta=1e-5)
     inf
@@ -98,18 +109,20 @@ def compute_epsilon(
     >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
     ...                       **capped), 2)
     2.15
+    >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
+    ...                       adjacency="replace_one"), 2)
+    4.32
     """
     _check_steps("steps", steps)
-    curve = EpsilonCurve(
-        noise_multiplier, sample_rate, delta, steps, accountant, max_batch_size, num_samples
-    )
+    curve = EpsilonCurve(noise_multiplier, sample_rate, delta, steps, accountant, **variant)
     return curve.epsilon(steps)
 
 
 def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: str = "prv") -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged; blocks of count zero cost nothing, even without noise.
+    Equal blocks are merged; blocks of count zero cost nothing, even without noise. All have to be
+    about the same neighbours.
 
     >>> round(compose_epsilon([(4.0, 0.05, 500), (3.0, 0.02, 100)], delta=1e-5), 2)
     1.13
@@ -117,11 +130,17 @@ def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: st
     _check_delta("delta", delta)
     _check_accountant(accountant)
     counts: Counter[Block] = Counter()
-    for noise_multiplier, sample_rate, count, *cap in releases:
-        block = _block(noise_multiplier, sample_rate, *cap)
+    for release in releases:
+        noise_multiplier, sample_rate, count = release[:3]
+        variant = release[3] if len(release) == 4 else Variant()
+        block = block_of(noise_multiplier, sample_rate, **variant)
         _check_steps("count", count)
         counts[block] += int(count)
     blocks = [block for block in counts if counts[block]]
+    if len({block.replaces for block in blocks}) > 1:
+        raise PrivacyError(
+            f"{releases=} are about different neighbours; give all of them the same adjacency."
+        )
     numbers = [counts[block] for block in blocks]
     return _Composition(blocks, numbers, delta, accountant).epsilon(numbers) if blocks else 0.0
 
@@ -133,21 +152,21 @@ def find_noise_multiplier(
     sample_rate: float,
     steps: int,
     accountant: str = "prv",
-    max_batch_size: int | None = None,
-    num_samples: int | None = None,
+    **variant: Unpack[Variant],
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most ``target_epsilon``.
 
     `compute_epsilon` of the result never exceeds the target and is within 0.05 % of it (or the
     result within 0.05 % of the smallest). ``steps`` must be positive: a run that releases nothing
     meets every target, and answering 0 would let a run that does take steps start without noise.
+    ``variant`` is that of `compute_epsilon`.
     """
     if not 0 < target_epsilon < math.inf:
         raise PrivacyError(
             f"{target_epsilon=} must be positive and finite; state the budget, for example 6.0."
         )
     _check_delta("target_delta", target_delta)
-    _block(1.0, sample_rate, max_batch_size, num_samples)
+    block_of(1.0, sample_rate, **variant)
     _check_steps("steps", steps)
     if steps == 0:
         raise PrivacyError(
@@ -157,9 +176,7 @@ def find_noise_multiplier(
     _check_accountant(accountant)
 
     def epsilon(noise_multiplier: float, name: str) -> float:
-        curve = EpsilonCurve(
-            noise_multiplier, sample_rate, target_delta, steps, name, max_batch_size, num_samples
-        )
+        curve = EpsilonCurve(noise_multiplier, sample_rate, target_delta, steps, name, **variant)
         return curve.epsilon(steps)
 
     # RDP answers in milliseconds and asks for a few percent too much: a start from above.
@@ -191,10 +208,9 @@ class EpsilonCurve:
         delta: float,
         max_steps: int,
         accountant: str = "prv",
-        max_batch_size: int | None = None,
-        num_samples: int | None = None,
+        **variant: Unpack[Variant],
     ) -> None:
-        self._block = _block(noise_multiplier, sample_rate, max_batch_size, num_samples)
+        self._block = block_of(noise_multiplier, sample_rate, **variant)
         _check_delta("delta", delta)
         _check_steps("max_steps", max_steps)
         _check_accountant(accountant)
@@ -241,8 +257,7 @@ def smallest_batch_cap(
     >>> smallest_batch_cap(sample_rate=64 / 1024, num_samples=1024, steps=1000, delta=1e-5)
     119
     """
-    _check_mechanism(1.0, sample_rate)
-    _check_whole("num_samples", num_samples)
+    block_of(1.0, sample_rate, num_samples=num_samples)
     _check_steps("steps", steps)
     _check_delta("delta", delta)
     _check_delta("share", share)
@@ -328,41 +343,6 @@ def _smallest(epsilon: Callable[[float], float], target: float, guess: float) ->
 # ---- Refusals ----
 
 
-def _block(
-    noise_multiplier: float,
-    sample_rate: float,
-    max_batch_size: int | None = None,
-    num_samples: int | None = None,
-) -> Block:
-    """Checks one mechanism and returns what the accountants know of it."""
-    _check_mechanism(noise_multiplier, sample_rate)
-    if num_samples is not None:
-        _check_whole("num_samples", num_samples)
-    if max_batch_size is None:
-        return Block(float(noise_multiplier), float(sample_rate))
-    _check_whole("max_batch_size", max_batch_size)
-    if num_samples is None:
-        raise PrivacyError(
-            f"{max_batch_size=} needs num_samples, got None: what a cap costs depends on the "
-            "number of examples, or an upper bound on it."
-        )
-    doubling = doubling_probability(sample_rate, int(num_samples), int(max_batch_size))
-    return Block(float(noise_multiplier), float(sample_rate), doubling)
-
-
-def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:
-    if not 0 <= noise_multiplier < math.inf:
-        raise PrivacyError(
-            f"{noise_multiplier=} must be finite and not negative; it is the noise standard "
-            "deviation divided by the clipping norm, for example 1.0."
-        )
-    if not 0 < sample_rate <= 1:
-        raise PrivacyError(
-            f"{sample_rate=} must lie in (0, 1]; it is expected_batch_size / num_samples, for "
-            "example 64 / 1024."
-        )
-
-
 def _check_delta(name: str, delta: float) -> None:
     if not 0 < delta < 1:
         raise PrivacyError(
@@ -374,11 +354,6 @@ def _check_delta(name: str, delta: float) -> None:
 def _check_steps(name: str, steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 0:
         raise PrivacyError(f"{name}={steps!r} must be a whole number of steps, not negative.")
-
-
-def _check_whole(name: str, number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
-        raise PrivacyError(f"{name}={number!r} must be a whole number of examples, at least 1.")
 
 
 def _check_accountant(accountant: str) -> None:

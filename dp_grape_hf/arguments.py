@@ -9,19 +9,18 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS
+from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES
+from dp_grape_hf.contradictions import refuse_contradictions
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_host_options
 from dp_grape_hf.mechanism import (
-    AUTOMATIC,
     CLIPPING_MODES,
     POISSON,
     SAMPLING_MODES,
-    TRUNCATED_POISSON,
 )
 from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import ENGINES
+from dp_grape_hf.per_sample import ENGINES, GRAD_SAMPLE_MODES
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -128,7 +127,37 @@ class DPGrapeArguments(MethodArguments):
         },
     )
 
+    adjacency: str = field(
+        default=ADD_OR_REMOVE_ONE,
+        metadata={
+            "help": f"Which data sets are neighbours: {', '.join(ADJACENCIES)}. Replacing one "
+            "example changes up to twice as much as adding it, and takes up to twice the noise."
+        },
+    )
+    privacy_unit_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "The column that says whose an example is, user_id say: what epsilon protects "
+            "is then all examples of one value, which are drawn, and clipped, together. "
+            "num_samples and expected_batch_size count these units. Default: each example is one."
+        },
+    )
+    max_examples_per_unit: int | None = field(
+        default=None,
+        metadata={
+            "help": "The most examples of a unit that one step uses, a random choice of them. "
+            "Bounds memory and time. Default: all; needs privacy_unit_column."
+        },
+    )
+
     # ---- The computation ----
+    grad_sample_mode: str = field(
+        default="auto",
+        metadata={
+            "help": f"How clipping sees per-sample gradients: {', '.join(GRAD_SAMPLE_MODES)}. All "
+            "make the same release. auto: for each layer the form that takes least."
+        },
+    )
     engine: str = field(
         default="layerwise",
         metadata={
@@ -260,13 +289,6 @@ class DPGrapeArguments(MethodArguments):
                 "target_delta=None: an epsilon means nothing without its delta. Choose one well "
                 "below 1/N, for example target_delta=1e-5."
             )
-        if self.log_unnoised_statistics and self.target_epsilon is not None:
-            raise PrivacyError(
-                "log_unnoised_statistics=True publishes un-noised functions of the training data, "
-                f"which no epsilon covers, so it contradicts "
-                f"target_epsilon={self.target_epsilon!r}. Debug with "
-                "noise_multiplier=..., on public data; the ledger then says not private."
-            )
         refuse_values(
             self,
             ("target_epsilon", "greater than 0", lambda v: 0 < v < math.inf),
@@ -282,24 +304,17 @@ class DPGrapeArguments(MethodArguments):
             ("projection_seed", "0 or greater", lambda v: v >= 0),
             ("engine", f"one of {sorted(ENGINES)}", lambda v: v in ENGINES),
             ("clipping", f"one of {sorted(CLIPPING_MODES)}", lambda v: v in CLIPPING_MODES),
+            ("adjacency", f"one of {sorted(ADJACENCIES)}", lambda v: v in ADJACENCIES),
+            ("max_examples_per_unit", "at least 1", lambda v: v >= 1),
+            (
+                "grad_sample_mode",
+                f"one of {sorted(GRAD_SAMPLE_MODES)}",
+                lambda v: v in GRAD_SAMPLE_MODES,
+            ),
             ("accountant", f"one of {sorted(ACCOUNTANTS)}", lambda v: v in ACCOUNTANTS),
             optional=True,
         )
-        if self.max_batch_size is not None and self.sampling != TRUNCATED_POISSON:
-            raise PrivacyError(
-                f"max_batch_size={self.max_batch_size!r} needs sampling='truncated_poisson'; plain "
-                "Poisson draws have no largest size."
-            )
-        if self.clipping == AUTOMATIC and math.isinf(self.max_grad_norm):
-            raise PrivacyError(
-                f"clipping={self.clipping!r} scales gradients to max_grad_norm="
-                f"{self.max_grad_norm!r}; give a finite C, or clipping='flat'."
-            )
-        if self.private and math.isinf(self.max_grad_norm):
-            raise PrivacyError(
-                f"max_grad_norm={self.max_grad_norm!r} leaves nothing to calibrate the noise to; "
-                "give a finite C, or noise_multiplier=0."
-            )
+        refuse_contradictions(self)
 
 
 def accepts_short_names(cls: _Class) -> _Class:

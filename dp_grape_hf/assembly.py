@@ -28,6 +28,7 @@ from dp_grape_hf.projection import ProjectionSchedule, Projector
 from dp_grape_hf.ranks import auto_ranks, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
+from dp_grape_hf.unit_engine import UnitEngine
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
 Engine = PrivateEngine | BatchEngine
@@ -46,6 +47,8 @@ def make_engine_of_run(
     row = METHODS[args.method]
     if not row.private and not row.zeroth_order:
         return BatchEngine(per_sample, ledger=ledger, distributed=distributed)
+    if args.privacy_unit_column is not None:
+        per_sample = UnitEngine(per_sample)
     return PrivateEngine(
         per_sample,
         max_grad_norm=args.max_grad_norm,
@@ -55,6 +58,7 @@ def make_engine_of_run(
         noise_generator=noise_generator,
         distributed=distributed,
         clipping=args.clipping,
+        norm_directions=args.norm_directions,
     )
 
 
@@ -67,9 +71,14 @@ def per_sample_of_run(
         if row.private:
             _refuse_low_precision(args.method, model)
         return ZerothOrderEngine(
-            model, loss, seed=args.projection_seed, perturbation=args.perturbation
+            model,
+            loss,
+            seed=args.projection_seed,
+            perturbation=args.perturbation,
+            n_directions=args.n_directions,
+            distribution=args.direction_distribution,
         )
-    return make_engine(args.engine, model, loss)
+    return make_engine(args.engine, model, loss, args.grad_sample_mode)
 
 
 def _refuse_low_precision(method: str, model: nn.Module) -> None:
@@ -103,6 +112,7 @@ def optimizer_of_run(
         "rule": args.update_rule,
         "moments_at_redraw": args.moments_at_redraw,
         "noise_correction": args.noise_correction,
+        "noise_floor": args.noise_floor,
         **settings.get(args.update_rule, {}),
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.per_sample import Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample import AUTO, Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 
@@ -27,7 +27,7 @@ class BatchEngine:
         distributed: whether the batch is spread over the ranks of the default process group.
 
     Raises:
-        PrivacyError: if the ledger would claim a guarantee.
+        PrivacyError: if the ledger would claim a guarantee, or there is a ``grad_sample_mode``.
     """
 
     noise_std = 0.0
@@ -37,6 +37,11 @@ class BatchEngine:
     ) -> None:
         if ledger.private:
             raise PrivacyError("A ledger that claims privacy cannot record releases without noise.")
+        if per_sample.grad_sample_mode != AUTO:
+            raise PrivacyError(
+                f"grad_sample_mode={per_sample.grad_sample_mode!r} is about gradients of samples, "
+                "which a method without privacy does not compute. Leave it out."
+            )
         self.per_sample = per_sample
         self.ledger = ledger
         self._distributed = distributed
@@ -80,7 +85,8 @@ class BatchEngine:
         gradients = {name: total.pop(name).contiguous() for name in self.per_sample.trainable}
         if self._distributed:
             sum_over_processes_([count, *gradients.values()])
-        return {name: gradient / count.clamp(min=1) for name, gradient in gradients.items()}
+        size = count.clamp(min=1)  # each gradient is freed when its mean is there
+        return {name: gradients.pop(name) / size for name in list(gradients)}
 
     def abandon(self) -> None:
         """Drops the logical batch after an error, and makes the other processes fail as well."""

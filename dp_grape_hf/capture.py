@@ -78,7 +78,7 @@ class Pass:
         projectors: name -> projector, of the projected weights.
         batch_size: B.
         shapes: of the model's inputs, for one sample.
-        stream: what to do with gradients that are complete; they are collected if None.
+        in_form: gives the gradient of one use of an unprojected weight the form that is kept.
 
     ``anchor`` is a zero that requires grad: it keeps a layer's node in the graph where the layer's
     input does not require grad (an embedding), and lets ``autograd.grad`` reach the node.
@@ -90,11 +90,12 @@ class Pass:
         projectors: Mapping[str, Projector],
         batch_size: int,
         shapes: Shapes,
-        stream: Stream | None = None,
+        in_form: Callable[[Single], Single],
     ) -> None:
         self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
         self._shapes = shapes
-        self._stream = stream
+        self._in_form = in_form
+        self._stream: Stream | None = None
         device = next(iter(trainable.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._taps: dict[str, Tensor] = {}  # name -> (B, *coordinates), zeros
@@ -102,11 +103,22 @@ class Pass:
         self._activation: _Activation | None = None  # the last call, until a layer was run
         self._together: dict[tuple[Site, ...], _Product] = {}
 
-    def differentiate(self, loss: Tensor) -> dict[str, PerSampleGradient]:
-        """Differentiates the sum of the losses; returns what was not streamed."""
+    def differentiate(
+        self, loss: Tensor, stream: Stream | None = None, again: bool = False
+    ) -> dict[str, PerSampleGradient]:
+        """Differentiates the sum of the losses; returns what was not streamed.
+
+        Args:
+            loss: the sum.
+            stream: what to do with gradients that are complete; they are collected if None.
+            again: whether the same graph will be differentiated once more, so that it is kept.
+        """
+        self._stream = stream
         names, taps = list(self._taps), list(self._taps.values())
         leaves = [self.anchor, *taps]
-        gradients = list(torch.autograd.grad(loss + self.anchor, leaves, allow_unused=True))
+        gradients = list(
+            torch.autograd.grad(loss + self.anchor, leaves, retain_graph=again, allow_unused=True)
+        )
         for name in reversed(names):
             if (gradient := gradients.pop()) is not None:
                 self._captured[name].append(Dense(gradient))
@@ -214,7 +226,8 @@ class Pass:
             gradients = rule.gradients(module, saved, grad_output, batch_size)
             for local, name in site.parameters.items():
                 done = early and local == "weight"
-                gradient = _project(gradients[local], self._projectors.get(name), done)
+                projector = self._projectors.get(name)
+                gradient = _project(gradients[local], projector, done, self._in_form)
                 shape = self._trainable[name].shape
                 if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
                     dense = gradient.dense() if isinstance(gradient, Factored) else gradient
@@ -241,7 +254,7 @@ class Pass:
         structure: list[tuple[list[Any], TreeSpec]] = []
 
         def record(local: str, gradient: Single) -> None:
-            self._captured[site.parameters[local]].append(gradient)
+            self._captured[site.parameters[local]].append(self._in_form(gradient))
 
         def one(taps: dict[str, Tensor], *sample: Tensor) -> list[Tensor]:
             filled = list(leaves)
@@ -275,7 +288,8 @@ class Pass:
         if stream.awaited[name] == 0:
             raise PrivacyError(
                 f"{name} is used more often than in the first batch, after its clipped gradient "
-                "was added up; its clipping would bound nothing. Use clipping='flat'."
+                "was added up; its clipping would bound nothing. Use clipping='flat', and not "
+                "grad_sample_mode='ghost'."
             )
         stream.awaited[name] -= 1
         group = stream.group_of[name]
@@ -299,13 +313,19 @@ class _Capture(torch.autograd.Function):
         return grad_output, None, None, None
 
 
-def _project(gradient: Single, projector: Projector | None, done: bool) -> Single:
+def _project(
+    gradient: Single,
+    projector: Projector | None,
+    done: bool,
+    in_form: Callable[[Single], Single],
+) -> Single:
     """Returns ``P^T G`` or ``G P`` from the factors of G, which is never formed.
 
-    ``done`` says that the factor which meets P met it when it was saved.
+    ``done`` says that the factor which meets P met it when it was saved. What stays a matrix, or a
+    table, gets the form that is kept.
     """
     if projector is None:
-        return gradient if isinstance(gradient, Dense) else gradient.cheapest()
+        return in_form(gradient)
     left = projector.side is Side.LEFT
     match gradient:
         case Factored() if done:
@@ -317,7 +337,7 @@ def _project(gradient: Single, projector: Projector | None, done: bool) -> Singl
         case SparseRows(indices, values, _) if left:  # the rows of G are one-hot: P^T picks from P
             return Factored(projector.matrix.to(values.dtype)[indices], values).dense()
         case SparseRows(indices, values, num_rows):
-            return SparseRows(indices, projector.project(values), num_rows).cheapest()
+            return in_form(SparseRows(indices, projector.project(values), num_rows))
         case Dense(values):
             return Dense(projector.project(values))
 

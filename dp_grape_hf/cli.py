@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from dp_grape_hf.accounting import ACCOUNTANTS, ADJACENCY, EpsilonCurve, find_noise_multiplier
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    ADD_OR_REMOVE_ONE,
+    ADJACENCIES,
+    EpsilonCurve,
+    Variant,
+    find_noise_multiplier,
+)
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.plan_command import add_plan
 
@@ -41,6 +48,16 @@ What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
               2            4.0691            1.9994                0.06358         prv
               6            1.6973            5.9984                0.02652         prv
 
+And if norms are estimated from 64 random directions, as dp_jl does?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6 --norm_directions 64
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one, norms from 64 directions
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+              2            4.1413            1.9994                0.06471         prv
+              6            1.7335            5.9981                0.02709         prv
+
 What does a given noise spend, over 3 epochs of the same data?
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
@@ -52,10 +69,11 @@ What does a given noise spend, over 3 epochs of the same data?
 
 The guarantee covers everything computed from the noisy steps, however it is used, against someone
 who sees every step and knows every other example. Two datasets count as neighbours if one has one
-example more. It holds for Poisson sampling only (each example drawn independently with probability
-q; batches vary in size), for noise nobody can reproduce, and for one training run: tuning on the
-same data costs extra, and so does everything else learnt from it. Every epsilon is an upper bound
-and every noise multiplier is rounded up.
+example more, or with --adjacency replace_one if one example of the one is another in the other; so
+it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
+only (each example drawn independently with probability q; batches vary in size), for noise nobody
+can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
+else learnt from it. Every epsilon is an upper bound and every noise multiplier is rounded up.
 """
 
 
@@ -122,6 +140,18 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         metavar="name",
         help=f"{', '.join(ACCOUNTANTS)} (default: prv)",
     )
+    parser.add_argument(
+        "--adjacency",
+        default=ADD_OR_REMOVE_ONE,
+        metavar="name",
+        help=f"{' or '.join(ADJACENCIES)}: which datasets are neighbours (default: the first)",
+    )
+    parser.add_argument(
+        "--norm_directions",
+        type=int,
+        metavar="k",
+        help="random directions that dp_jl estimates norms from (default: norms are exact)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -140,6 +170,7 @@ def _calibrate(args: argparse.Namespace) -> str:
     sample_rate, batch_size, steps = _plan(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier
+    variant = Variant(adjacency=args.adjacency, norm_directions=args.norm_directions)
     rows: list[_Row] = []
     for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
         sigma: float = asked
@@ -150,9 +181,10 @@ def _calibrate(args: argparse.Namespace) -> str:
                 sample_rate=sample_rate,
                 steps=steps,
                 accountant=args.accountant,
+                **variant,
             )
             sigma = _round_up(found)
-        curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant)
+        curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **variant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
         rows.append(_Row(target, sigma, curve.epsilon(steps), on_mean, curve.accountant))
@@ -162,8 +194,8 @@ def _calibrate(args: argparse.Namespace) -> str:
             {**row._asdict(), "epsilon": row.epsilon if math.isfinite(row.epsilon) else "inf"}
             for row in rows
         ]
-        result = {"sample_rate": sample_rate, "steps": steps, "delta": delta}
-        return json.dumps({**result, "adjacency": ADJACENCY, "rows": dicts}, indent=2) + "\n"
+        result = {"sample_rate": sample_rate, "steps": steps, "delta": delta, **variant}
+        return json.dumps({**result, "rows": dicts}, indent=2) + "\n"
     columns = {
         "noise multiplier": [
             f"{row.noise_multiplier:{'.4f' if noise is None else '.6g'}}" for row in rows
@@ -177,9 +209,11 @@ def _calibrate(args: argparse.Namespace) -> str:
     }
     if noise is None:
         columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
+    directions = args.norm_directions
+    estimated = "" if directions is None else f", norms from {directions} directions"
     return (
-        f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, adjacency {ADJACENCY}\n\n"
-        + _table(columns)
+        f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, "
+        f"adjacency {args.adjacency}{estimated}\n\n" + _table(columns)
     )
 
 

@@ -58,8 +58,8 @@ def call_in_coordinates(
         projectors: the same names -> projectors, for the parameters that are projected.
         record: receives, during the backward pass, what is better not computed as the gradient of
             z: name and gradient of one look-up in a table (``SparseRows``) or of one product with
-            an unprojected matrix (the cheaper of ``Factored`` and ``Dense``). The gradient of a
-            weight is the sum of what was recorded and of the gradient of its z, if there is one.
+            an unprojected matrix (``Factored``). The gradient of a weight is the sum of what was
+            recorded and of the gradient of its z, if there is one.
         args: positional arguments of ``forward``.
         kwargs: keyword arguments of ``forward``.
     """
@@ -281,7 +281,7 @@ def _product(input: Tensor, weight: Any, bias: Any, transposed: bool) -> Tensor 
             matrix = Factored(rows @ after.matrix.to(rows.dtype) if after else rows, cols)
             swapped = Factored(matrix.cols, matrix.rows) if transposed else matrix
             if projector is None:
-                weight.record(weight.label, swapped.cheapest())
+                weight.record(weight.label, swapped)
             found.append(None if projector is None else swapped.dense().values)
         if isinstance(bias, _StandIn):
             found.append(rows.sum(1, dtype=torch.float32))
@@ -323,7 +323,7 @@ def _embedding(
             picked = projector.matrix.to(values.dtype)[indices]  # G's rows are one-hot in P^T G
             return (Factored(picked, values).dense().values,)
         values = values if projector is None else projector.project(values)
-        weight.record(weight.label, SparseRows(indices, values, num_rows).cheapest())
+        weight.record(weight.label, SparseRows(indices, values, num_rows))
         return (None,)
 
     def compute(indices: Tensor, z: Tensor) -> tuple[Tensor, int]:

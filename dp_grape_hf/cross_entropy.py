@@ -47,12 +47,15 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor, None]:
         """Returns ``(softmax(logits) - one_hot(target)) * grad_output``, in place of the logits.
 
-        If anything else still needed the logits, autograd would notice that they were changed.
+        Where the graph is kept for another backward pass, which needs them, they stay. If anything
+        else still needed the logits, autograd would notice that they were changed.
         """
         logits, targets, sums = ctx.saved_tensors
         scale = grad_output.masked_fill(targets == IGNORE_INDEX, 0.0)[:, None]
         index = targets.clamp(min=0)[:, None]
-        gradient = logits.detach() if logits.is_contiguous() else torch.empty_like(logits)
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        reused = logits.is_contiguous() and not kept
+        gradient = logits.detach() if reused else torch.empty_like(logits)
         parts = (x.split(_rows(logits)) for x in (gradient, logits, sums[:, None], index, scale))
         for out, part, total, target, factor in zip(*parts, strict=True):
             in_place = out.dtype is torch.float32

@@ -9,12 +9,22 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
+from dp_grape_hf.errors import require
+from dp_grape_hf.plan import check_dataset
 from dp_grape_hf.randomness import shared_sampling_generator
 from dp_grape_hf.sampling import (
     EmptyDrawDataset,
     LogicalBatchCollator,
     PoissonBatchSampler,
     expected_steps_per_epoch,
+)
+from dp_grape_hf.units import (
+    UnitBatchSampler,
+    UnitCollator,
+    UnitDataset,
+    Units,
+    read_units,
+    refuse_large_unit,
 )
 
 if TYPE_CHECKING:
@@ -31,8 +41,47 @@ class DrawingMixin(_Host):
     args: Any
     plan: Any
     _test_generators: Any
+    _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
 
     # ---- Data Loading ----
+
+    @property
+    def _units(self) -> Units | None:
+        """Which examples are one privacy unit; None where each is one. Reads a data set once."""
+        args = self.args
+        dataset: Any = self.train_dataset
+        if args.privacy_unit_column is None:
+            return None
+        if self._units_read is None or self._units_read[0] is not dataset:
+            check_dataset(dataset)
+            units = read_units(dataset, args.privacy_unit_column)
+            most = args.max_examples_per_unit or units.largest
+            refuse_large_unit(min(units.largest, most), args.per_device_train_batch_size)
+            self._units_read = dataset, units
+        units = self._units_read[1]
+        require(
+            len(dataset) == units.num_examples,
+            f"train_dataset has {len(dataset)} examples, and had {units.num_examples} when "
+            f"privacy_unit_column={args.privacy_unit_column!r} was read. Make a new trainer.",
+        )
+        return units
+
+    def _read_units_again(self) -> Units | None:
+        """Reads the units anew, and refuses data that was changed since the trainer was made."""
+        before, self._units_read = self._units, None
+        after = self._units
+        require(
+            before is None or after is None or before.checksum == after.checksum,
+            f"Whose the examples are by privacy_unit_column={self.args.privacy_unit_column!r} has "
+            "changed since the trainer was made. Make a new trainer.",
+        )
+        return after
+
+    @property
+    def _dataset_size(self) -> int:
+        """Number of privacy units in the training data."""
+        counted: Any = self.train_dataset if self._units is None else self._units
+        return len(counted)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns a loader of Poisson draws.
@@ -48,10 +97,10 @@ class DrawingMixin(_Host):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        self.plan.require_size(len(dataset))
+        self.plan.require_size(self._dataset_size)
         generators = self._test_generators
-        sampler = PoissonBatchSampler(
-            len(dataset),
+        draws = PoissonBatchSampler(
+            self._dataset_size,
             self.plan.sample_rate,
             steps=expected_steps_per_epoch(self.plan.sample_rate),
             generator=generators.sampling
@@ -61,10 +110,21 @@ class DrawingMixin(_Host):
             world_size=args.world_size,
             max_batch_size=self.plan.max_batch_size,
         )
+        parts: dict[str, Any]
+        if (units := self._units) is None:
+            parts = {
+                "dataset": EmptyDrawDataset(dataset),
+                "batch_sampler": draws,
+                "collate_fn": LogicalBatchCollator(collator, args.per_device_train_batch_size),
+            }
+        else:
+            parts = {
+                "dataset": UnitDataset(dataset, args.privacy_unit_column),
+                "batch_sampler": UnitBatchSampler(draws, units, args.max_examples_per_unit),
+                "collate_fn": UnitCollator(collator, args.per_device_train_batch_size),
+            }
         return DataLoader(
-            EmptyDrawDataset(dataset),
-            batch_sampler=sampler,
-            collate_fn=LogicalBatchCollator(collator, args.per_device_train_batch_size),
+            **parts,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             persistent_workers=args.dataloader_persistent_workers,

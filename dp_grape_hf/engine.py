@@ -5,30 +5,35 @@ For a logical batch that Poisson sampling drew, the release is
     (sum_i clip(R_i, C) + N(0, (sigma C)^2 I)) / B_expected
 
 where R_i is sample i's gradient over all trainable parameters jointly, the projected ones in
-coordinates. There is nothing to extend in this module: neither clip nor noise has a variant.
+coordinates. There is nothing to extend in this module: neither clip nor noise has a variant. What
+``norms`` estimates may stand in for ``|R_i|``; the accountant is then told so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import AUTOMATIC, CLIPPING_MODES, PER_LAYER
-from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine
+from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
+from dp_grape_hf.per_sample import GHOST, Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.randomness import add_noise_
-from dp_grape_hf.representations import Dense
+from dp_grape_hf.representations import PerSampleGradient
 
+_REPEATED = 1e-2  # by how much, relative, a norm may grow when it is computed once more
 _STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
-_SMALL = 2**12  # numbers of a gradient that is clipped together with others of its kind
 
 
 class PrivateEngine:
@@ -51,12 +56,15 @@ class PrivateEngine:
             the backward pass of its layer (McMahan et al. 2018). ``automatic`` scales every
             gradient by ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then
             and need not be tuned.
+        norm_directions: from how many random directions norms are estimated; None measures them.
+            With ``flat`` or ``automatic`` clipping.
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
         all parameters jointly, whatever the clipping: k parts of at most ``C / sqrt(k)`` make at
-        most C. A sample whose norm is NaN or Inf contributes exactly zero, under ``per_layer`` to
-        the modules where it is.
+        most C. Where norms are estimated, it is ``C |R_i| / M_i``, of which ``norms`` tells the
+        distribution. A sample whose norm is NaN or Inf contributes exactly zero, under
+        ``per_layer`` to the modules where it is.
 
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
@@ -74,6 +82,7 @@ class PrivateEngine:
         noise_generator: torch.Generator,
         distributed: bool = False,
         clipping: str = "flat",
+        norm_directions: int | None = None,
     ) -> None:
         for name, value in (
             ("max_grad_norm", max_grad_norm),
@@ -95,6 +104,16 @@ class PrivateEngine:
             raise PrivacyError(
                 f"{clipping=} is not known; choose one of: {', '.join(CLIPPING_MODES)}."
             )
+        if clipping == PER_LAYER and per_sample.grad_sample_mode == GHOST:
+            raise PrivacyError(
+                f"{clipping=} frees the gradients of each layer in one backward pass, so it has no "
+                f"use for the second one of grad_sample_mode={GHOST!r}. Leave one of them out."
+            )
+        if clipping == PER_LAYER and norm_directions is not None:
+            raise PrivacyError(
+                f"{norm_directions=} estimates the norm over all parameters of a sample, and "
+                f"{clipping=} takes one for each layer. Use clipping='flat'."
+            )
         self.per_sample = per_sample
         self.clipping = clipping
         self.max_grad_norm = max_grad_norm
@@ -102,6 +121,11 @@ class PrivateEngine:
         self.expected_batch_size = expected_batch_size
         self.ledger = ledger
         self._noise_generator = noise_generator
+        self._directions = (
+            None
+            if norm_directions is None
+            else NormDirections(norm_directions, noise_generator, distributed)
+        )
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
         self._watched = False  # whether a pass was seen to leave what is saved alone
@@ -122,6 +146,8 @@ class PrivateEngine:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
         self._clipped_sum = {}
+        if self._directions is not None:
+            self._directions.redraw()
 
     def accumulate(self, inputs: Inputs) -> Tensor:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
@@ -129,21 +155,71 @@ class PrivateEngine:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
         total = self._clipped_sum
         with refusing_changed_weights(self.per_sample.model, thorough=not self._watched):
-            if self.clipping != PER_LAYER:
-                losses, per_sample_grads = self.per_sample(inputs, self.projectors)
-                self._add(total, per_sample_grads, self.max_grad_norm)
-            else:
+            if self.clipping == PER_LAYER:
                 bound = self.max_grad_norm / len(self.per_sample.groups) ** 0.5
                 losses = self.per_sample.stream(
                     inputs, self.projectors, lambda grads: self._add(total, grads, bound)
                 )
+            elif self.per_sample.grad_sample_mode == GHOST:
+                losses = self._accumulate_twice(total, inputs)
+            else:
+                losses, per_sample_grads = self.per_sample(inputs, self.projectors)
+                self._add(total, per_sample_grads, self.max_grad_norm)
         self._watched = True
         return losses
 
+    def _accumulate_twice(self, total: dict[str, Tensor], inputs: Inputs) -> Tensor:
+        """Measures every group of gradients in one backward pass, and adds it up in a second.
+
+        What is added up is measured as well: a kernel whose backward pass changes what it saved
+        gives other gradients the second time.
+        """
+        norms, again = self._norms(), self._norms()
+
+        def measure(per_sample_grads: Gradients) -> None:
+            with self._exactly():
+                norms.add(per_sample_grads)
+
+        @cache
+        def factors() -> Factors:
+            return self._factors(norms)
+
+        def add(per_sample_grads: Gradients) -> None:
+            with self._exactly():
+                again.add(per_sample_grads)
+                add_weighted_sum_(total, Gathered.of(per_sample_grads), factors())
+
+        losses = self.per_sample.stream(inputs, self.projectors, measure, add)
+        first, second = norms.joint(), again.joint()
+        same = (second <= (1 + _REPEATED) * first) | ~first.isfinite()  # the latter were left out
+        if not same.all():
+            raise UnsupportedModelError(
+                f"A sample's gradient of {type(self.per_sample.model).__name__} grew when the "
+                "backward pass was repeated, after it was measured: a kernel of the model changes "
+                "what it saved. Use another grad_sample_mode than 'ghost'."
+            )
+        return losses
+
+    def _norms(self) -> Norms:
+        return ExactNorms() if self._directions is None else EstimatedNorms(self._directions)
+
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
-        device = self.per_sample.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):  # it would round sums
-            add_clipped_sum_(total, per_sample_grads, bound, self.clipping == AUTOMATIC)
+        with self._exactly():
+            if self._directions is None:
+                add_clipped_sum_(total, per_sample_grads, bound, self.clipping == AUTOMATIC)
+                return
+            norms = self._norms()
+            norms.add(per_sample_grads)
+            add_weighted_sum_(total, Gathered.of(per_sample_grads), self._factors(norms))
+
+    def _factors(self, norms: Norms) -> Factors:
+        return clip_factors(norms.joint(), self.max_grad_norm, self.clipping == AUTOMATIC)
+
+    @contextlib.contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """Computes in float32 what is asked for in float32: autocast would round sums."""
+        with torch.no_grad(), torch.autocast(self.per_sample.device.type, enabled=False):
+            yield
 
     def release(self) -> dict[str, Tensor]:
         """Records the release, adds noise, and returns the private gradients by parameter name.
@@ -196,51 +272,51 @@ def add_clipped_sum_(
         One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
         norm is not finite has no part.
     """
-    shapes, joined = _take_small(per_sample_grads)
-    gradients = [*per_sample_grads.values(), *([joined] if joined else [])]
-    squared = [gradient.squared_norm().float() for gradient in gradients]
-    norms = torch.stack(squared).sum(0).sqrt()  # (B,)
+    gathered = Gathered.of(per_sample_grads)
+    norms = gathered.squared_norm().sqrt()  # (B,)
+    add_weighted_sum_(total, gathered, clip_factors(norms, max_grad_norm, automatic))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the gradients of samples are multiplied by."""
+
+    values: Tensor  # of the samples that contribute
+    contributing: Tensor | None  # (B,), a mask; None if all samples contribute
+
+
+def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+    """Returns what clips gradients of these norms (B,) to C; those that are not finite are out."""
     finite = norms.isfinite()
     whole = bool(finite.all())
     if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
         norms = norms[finite]
     if automatic:
-        factors = max_grad_norm / (norms + _STABILITY)
+        values = max_grad_norm / (norms + _STABILITY)
     else:
-        factors = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
-    del gradients
-    for name in list(per_sample_grads):
-        gradient = per_sample_grads.pop(name)
+        values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
+    return Factors(values, None if whole else finite)
+
+
+def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Factors) -> None:
+    """Adds the weighted gradients to ``total``; each is freed as soon as it is summed."""
+    for name in list(gathered.large):
+        gradient = gathered.large.pop(name)
         if name not in total:
-            shape, device = gradient.shape, factors.device
+            shape, device = gradient.shape, factors.values.device
             total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-        part = gradient if whole else gradient.select(finite)
-        part.add_weighted_sum_(total[name], factors)
-    if joined:
-        small = (joined if whole else joined.select(finite)).weighted_sum(factors)
-        sizes = [shape.numel() for shape in shapes.values()]
-        for (name, shape), part in zip(shapes.items(), small.split(sizes), strict=True):
-            part = part.view(shape)
-            total[name] = total[name].add_(part) if name in total else part
+        part = _contributing(gradient, factors)
+        part.add_weighted_sum_(total[name], factors.values)
+    if gathered.small:
+        small = _contributing(gathered.small, factors).weighted_sum(factors.values)
+        sizes = [shape.numel() for shape in gathered.shapes.values()]
+        for (name, shape), own in zip(gathered.shapes.items(), small.split(sizes), strict=True):
+            own = own.view(shape)
+            total[name] = total[name].add_(own) if name in total else own
 
 
-def _take_small(per_sample_grads: Gradients) -> tuple[dict[str, torch.Size], Dense | None]:
-    """Takes the small gradients out, and returns their shapes and all of them side by side.
-
-    A model has many biases and norms, and a few calls for all take less time than a few for each.
-    """
-    shapes = {
-        name: gradient.shape
-        for name, gradient in per_sample_grads.items()
-        if isinstance(gradient, Dense) and gradient.shape.numel() <= _SMALL
-    }
-    rows = []
-    for name, shape in shapes.items():
-        gradient = per_sample_grads.pop(name)
-        assert isinstance(gradient, Dense)
-        values = gradient.values.float()
-        rows.append(values.reshape(len(values), shape.numel()))
-    return shapes, Dense(torch.cat(rows, 1)) if rows else None
+def _contributing(gradient: PerSampleGradient, factors: Factors) -> PerSampleGradient:
+    return gradient if factors.contributing is None else gradient.select(factors.contributing)
 
 
 def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:

@@ -46,6 +46,10 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
             stack.enter_context(mock.patch.object(FakeTensor, "as_subclass", _as_subclass))
+            swap = partial(_swap, torch.utils.swap_tensors)
+            stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap))
+            # The state of a generator is a tensor with contents; fakes have no use for its numbers.
+            stack.enter_context(mock.patch.object(randomness, "_twister_state", _same_state))
             if gpu:
                 at_once = randomness._DRAWN_AT_ONCE  # noise is drawn in larger slices on a GPU
                 stack.enter_context(mock.patch.object(randomness, "_SLICE", at_once))
@@ -101,6 +105,19 @@ def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     with _disable_current_modes():
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return real.as_subclass(cls)
+
+
+def _same_state(generator: torch.Generator, entropy: bytes) -> Tensor:
+    return generator.get_state()
+
+
+def _swap(original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
+    """``torch.utils.swap_tensors``, which refuses tensors that something else refers to weakly.
+
+    ``Module.to`` calls it for every fake parameter, even where it changes neither type nor device.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+        original(one, other)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

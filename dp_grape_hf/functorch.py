@@ -20,6 +20,8 @@ from torch.func import vmap
 from dp_grape_hf.coordinates import call_in_coordinates, zero_coordinates
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import (
+    AUTO,
+    MATERIALISE,
     Gradients,
     Inputs,
     PerSampleEngine,
@@ -36,6 +38,7 @@ from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 
+    grad_sample_modes = (AUTO, MATERIALISE)
     _probed = False
 
     def __call__(
@@ -72,7 +75,7 @@ class FunctorchEngine(PerSampleEngine):
                     lambda: self.losses(self.model, batch, 1)[0],
                     coordinates,
                     projectors,
-                    lambda name, gradient: captured[name].append(gradient),
+                    lambda name, gradient: captured[name].append(self.in_form(gradient)),
                 )
 
         with vmap_safe(self.model), torch.enable_grad():

@@ -1,5 +1,7 @@
 """The layerwise engine: per-sample gradients from one forward and one backward pass of the batch.
 
+(With ``ghost`` norms there are two backward passes, over one graph.)
+
 ``sites`` finds the modules that own parameters and learns how the model calls them; ``capture``
 runs them, with one rule per layer type; this module says when, and refuses a model on which the
 result would be wrong.
@@ -7,7 +9,7 @@ result would be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +21,8 @@ from dp_grape_hf.forwards import replaced_forwards
 from dp_grape_hf.layer_rules import is_recomputable
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import (
+    AUTO,
+    GRAD_SAMPLE_MODES,
     Consume,
     Gradients,
     Inputs,
@@ -50,8 +54,10 @@ class LayerwiseEngine(PerSampleEngine):
         recompute_activations: whether a layer that needs all of its input, the output of an
             activation function whose input autograd keeps (GELU), computes it anew in the backward
             pass. By default not on CPUs, where that takes longer and memory is cheap.
+        grad_sample_mode: as in ``PerSampleEngine``.
     """
 
+    grad_sample_modes = GRAD_SAMPLE_MODES
     skips_unlabelled = True
 
     def __init__(
@@ -59,8 +65,9 @@ class LayerwiseEngine(PerSampleEngine):
         model: nn.Module,
         loss: LossFunction | None = None,
         recompute_activations: bool | None = None,
+        grad_sample_mode: str = AUTO,
     ) -> None:
-        super().__init__(model, loss)
+        super().__init__(model, loss, grad_sample_mode)
         recomputes = self.device.type != "cpu"
         if recompute_activations is not None:
             recomputes = recompute_activations
@@ -69,6 +76,7 @@ class LayerwiseEngine(PerSampleEngine):
         self._group_of = {name: group for group in self.groups for name in group}
         self._probed = 0  # how many different samples the probe has seen, up to 2
         self._learnt_anew = False  # whether calls were learnt since the last probe
+        self._repeats = False  # whether two backward passes were seen to agree
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -80,11 +88,17 @@ class LayerwiseEngine(PerSampleEngine):
         return losses, {name: found[name] for name in self.trainable}
 
     def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        """Hands out the gradients of each group during the backward pass; returns losses (B,)."""
+        """Hands out the gradients of each group during the backward pass; returns losses (B,).
+
+        Each consumer has a backward pass of its own, over one graph: they see the same masks of
+        dropout, and between two passes there is no gradient of a sample.
+        """
         self._prepare(inputs, projectors)
-        losses = self._pass(inputs, projectors, consume=consume)[0]
+        if len(consumers) > 1 and not self._repeats:
+            self._repeats = self._probe_repetition(inputs, projectors)
+        losses = self._pass(inputs, projectors, consumers=consumers)[0]
         self._probe_what_is_new(inputs, projectors)
         return losses
 
@@ -106,7 +120,7 @@ class LayerwiseEngine(PerSampleEngine):
         inputs: Inputs,
         projectors: Mapping[str, Projector],
         only: int | None = None,
-        consume: Consume | None = None,
+        consumers: Sequence[Consume] = (),
     ) -> tuple[Tensor, Gradients]:
         """Returns losses (B,) and the gradients of their sum, or of the loss of one sample only.
 
@@ -116,12 +130,12 @@ class LayerwiseEngine(PerSampleEngine):
         batch_size = batch_size_of(inputs)
         for sample in range(batch_size):
             try:
-                return self._try_pass(inputs, projectors, only, consume)
+                return self._try_pass(inputs, projectors, only, consumers)
             except UnknownTensorError:  # a mask, say, that the samples seen so far did not need
                 self._learn(inputs, sample)
                 self._learnt_anew = True
         try:
-            return self._try_pass(inputs, projectors, only, consume)
+            return self._try_pass(inputs, projectors, only, consumers)
         except UnknownTensorError as error:
             raise UnsupportedModelError(
                 f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
@@ -132,20 +146,26 @@ class LayerwiseEngine(PerSampleEngine):
         inputs: Inputs,
         projectors: Mapping[str, Projector],
         only: int | None,
-        consume: Consume | None,
+        consumers: Sequence[Consume],
     ) -> tuple[Tensor, Gradients]:
         batch_size = batch_size_of(inputs)
-        stream = None if consume is None else Stream(consume, self._uses(), self._group_of)
-        run = Pass(self.trainable, projectors, batch_size, shapes_of(inputs), stream)
+        streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
+        run = Pass(self.trainable, projectors, batch_size, shapes_of(inputs), self.in_form)
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
         ):
             losses = self.losses(self.model, inputs, batch_size)
-            found = run.differentiate(losses.sum() if only is None else losses[only])
+            loss = losses.sum() if only is None else losses[only]
+            for stream in streams[:-1]:
+                found = run.differentiate(loss, stream, again=True)
+                self._fill(found, projectors, losses.detach(), stream)
+            last = streams[-1] if streams else None
+            found = run.differentiate(loss, last)
+        del loss
         losses = losses.detach()
         if only is None:
-            self._fill(found, projectors, losses, stream)
+            self._fill(found, projectors, losses, last)
         return losses, found
 
     def _fill(
@@ -183,7 +203,7 @@ class LayerwiseEngine(PerSampleEngine):
             The losses of two and of three copies of the first sample.
         """
         losses = self._learn(inputs, 0)
-        self._probed = 2
+        self._probed, self._repeats = 2, True
         return losses
 
     def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
@@ -248,3 +268,32 @@ class LayerwiseEngine(PerSampleEngine):
                 _, found = self._pass(two_samples, projectors, only)
             refuse_shared_gradients(found, 1 - only)
         return shows
+
+    def _probe_repetition(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Refuses a model whose gradients change when its graph is differentiated once more.
+
+        What is clipped by the norms of one pass and added up in the next must be the same.
+
+        Returns:
+            Whether there were gradients to show it.
+        """
+        passes: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+        def noting(squared: list[Tensor]) -> Consume:
+            return lambda found: squared.extend(found[name].squared_norm() for name in found)
+
+        with keeping_random_state():
+            self._pass(first_two(inputs), projectors, consumers=[noting(x) for x in passes])
+        first, second = (torch.stack(squared).sqrt() for squared in passes)  # (parameters, 2)
+        tolerance = 1e-4 * first.norm(dim=0)
+        equal = (first - second).abs() <= 1e-2 * first.maximum(second) + tolerance
+        known = first.norm(dim=0).isfinite() & second.norm(dim=0).isfinite()
+        if not equal[:, known].all():
+            raise UnsupportedModelError(
+                f"The gradients of {type(self.model).__name__} change when its backward pass is "
+                "repeated, so grad_sample_mode='ghost' would clip by the norms of others. It "
+                "recomputes activations with other random numbers (gradient checkpointing with "
+                "preserve_rng_state=False, say): let it keep them, or use another "
+                "grad_sample_mode."
+            )
+        return bool((known & (first.norm(dim=0) > 0)).any())

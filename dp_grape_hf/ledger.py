@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.accounting import Variant, compose_epsilon
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.mechanism import (
     ADDED_IN_VERSION,
@@ -34,7 +34,7 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.processes import from_first, is_first
 
 LEDGER_NAME = "privacy_ledger.json"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _PACKAGES = ("dp_grape_hf", "torch", "transformers", "prv-accountant")
 
 _TEXTS = {"valid": ("non-empty texts", lambda x: all(type(t) is str and t for t in x))}
@@ -225,8 +225,14 @@ class Ledger:
         delta = self.mechanism.target_delta if delta is None else delta
         if delta is None:
             raise PrivacyError("target_delta=None: epsilon needs a delta. Pass one, such as 1e-5.")
-        cap, size = self.mechanism.max_batch_size, self.mechanism.num_samples
-        releases = [(r.noise_multiplier, r.sample_rate, r.count, cap, size) for r in self.releases]
+        own = self.mechanism
+        variant = Variant(
+            max_batch_size=own.max_batch_size,
+            num_samples=own.num_samples,
+            norm_directions=own.norm_directions,
+            adjacency=own.adjacency,
+        )
+        releases = [(r.noise_multiplier, r.sample_rate, r.count, variant) for r in self.releases]
         return compose_epsilon(releases, delta=delta, accountant=self.mechanism.accountant)
 
     # ---- Writing it ----

@@ -6,13 +6,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import ADJACENCY
+from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, ADJACENCIES
 from dp_grape_hf.errors import require
 
 FLAT, PER_LAYER, AUTOMATIC = "flat", "per_layer", "automatic"
 CLIPPING_MODES = (FLAT, PER_LAYER, AUTOMATIC)
 POISSON, TRUNCATED_POISSON = "poisson", "truncated_poisson"
 SAMPLING_MODES = (POISSON, TRUNCATED_POISSON)
+EXAMPLE = "example"  # the privacy unit, where no column names another
 
 # What may differ between a checkpoint and the run that resumes it, and why. Everything else
 # either defines the release, so that the recorded numbers would describe another mechanism, or
@@ -26,6 +27,7 @@ MAY_CHANGE_ON_RESUME = {
 ADDED_IN_VERSION: dict[int, dict[str, Any]] = {
     2: {"clipping": "flat"},
     3: {"projection_side": "smaller", "projection_ranks": None, "max_batch_size": None},
+    4: {"norm_directions": None, "max_examples_per_unit": None},
 }
 
 # What to say about a parameter whose default is not the same in every run.
@@ -52,6 +54,10 @@ class Mechanism:
     ``automatic`` where every gradient is scaled to a norm just below C.
     ``sampling`` is ``truncated_poisson`` where a logical batch keeps at most ``max_batch_size``.
     ``projection_ranks`` says what differs from ``projection_rank``, as text.
+    ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
+    ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
+    ``max_examples_per_unit`` examples enter a step.
+    ``norm_directions`` is the number of random directions that norms are estimated from, if any.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -68,17 +74,20 @@ class Mechanism:
     projection_update_steps: int | None = field(metadata=_COUNT)
     projection_seed: int | None
     projection_device: str = "cpu"
-    adjacency: str = ADJACENCY
-    privacy_unit: str = "example"
+    adjacency: str = ADD_OR_REMOVE_ONE
+    privacy_unit: str = EXAMPLE
     sampling: str = POISSON
     method: str = "dp_grape"
     clipping: str = field(default="flat", metadata=_CLIPPING)
     projection_side: str = "smaller"
     projection_ranks: str | None = None
     max_batch_size: int | None = field(default=None, metadata=_COUNT)
+    norm_directions: int | None = field(default=None, metadata=_COUNT)
+    max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        refuse_estimates_by_layer(self.norm_directions, self.clipping)
         capped = self.sampling == TRUNCATED_POISSON
         require(
             capped == (self.max_batch_size is not None),
@@ -88,7 +97,7 @@ class Mechanism:
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
         excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": SAMPLING_MODES, "adjacency": (ADJACENCY,)}
+        needed = {"sampling": SAMPLING_MODES, "adjacency": ADJACENCIES}
         own = {name: getattr(self, name) for name in (*excluded, *needed)}
         return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
             f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"
@@ -110,6 +119,15 @@ class Release:
 
 
 # ---- Checks ----
+
+
+def refuse_estimates_by_layer(norm_directions: int | None, clipping: str) -> None:
+    """Refuses estimated norms with a norm per layer: `estimated_norms` bounds joint ones only."""
+    require(
+        norm_directions is None or clipping != PER_LAYER,
+        f"{norm_directions=} estimates the norm over all layers jointly, and {clipping=} needs one "
+        "of each layer. Choose clipping='flat' or 'automatic', or a method that computes norms.",
+    )
 
 
 def kinds_of(f: Field[Any]) -> tuple[type, ...]:

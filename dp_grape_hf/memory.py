@@ -1,9 +1,10 @@
 """Peak memory of a training step, found by running it on tensors that have no contents.
 
-What runs is the product: the model's own code, the layerwise engine, clipping, noise and the
-optimizer. Under ``FakeTensorMode`` every tensor has its shape, type and lifetime but no memory, so
-a model of any size is measured in seconds, without weights and without a GPU. ``Step`` also runs on
-real tensors, for a comparison with what a device reports.
+What runs is the product: the model's own code, and the engine, projections and optimizer that the
+Trainer makes of the same arguments. Under ``FakeTensorMode`` every tensor has its shape, type and
+lifetime but no memory, so a model of any size is measured in seconds, without weights and without a
+GPU. ``Step`` also runs on real tensors, for a comparison with what a device reports, and to see how
+long it takes.
 
 What a GPU takes beyond the sum of its tensors is not simulated: the CUDA context, the workspaces of
 matrix products and convolutions, what the allocator loses to fragmentation, and temporary memory
@@ -13,27 +14,32 @@ inside a kernel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.engine import PrivateEngine
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf import methods
+from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf.assembly import (
+    Projections,
+    make_engine_of_run,
+    optimizer_of_run,
+    per_sample_of_run,
+)
+from dp_grape_hf.engine import private_norm
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.layer_rules import EmbeddingRule
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.mechanism import Mechanism
-from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.per_sample import Consume, Gradients, Inputs
-from dp_grape_hf.projection import ProjectionSchedule, Projector, RedrawnProjector
-from dp_grape_hf.representations import Dense, Factored, Single, SparseRows
-from dp_grape_hf.targets import projection_targets
+from dp_grape_hf.per_sample import AUTO, ENGINES, MATERIALISE, Consume, Gradients, Inputs
+from dp_grape_hf.plan import PrivacyPlan
+from dp_grape_hf.projection import Projector, RedrawnProjector
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -44,17 +50,17 @@ from dp_grape_hf.timeline import (
     Peak,
     Timeline,
 )
+from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
 METHODS = {
     ADAMW: "AdamW",
     DP_GRAPE: "DP-GRAPE",
-    DP_ADAM: "DP-Adam ghost",
+    DP_ADAM: "DP-Adam",
     DP_ADAM_DENSE: "DP-Adam dense",
 }
-"""What is compared. ``adamw`` is not private. ``dp_adam`` keeps the factors of a large weight's
-gradient where they are smaller (ghost norms, book-keeping); ``dp_adam_dense`` forms the gradient of
-every weight for every sample, as Opacus does."""
+"""What is compared unless more is asked for, and how it is called. ``dp_adam_dense`` is
+``dp_adam`` with the gradient of every weight formed for every sample, as by Opacus."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +68,18 @@ class Setting:
     """What a step is run with.
 
     Args:
-        method: a name in ``METHODS``.
+        method: a name in ``methods.METHODS``; or ``adamw``, torch's own optimizer, which is given
+            the gradient of the batch.
         batch_size: B, the physical batch.
         dtype: of the weights.
         gradient_checkpointing: whether activations are computed again in the backward pass.
-        rank: r of the projections.
+        rank: r of the projections, and of the adapter of a method that trains one.
         clipping: as ``PrivateEngine`` has it.
         project_embeddings: whether embeddings and vocabulary heads are projected too.
         regenerate_projections: whether projections are drawn when used, and not kept.
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.
+        grad_sample_mode: as ``LayerwiseEngine`` has it.
     """
 
     method: str = DP_GRAPE
@@ -83,6 +91,76 @@ class Setting:
     project_embeddings: bool = False
     regenerate_projections: bool = False
     recompute_activations: bool | None = None
+    grad_sample_mode: str = AUTO
+
+
+def compared(name: str, setting: Setting) -> Setting:
+    """Returns the setting with what one of ``METHODS`` is."""
+    if name == DP_ADAM_DENSE:
+        return replace(setting, method=DP_ADAM, grad_sample_mode=MATERIALISE)
+    return replace(setting, method=name)
+
+
+def arguments_of(setting: Setting, update_steps: int = 1) -> DPGrapeTrainingArguments:
+    """Returns the arguments of a run with some noise; what a method does not do is left out.
+
+    Args:
+        setting: what to run; not ``adamw``.
+        update_steps: F.
+
+    Raises:
+        PrivacyError: for an unknown method, or a combination that no run can have.
+    """
+    asked: dict[str, Any] = {}
+    row = methods.METHODS.get(setting.method)
+    if row is not None and row.private:
+        asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
+    if row is not None and row.projected is not None:
+        asked["project_embeddings"] = setting.project_embeddings
+    if row is not None and row.projected == methods.AT_CAPTURE:
+        asked["regenerate_projections"] = setting.regenerate_projections
+    return DPGrapeTrainingArguments(
+        method=setting.method,
+        target_delta=1e-9,
+        accountant="rdp",  # the quickest; nobody asks for its answer
+        max_steps=1,
+        per_device_train_batch_size=setting.batch_size,
+        projection_rank=setting.rank,
+        projection_update_steps=update_steps,
+        grad_sample_mode=setting.grad_sample_mode,
+        report_to="none",
+        **asked,
+    )
+
+
+def prepared(model: Any, setting: Setting) -> nn.Module:
+    """Returns the model as a setting trains it: with checkpointing, and with a LoRA adapter.
+
+    The adapter is on all linear layers and has the rank of the setting.
+    """
+    if setting.gradient_checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    row = methods.METHODS.get(setting.method)
+    if row is not None and row.adapter:
+        import peft  # not above, because that takes seconds
+
+        config = peft.LoraConfig(
+            r=setting.rank, lora_alpha=setting.rank, target_modules="all-linear"
+        )
+        with warnings.catch_warnings():  # peft reads a name that transformers has renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            model = peft.get_peft_model(model, config)
+    trained: nn.Module = model
+    return trained
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the inputs, with floating-point tensors of that type."""
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 # ---- One step ----
@@ -91,14 +169,8 @@ class Setting:
 class _WatchedEngine(LayerwiseEngine):
     """The layerwise engine, which tells a timeline where in the step it is."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction | None,
-        recompute_activations: bool | None,
-        timeline: Timeline,
-    ) -> None:
-        super().__init__(model, loss, recompute_activations)
+    def __init__(self, *args: Any, timeline: Timeline, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._timeline = timeline
 
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
@@ -118,15 +190,18 @@ class _WatchedEngine(LayerwiseEngine):
         return losses, gradients
 
     def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
         """Hands out one group of gradients after another, within the backward pass."""
 
-        def watched(gradients: Gradients) -> None:
-            self._label(gradients)
-            consume(gradients)
+        def watched(consume: Consume) -> Consume:
+            def labelling(gradients: Gradients) -> None:
+                self._label(gradients)
+                consume(gradients)
 
-        return super().stream(inputs, projectors, watched)
+            return labelling
+
+        return super().stream(inputs, projectors, *map(watched, consumers))
 
     def _label(self, gradients: Gradients) -> None:
         for gradient in gradients.values():
@@ -139,14 +214,16 @@ class Step:
     """A training step of one method, with the optimizer's state in place.
 
     Args:
-        model: the model, on any device, real or fake.
+        model: the model, on any device, real or fake; ``prepared`` for the setting.
         inputs: a batch of it, labels included.
         setting: what to run; its dtype and gradient checkpointing are the model's affair.
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head; not for ``adamw``.
         timeline: records what is allocated.
+        update_steps: F: projections are redrawn at every step whose number it divides.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
+        number: of the next step.
 
     Raises:
         PrivacyError: for an unknown method, or a model that the engine refuses.
@@ -157,158 +234,163 @@ class Step:
     setting: Setting
     loss: LossFunction | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    update_steps: int = 1
     optimizer: torch.optim.Optimizer = field(init=False)
+    number: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        if self.setting.method not in METHODS:
-            known = ", ".join(METHODS)
-            raise PrivacyError(f"method={self.setting.method!r} is not known; choose: {known}.")
         self.model.train()
         self.timeline.label(WEIGHTS, [*self.model.parameters(), *self.model.buffers()])
         self.timeline.label(ACTIVATIONS, dict(self.inputs))
-        plain = self.setting.method == ADAMW
-        self._run = self._plain() if plain else self._private()
+        self._run = self._plain() if self.setting.method == ADAMW else self._of_trainer()
+        for state in self.optimizer.state.values():
+            self.timeline.label(OPTIMIZER, list(state.values()))
+        self.number = 1
 
     def run(self) -> None:
         """Runs the step once more: redraw, forward, backward, clip, release, update."""
-        materialised = self.setting.method == DP_ADAM_DENSE
-        with self.timeline, _materialised() if materialised else contextlib.nullcontext():
+        with self.timeline if self.timeline.recording else contextlib.nullcontext():
             self._run()
+        self.number += 1
 
     def _plain(self) -> Callable[[], None]:
         """AdamW with torch's fused kernel, which has no temporaries, as the Trainer has it."""
+        timeline = self.timeline
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        with self.timeline:
+        with timeline:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
-        self._label_state(optimizer)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: self.timeline.label(SUMS, p.grad)
-            )
+        for parameter in parameters if timeline.recording else ():
+            parameter.register_post_accumulate_grad_hook(lambda p: timeline.label(SUMS, p.grad))
 
         def run() -> None:
-            self.timeline.phase = "forward"
+            timeline.phase = "forward"
             loss = self.model(**self.inputs).loss
-            self.timeline.phase = "backward"
+            timeline.phase = "backward"
             loss.backward()
-            self.timeline.phase = "update"
+            timeline.phase = "update"
             optimizer.step()
             optimizer.zero_grad()
 
         return run
 
-    def _private(self) -> Callable[[], None]:
-        """Engine, projections and optimizer as the Trainer sets them up; a redraw every step."""
-        setting = self.setting
-        per_sample = _WatchedEngine(
-            self.model, self.loss, setting.recompute_activations, self.timeline
+    def _of_trainer(self) -> Callable[[], None]:
+        """Engine, projections and optimizer as the Trainer makes them, driven as it drives them."""
+        setting, timeline = self.setting, self.timeline
+        args = arguments_of(setting, self.update_steps)
+        row = methods.METHODS[args.method]
+        watched = partial(
+            _WatchedEngine,
+            timeline=timeline,
+            recompute_activations=setting.recompute_activations,
         )
-        per_sample.learn_calls(self.inputs)
-        self.timeline.phase = "setup"
-        trainable = per_sample.trainable
-        names = projection_targets(self.model, trainable, None, setting.project_embeddings)
-        device = per_sample.device
-        schedule = ProjectionSchedule(
-            {name: tuple(trainable[name].shape) for name in names},
-            family="gaussian" if setting.method == DP_GRAPE else "identity",
-            rank=setting.rank,
-            update_steps=1,
-            seed=0,
-            device=device,
-            cache=not setting.regenerate_projections,
-        )
-        engine = PrivateEngine(
-            per_sample,
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-            expected_batch_size=setting.batch_size,
-            ledger=Ledger.start(_mechanism(setting), private=False, reason="a simulation"),
-            noise_generator=torch.Generator(device),
-            clipping=setting.clipping,
-        )
-        optimizer = self.optimizer = ProjectedAdam(trainable.values(), lr=1e-4)
-        steps = iter(range(2**62))
+        with mock.patch.dict(ENGINES, {args.engine: watched}):
+            per_sample = per_sample_of_run(args, self.model, self.loss)
+        trainable, device = per_sample.trainable, per_sample.device
+        plan = PrivacyPlan(args, 2 * setting.batch_size)
+        ledger = Ledger.start(plan.mechanism(), private=False, reason="a simulation")
+        engine = make_engine_of_run(args, per_sample, plan, ledger, torch.Generator(device))
+        projections = Projections(args, self.model, trainable, device)
+        cls, options = optimizer_of_run(args, per_sample)
+        optimizer = self.optimizer = cls(trainable.values(), **options)
 
         def projectors() -> Mapping[str, Projector]:
-            drawn = schedule.at(next(steps))
-            kept = [p.matrix for p in drawn.values() if not isinstance(p, RedrawnProjector)]
-            self.timeline.label(PROJECTIONS, kept)
+            per_sample.use(self.number)
+            drawn = projections.at_capture(self.number)
+            self._label_projections(drawn)
             return drawn
 
-        def update(private_grads: dict[str, Tensor], drawn: Mapping[str, Projector]) -> None:
-            optimizer.receive(
-                {trainable[name]: private_grads.pop(name) for name in list(private_grads)},
-                {trainable[name]: projector for name, projector in drawn.items()},
-            )
+        def update(private_grads: dict[str, Tensor]) -> None:
+            projections.hand_over(optimizer, self.number, private_grads, engine.noise_std)
+            if projections.released is not None:  # which has made them by now
+                self._label_projections(projections.released.at(self.number, private_grads))
+            private_grads.clear()
             optimizer.step()
 
-        with self.timeline:
-            drawn = projectors()
-            shapes = {name: per_sample.coordinate_shape(name, drawn) for name in trainable}
-            update({n: torch.zeros(s, device=device) for n, s in shapes.items()}, drawn)
-            del drawn
-        self._label_state(optimizer)
+        with timeline:
+            shapes = per_sample.released_shapes(projectors())
+            update({name: torch.zeros(shape, device=device) for name, shape in shapes.items()})
+        # What the engine does with the first batch only is no part of a step.
+        if isinstance(per_sample, LayerwiseEngine):
+            per_sample.learn_calls(self.inputs)
+        elif isinstance(per_sample, ZerothOrderEngine):
+            per_sample._probed = 2
+        timeline.phase = "setup"
+        if timeline.recording and not row.private:
+            for parameter in trainable.values():
+                parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
 
         def run() -> None:
-            self.timeline.phase = "redraw"
+            timeline.phase = "redraw"
             engine.begin(projectors())
+            timeline.phase = "forward"
             engine.accumulate(self.inputs)
-            self.timeline.phase = "release"
+            timeline.phase = "release"
             private_grads = engine.release()
-            self.timeline.label(SUMS, private_grads)  # a release has the memory of its clipped sum
-            self.timeline.phase = "update"
-            update(private_grads, engine.projectors)
+            timeline.label(SUMS, private_grads)  # a release has the memory of its clipped sum
+            private_norm(private_grads)
+            timeline.phase = "update"
+            update(private_grads)
 
         return run
 
-    def _label_state(self, optimizer: torch.optim.Optimizer) -> None:
-        for state in optimizer.state.values():
-            self.timeline.label(OPTIMIZER, list(state.values()))
+    def _label_projections(self, projectors: Mapping[str, Projector]) -> None:
+        kept = [p.matrix for p in projectors.values() if not isinstance(p, RedrawnProjector)]
+        self.timeline.label(PROJECTIONS, kept)
 
 
-def _mechanism(setting: Setting) -> Mechanism:
-    """Returns the record of a step that is run for its memory only."""
-    return Mechanism(
-        noise_multiplier=1.0,
-        sample_rate=0.5,
-        max_grad_norm=1.0,
-        expected_batch_size=setting.batch_size,
-        num_samples=2 * setting.batch_size,
-        target_epsilon=None,
-        target_delta=None,
-        accountant="prv",
-        engine="layerwise",
-        projection="gaussian",
-        projection_rank=setting.rank,
-        projection_update_steps=1,
-        projection_seed=0,
-        clipping=setting.clipping,
-    )
+# ---- Its simulation ----
 
 
-@contextlib.contextmanager
-def _materialised() -> Iterator[None]:
-    """Forms the gradient of every weight for every sample, tables included."""
-    table_gradients = EmbeddingRule.gradients
+@dataclass(frozen=True)
+class Footprint:
+    """What a simulated step takes."""
 
-    def dense(
-        rule: EmbeddingRule, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
-    ) -> dict[str, Single]:
-        rows = table_gradients(rule, layer, saved, grad_output, batch_size)["weight"]
-        assert isinstance(rows, SparseRows)
-        table = rows.values.new_zeros(batch_size, *rows.shape)  # (B, m, n)
-        index = rows.indices[:, :, None].expand_as(rows.values)
-        return {"weight": Dense(table.scatter_add_(1, index, rows.values))}
+    peak: Peak
+    gradients: int  # bytes, the most at one time: per sample, and summed
+    optimizer: int  # bytes kept from step to step
+    projectors: int  # bytes kept from step to step
+    flops: int  # of products, convolutions and attention
 
-    with (
-        mock.patch.object(Factored, "cheapest", Factored.dense),
-        mock.patch.object(EmbeddingRule, "gradients", dense),
-    ):
-        yield
+
+def footprint(
+    build: Callable[[torch.dtype], nn.Module],
+    batch: Callable[[int], Inputs],
+    setting: Setting,
+    *,
+    gpu: bool = True,
+    loss: LossFunction | None = None,
+) -> Footprint:
+    """Returns what a training step takes, without running it on contents.
+
+    Args:
+        build: returns the model with weights of that dtype.
+        batch: returns a batch of that size; floating-point inputs get the weights' dtype.
+        setting: what to run.
+        gpu: whether attention and dropout take the memory that they take on a GPU, or on a CPU.
+        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+
+    Raises:
+        PrivacyError: for a combination that no run can have.
+        UnsupportedModelError: if a shape in the model depends on the contents of its inputs.
+    """
+    if setting.recompute_activations is None:
+        setting = replace(setting, recompute_activations=gpu)
+    with fake_tensors(gpu):
+        model = prepared(build(setting.dtype), setting)
+        step = Step(model, cast(batch(setting.batch_size), setting.dtype), setting, loss)
+        step.run()
+        timeline = step.timeline
+        return Footprint(
+            timeline.peak(),
+            timeline.most(PER_SAMPLE, SUMS),
+            timeline.kept(OPTIMIZER),
+            timeline.kept(PROJECTIONS),
+            timeline.flops,
+        )
 
 
 def simulate(
@@ -319,29 +401,5 @@ def simulate(
     gpu: bool = True,
     loss: LossFunction | None = None,
 ) -> Peak:
-    """Returns the peak memory of a training step, without running it on contents.
-
-    Args:
-        build: returns the model with weights of that dtype.
-        batch: returns a batch of that size; floating-point inputs get the weights' dtype.
-        setting: what to run.
-        gpu: whether attention and dropout take the memory that they take on a GPU, or on a CPU.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
-
-    Raises:
-        UnsupportedModelError: if a shape in the model depends on the contents of its inputs.
-    """
-    if setting.recompute_activations is None:
-        setting = replace(setting, recompute_activations=gpu)
-    with fake_tensors(gpu):
-        model: Any = build(setting.dtype)
-        if setting.gradient_checkpointing:
-            model.config.use_cache = False
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        inputs = {
-            name: value.to(setting.dtype) if value.is_floating_point() else value
-            for name, value in batch(setting.batch_size).items()
-        }
-        step = Step(model, inputs, setting, loss)
-        step.run()
-        return step.timeline.peak()
+    """Returns the peak memory of a training step; see ``footprint``."""
+    return footprint(build, batch, setting, gpu=gpu, loss=loss).peak

@@ -7,14 +7,15 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from dp_grape_hf.directions import DISTRIBUTIONS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES
-from dp_grape_hf.methods import AFTER_RELEASE, AT_CAPTURE, METHODS, Method
+from dp_grape_hf.methods import AT_CAPTURE, METHODS, Method
 from dp_grape_hf.placement import SIDES
 from dp_grape_hf.projection import PROJECTIONS
 from dp_grape_hf.released_projection import SVD
@@ -22,13 +23,23 @@ from dp_grape_hf.update_rules import AT_REDRAW, UPDATE_RULES
 
 AUTO = "auto:"
 LEAST_PERTURBATION = 1e-4
+NORM_DIRECTIONS = 64
 
-# Options that mean nothing unless gradients are projected there.
-_PROJECTED_ONLY = {
-    "optim_target_modules": (AT_CAPTURE, AFTER_RELEASE),
-    "project_embeddings": (AT_CAPTURE, AFTER_RELEASE),
-    "projection_ranks": (AT_CAPTURE, AFTER_RELEASE),
-    "regenerate_projections": (AT_CAPTURE,),
+
+def _projects(row: Method) -> bool:
+    return row.projected is not None
+
+
+# Options that mean nothing in some methods: what they are about, and the methods that do that.
+_ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
+    "optim_target_modules": ("a projection", _projects),
+    "project_embeddings": ("a projection", _projects),
+    "projection_ranks": ("a projection", _projects),
+    "regenerate_projections": ("a projection at capture", lambda row: row.projected == AT_CAPTURE),
+    "perturbation": ("finite differences", lambda row: row.zeroth_order),
+    "n_directions": ("finite differences", lambda row: row.zeroth_order),
+    "direction_distribution": ("finite differences", lambda row: row.zeroth_order),
+    "norm_directions": ("estimates of norms", lambda row: row.norm_estimates),
 }
 
 if TYPE_CHECKING:
@@ -104,6 +115,23 @@ class MethodArguments(_Host):
             "help": "mu: how far from the weights the losses of a zeroth-order method are taken."
         },
     )
+    n_directions: int = field(
+        default=1,
+        metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
+    )
+    direction_distribution: str = field(
+        default="gaussian",
+        metadata={
+            "help": f"Of the directions of a zeroth-order method: {', '.join(DISTRIBUTIONS)}."
+        },
+    )
+    norm_directions: int | None = field(
+        default=None,
+        metadata={
+            "help": "Of dp_jl: from how many random directions the norm of a sample's gradient is "
+            f"estimated. Fewer take more noise. Default: {NORM_DIRECTIONS}."
+        },
+    )
     moments_at_redraw: str = field(
         default="keep",
         metadata={
@@ -116,6 +144,13 @@ class MethodArguments(_Host):
         metadata={
             "help": "Subtract the known variance of the noise from Adam's second moment, as "
             "DP-AdamBC does (Tang et al. 2024). Costs no privacy."
+        },
+    )
+    noise_floor: float | None = field(
+        default=None,
+        metadata={
+            "help": "What at least stays of a corrected second moment, in units of the noise's "
+            "variance. Default: what suits adam_beta1."
         },
     )
 
@@ -217,14 +252,31 @@ class MethodArguments(_Host):
             ("released_iterate", f"one of {sorted(ITERATES)}", lambda v: v in ITERATES),
             ("average_decay", "from 0 to 1", lambda v: 0 <= v <= 1),
             ("perturbation", "positive and finite", lambda v: 0 < v < math.inf),
+            ("n_directions", "at least 1", lambda v: v >= 1),
+            ("direction_distribution", f"one of {DISTRIBUTIONS}", lambda v: v in DISTRIBUTIONS),
+        )
+        refuse_values(
+            self,
+            ("norm_directions", "at least 1", lambda v: v >= 1),
+            ("noise_floor", "positive and finite", lambda v: 0 < v < math.inf),
+            optional=True,
         )
         self._read_ranks()
-        for name, where in _PROJECTED_ONLY.items():
-            if getattr(self, name) and row.projected not in where:
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, (what, makes) in _ONLY_FOR.items():
+            value = getattr(self, name)
+            if value and value != defaults[name] and not makes(row):
                 raise PrivacyError(
-                    f"{name}={getattr(self, name)!r} is about a projection that "
-                    f"method={self.method!r} does not make. Leave it out."
+                    f"{name}={value!r} is about {what}, and method={self.method!r} makes none. "
+                    "Leave it out."
                 )
+        if row.norm_estimates and self.norm_directions is None:
+            self.norm_directions = NORM_DIRECTIONS
+        if self.noise_floor is not None and not self.noise_correction:
+            raise PrivacyError(
+                f"noise_floor={self.noise_floor!r} has no meaning without noise_correction=True. "
+                "Leave it out, or switch the correction on."
+            )
         if self.released_iterate != "last" and self.load_best_model_at_end:
             raise PrivacyError(
                 f"released_iterate={self.released_iterate!r} and load_best_model_at_end=True both "

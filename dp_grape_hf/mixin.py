@@ -56,10 +56,11 @@ from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine, batch_size_of
 from dp_grape_hf.plan import PrivacyPlan, check_dataset
 from dp_grape_hf.probing import evaluating
-from dp_grape_hf.processes import failing_together, from_first
+from dp_grape_hf.processes import failing_together, from_first, require_agreement
 from dp_grape_hf.randomness import forget_the_seed, noise_generator
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.selfcheck import check_gradients, collated_examples, examine_collator
+from dp_grape_hf.units import without_units
 
 
 class DPGrapeMixin(DrawingMixin, DisclosureMixin):
@@ -78,9 +79,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
 
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
-        training data, for adding or removing one example, with the numbers of ``privacy_spent()``.
-        So are ledger, progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise;
-        metrics in the logs are functions of the evaluation data, which epsilon does not cover.
+        training data, for adding or removing one example, or all of a unit's examples where
+        ``privacy_unit_column`` is given, with the numbers of ``privacy_spent()``. So are ledger,
+        progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise; metrics in the
+        logs are functions of the evaluation data, which epsilon does not cover.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.
@@ -142,7 +144,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
-            self.plan = PrivacyPlan(args, len(prepared))
+            self.plan = PrivacyPlan(args, self._dataset_size)
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -207,8 +209,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     ) -> Any:
         """Starts or resumes ledger and mechanism, before the optimizer is made."""
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        size = len(self.train_dataset)  # type: ignore[arg-type]
-        self.plan.require_agreement(size, self.state.global_step, trainable)
+        self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
+        units = self._read_units_again()
+        if units is not None:
+            require_agreement({"the checksum of the privacy units": units.checksum})
         if max_steps != self.plan.steps:
             raise PrivacyError(
                 f"The run would take {max_steps} steps, but the noise was calibrated for "
@@ -219,7 +223,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self._start_engine(self._start_ledger(resume_from_checkpoint))
         if train_dataloader is not None and METHODS[self.args.method].private:
             low = self._low_precision()
-            examine_collator(self._losses_in_evaluation, train_dataloader, low)
+            examine_collator(self._losses_in_evaluation, train_dataloader, low, units is not None)
         if self._test_generators is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
@@ -358,7 +362,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         if batch is None and (loader := self.callback_handler.train_dataloader) is not None:
             batch = collated_examples(loader, 2)
         if batch is not None:
-            batch = self._prepare_inputs(batch)
+            batch = without_units(self._prepare_inputs(batch))
             low = self._low_precision()
             assert self._projections is not None
             projectors = self._projections.at_capture(self.state.global_step)

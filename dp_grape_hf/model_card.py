@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from dp_grape_hf.accounting import REPLACE_ONE
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import EXAMPLE
 
 
 def render(ledger: Ledger, base_model: str | None = None) -> str:
@@ -22,11 +24,15 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
     if base_model:
         metadata.append(f"base_model: {base_model}")
     metadata.append("---")
+    change = "replacing" if mechanism.adjacency == REPLACE_ONE else "adding or removing"
+    most = mechanism.max_examples_per_unit
+    unit = mechanism.privacy_unit
+    if unit != EXAMPLE:
+        unit = f"`{unit}` with all its examples"
     if ledger.private:
         claim = (
             f"This model was trained with differential privacy: **ε = {spent}** at "
-            f"δ = {mechanism.target_delta:g}, for adding or removing one {mechanism.privacy_unit} "
-            "of the training data."
+            f"δ = {mechanism.target_delta:g}, for {change} one {unit} of the training data."
         )
     else:
         claim = (
@@ -37,18 +43,19 @@ def render(ledger: Ledger, base_model: str | None = None) -> str:
     if mechanism.projection_rank is not None:
         projection += f", r = {mechanism.projection_rank}, F = {mechanism.projection_update_steps}"
     split = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
-    cap = mechanism.max_batch_size
+    cap, known = mechanism.max_batch_size, mechanism.norm_directions
     capped = "" if cap is None else f", at most {cap} at a time"
     rows = [
         ("ε spent (upper bound)", spent),
         ("δ", "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"),
         ("Adjacency", mechanism.adjacency.replace("_", " ")),
-        ("Privacy unit", mechanism.privacy_unit),
+        ("Privacy unit", unit if most is None else f"{unit}, at most {most} in a step"),
         ("Sampling", f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}{capped}"),
         ("Dataset size N, as declared", f"{mechanism.num_samples}"),
         ("Expected batch size q N", f"{mechanism.expected_batch_size:g}"),
         ("Noise multiplier sigma", f"{mechanism.noise_multiplier:.6g}"),
         ("Clipping norm C", f"{mechanism.max_grad_norm:g}{split.get(mechanism.clipping, '')}"),
+        ("Norms", "exact" if known is None else f"estimated from {known} random directions"),
         ("Releases", f"{ledger.steps}"),
         ("Projection", projection),
         ("Projection seed (public)", "-" if seed is None else f"{seed}"),

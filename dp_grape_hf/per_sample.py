@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,19 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import refuse_coupling
 from dp_grape_hf.losses import HeadLoss, LabelledPositions, LossFunction, checked, loss_for, split
 from dp_grape_hf.projection import Projector
-from dp_grape_hf.representations import Dense, PerSampleGradient
+from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
 Inputs = Mapping[str, Any]
 Gradients = dict[str, PerSampleGradient]
+AUTO, GHOST, BOOK_KEEPING, MATERIALISE = "auto", "ghost", "book_keeping", "materialise"
+GRAD_SAMPLE_MODES = (AUTO, GHOST, BOOK_KEEPING, MATERIALISE)
+"""How clipping sees the gradients of unprojected weights. All release the same, up to rounding.
+
+``auto`` keeps for each weight the form with the fewest numbers. ``book_keeping`` keeps the factors
+of every matrix and the rows of every table (Bu et al. 2023), ``materialise`` one gradient of every
+weight for every sample, as Opacus' hooks do. ``ghost`` keeps none (Li et al. 2021): a first
+backward pass measures, and a second one over the same graph adds up.
+"""
 Consume = Callable[[Gradients], None]
 """Takes the gradients of one group of parameters, which are not kept afterwards."""
 
@@ -35,17 +44,32 @@ class PerSampleEngine(ABC):
     Args:
         model: the model; parameters with ``requires_grad`` are the trainable ones.
         loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
+        grad_sample_mode: one of ``grad_sample_modes``; see ``GRAD_SAMPLE_MODES``.
 
     Raises:
         UnsupportedModelError: if a layer couples the samples, or the head's loss is not known.
-        PrivacyError: if nothing is trainable.
+        PrivacyError: if nothing is trainable, or the engine does not have that mode.
     """
+
+    grad_sample_modes: ClassVar[tuple[str, ...]] = (AUTO,)
+    grad_sample_mode = AUTO
 
     skips_unlabelled = False
     """Whether vocabulary heads are evaluated only at positions with a label. How many there are is
     read from the labels, so an engine that vectorises over samples cannot."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None = None,
+        grad_sample_mode: str = AUTO,
+    ) -> None:
+        if grad_sample_mode not in self.grad_sample_modes:
+            raise PrivacyError(
+                f"{grad_sample_mode=} is not a mode of {type(self).__name__}; choose one of: "
+                f"{', '.join(self.grad_sample_modes)}."
+            )
+        self.grad_sample_mode = grad_sample_mode
         self.model = model
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
@@ -79,17 +103,28 @@ class PerSampleEngine(ABC):
         """Is told the number of the logical step, from 0, before its physical batches."""
 
     def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
         """Hands out the gradients of one group of ``self.groups`` after another; returns losses.
 
         A group is what one module owns; modules that share a parameter make one group. Each group
-        is handed out once, and may be freed before the next one is complete.
+        is handed out once, and may be freed before the next one is complete. A further consumer is
+        handed all groups again, after the one before it has had the last.
         """
         losses, gradients = self(inputs, projectors)
-        for group in self.groups:
-            consume({name: gradients.pop(name) for name in group})
+        for consume in consumers:
+            for group in self.groups:
+                consume({name: gradients[name] for name in group})
         return losses
+
+    def in_form(self, gradient: Single) -> Single:
+        """Returns the gradient of one use of an unprojected weight as ``grad_sample_mode`` has it.
+
+        For ``ghost`` that is what the layer gave: to form it would take more than to measure it.
+        """
+        if self.grad_sample_mode == AUTO:
+            return gradient.cheapest()
+        return gradient.dense() if self.grad_sample_mode == MATERIALISE else gradient
 
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
@@ -162,15 +197,20 @@ def engine(name: str) -> Callable[[type[PerSampleEngine]], type[PerSampleEngine]
     return register
 
 
-def make_engine(name: str, model: nn.Module, loss: LossFunction | None = None) -> PerSampleEngine:
+def make_engine(
+    name: str,
+    model: nn.Module,
+    loss: LossFunction | None = None,
+    grad_sample_mode: str = AUTO,
+) -> PerSampleEngine:
     """Returns the engine of that name for a model.
 
     Raises:
-        PrivacyError: if there is no such engine.
+        PrivacyError: if there is no such engine, or it does not have that mode.
     """
     if name not in ENGINES:
         raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
-    return ENGINES[name](model, loss)
+    return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode)
 
 
 def per_sample_gradients(
@@ -180,6 +220,7 @@ def per_sample_gradients(
     projections: Mapping[str, Projector] | None = None,
     engine: str = "layerwise",
     loss: LossFunction | None = None,
+    grad_sample_mode: str = AUTO,
 ) -> tuple[Tensor, Gradients]:
     """Returns per-sample losses (B,) and per-sample gradients by parameter name.
 
@@ -189,12 +230,13 @@ def per_sample_gradients(
         projections: parameter name -> ``Projector``; parameters not named are not projected.
         engine: ``layerwise`` or ``functorch``.
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+        grad_sample_mode: in what form gradients are returned; see ``GRAD_SAMPLE_MODES``.
 
     Raises:
         UnsupportedModelError: if a gradient cannot be computed exactly; the message names the
         module.
     """
-    return make_engine(engine, model, loss)(inputs, projections or {})
+    return make_engine(engine, model, loss, grad_sample_mode)(inputs, projections or {})
 
 
 def batch_size_of(inputs: Inputs) -> int:

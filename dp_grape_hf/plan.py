@@ -15,11 +15,16 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
-from dp_grape_hf.accounting import EpsilonCurve, find_noise_multiplier, smallest_batch_cap
+from dp_grape_hf.accounting import (
+    EpsilonCurve,
+    Variant,
+    find_noise_multiplier,
+    smallest_batch_cap,
+)
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import TRUNCATED_POISSON, Mechanism
+from dp_grape_hf.mechanism import TRUNCATED_POISSON, Mechanism, refuse_estimates_by_layer
 from dp_grape_hf.processes import require_agreement
 from dp_grape_hf.sampling import expected_steps_per_epoch
 
@@ -47,7 +52,7 @@ class PrivacyPlan:
     Args:
         args: the arguments of the run.
         dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
-            declares another.
+            declares another; with an ``args.privacy_unit_column`` the number of its values.
 
     Attributes:
         num_samples: N.
@@ -62,19 +67,22 @@ class PrivacyPlan:
 
     def __init__(self, args: DPGrapeArguments, dataset_size: int) -> None:
         self._args = args
+        self._units = "examples" if args.privacy_unit_column is None else "units"
+        refuse_estimates_by_layer(args.norm_directions, args.clipping)
         self.num_samples = args.num_samples or dataset_size
         batch = args.logical_batch_size
         if batch > self.num_samples:
             raise PrivacyError(
                 f"The expected batch size {batch} is larger than the {self.num_samples} training "
-                "examples. Lower expected_batch_size, or per_device_train_batch_size and "
+                f"{self._units}. Lower expected_batch_size, or per_device_train_batch_size and "
                 "gradient_accumulation_steps, whose product with the number of processes it is."
             )
         delta = args.target_delta
         if args.private and delta is not None and delta >= 1 / self.num_samples:
             raise PrivacyError(
                 f"target_delta={delta} is not below 1/{self.num_samples}: releasing one random "
-                "example outright would satisfy it. Choose a smaller one, for example 1e-5."
+                f"{self._units.removesuffix('s')} outright would satisfy it. Choose a smaller one, "
+                "for example 1e-5."
             )
         self.sample_rate = batch / self.num_samples
         epoch = expected_steps_per_epoch(self.sample_rate)
@@ -91,8 +99,7 @@ class PrivacyPlan:
                 delta,
                 self.steps,
                 args.accountant,
-                self.max_batch_size,
-                self.num_samples,
+                **self._variant(),
             )
 
     def _noise_multiplier(self) -> float:
@@ -107,17 +114,25 @@ class PrivacyPlan:
             sample_rate=self.sample_rate,
             steps=self.steps,
             accountant=args.accountant,
+            **self._variant(),
+        )
+
+    def _variant(self) -> Variant:
+        """Returns in what the releases differ from the plain ones."""
+        return Variant(
             max_batch_size=self.max_batch_size,
             num_samples=self.num_samples,
+            norm_directions=self._args.norm_directions,
+            adjacency=self._args.adjacency,
         )
 
     def require_size(self, dataset_size: int) -> None:
         """Refuses more examples than a cap was accounted for; call it before every use of them."""
         if self.max_batch_size is not None and dataset_size > self.num_samples:
             raise PrivacyError(
-                f"num_samples={self.num_samples} is below the {dataset_size} training examples: "
-                "how often a capped batch is full depends on their number. Declare at least that, "
-                "in a new trainer."
+                f"num_samples={self.num_samples} is below the {dataset_size} training "
+                f"{self._units}: how often a capped batch is full depends on their number. Declare "
+                "at least that, in a new trainer."
             )
 
     def _max_batch_size(self) -> int | None:
@@ -159,6 +174,10 @@ class PrivacyPlan:
             projection_ranks=_as_text(args.projection_ranks),
             sampling=args.sampling,
             max_batch_size=self.max_batch_size,
+            adjacency=args.adjacency,
+            privacy_unit=args.privacy_unit_column or Mechanism.privacy_unit,
+            max_examples_per_unit=args.max_examples_per_unit,
+            norm_directions=args.norm_directions,
         )
 
     def _accountant_in_use(self) -> str:
@@ -246,7 +265,7 @@ class PrivacyPlan:
             sample_rate=self.sample_rate,
             expected_batch_size=self._args.logical_batch_size,
             max_grad_norm=self._args.max_grad_norm,
-            adjacency=Mechanism.adjacency,
+            adjacency=self._args.adjacency,
             private=private,
         )
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.mechanism import CLIPPING_MODES
-from dp_grape_hf.memory import DP_GRAPE, METHODS, Setting, simulate
+from dp_grape_hf.memory import DP_GRAPE, METHODS, Setting, compared, simulate
 from dp_grape_hf.memory_report import (
     GIB,
     Simulate,
@@ -25,7 +25,14 @@ from dp_grape_hf.memory_report import (
     turn_each,
     turn_until_it_fits,
 )
-from dp_grape_hf.plan_report import Report
+from dp_grape_hf.plan_methods import (
+    ROUNDS,
+    every_method,
+    simulate_all,
+    sizes_of_model,
+    time_all,
+)
+from dp_grape_hf.plan_report import Comparison, Report
 from dp_grape_hf.timeline import Peak
 
 _DESCRIPTION = """\
@@ -36,8 +43,11 @@ and no weights are needed, only the model's config.
 
   AdamW           training without privacy, torch's fused kernel
   DP-GRAPE        projected per-sample gradients
-  DP-Adam ghost   unprojected, norms of large layers from factors (book-keeping)
+  DP-Adam         unprojected, of each weight the form of its gradients that takes least
   DP-Adam dense   unprojected, a gradient of every weight for every sample
+
+--all_methods compares every method of the package instead, at one batch size, and times a step of
+each on this machine, with random weights.
 
 What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
 and temporary memory inside kernels. --reserve leaves room for it.
@@ -48,6 +58,10 @@ What does RoBERTa-large take, what fits a card of 24 GiB, and what would make mo
 
   $ dp-grape plan --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
       --gpu_memory 24 --knobs
+
+What do the methods take, beside the formulas of the paper?
+
+  $ dp-grape plan --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
 """
 
 _CHOICES = 4  # options of a multiple-choice question
@@ -127,10 +141,11 @@ def add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--methods",
         nargs="+",
         choices=METHODS,
-        default=[*METHODS],
         metavar="method",
-        help=f"of {', '.join(METHODS)}",
+        help=f"of {', '.join(METHODS)} (default: all of these)",
     )
+    add("--all_methods", action="store_true", help="compare every method, in memory and time")
+    add("--no_timing", action="store_true", help="with --all_methods: leave out the time")
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
@@ -151,12 +166,10 @@ def _positive(text: str) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    if args.gpu_memory is not None and not args.gpu_memory > args.reserve >= 0:
-        raise PrivacyError(
-            f"gpu_memory={args.gpu_memory:g} leaves no room beside reserve={args.reserve:g}; both "
-            "are in GiB, and the reserve must be at least 0."
-        )
+    _refuse_combinations(args)
     request = _Request.of(args)
+    if args.all_methods:
+        return _compare(request, args)
     progress = tqdm(disable=None, unit=" steps", desc="simulating")
 
     @cache
@@ -164,12 +177,12 @@ def _plan(args: argparse.Namespace) -> str:
         progress.update()
         return simulate(request.build, request.batch, setting)
 
-    settings = {
-        method: replace(request.setting, method=method) for method in dict.fromkeys(args.methods)
-    }
-    peaks = {method: peak_of(setting) for method, setting in settings.items()}
+    names = list(dict.fromkeys(args.methods or METHODS))
+    settings = {name: compared(name, request.setting) for name in names}
+    peaks = {name: peak_of(setting) for name, setting in settings.items()}
     report = Report(request.model, request.parameters, request.length, request.setting, peaks)
-    chosen = settings[DP_GRAPE if DP_GRAPE in settings else args.methods[0]]
+    name = DP_GRAPE if DP_GRAPE in settings else names[0]
+    chosen = settings[name]
     limit = None
     if args.gpu_memory is not None:
         report.card = (args.gpu_memory, args.reserve)
@@ -180,10 +193,45 @@ def _plan(args: argparse.Namespace) -> str:
         }
     too_large = limit is not None and peak_of(chosen).total > limit
     if args.knobs or too_large:
-        report.chosen, report.turned = chosen, turn_each(peak_of, chosen)
+        report.chosen, report.turned = name, turn_each(peak_of, chosen)
     if limit is not None and too_large:
         report.fit = turn_until_it_fits(peak_of, chosen, limit, report.turned)
     progress.close()
+    return report.as_json() if args.json else report.as_text()
+
+
+def _refuse_combinations(args: argparse.Namespace) -> None:
+    if args.gpu_memory is not None and not args.gpu_memory > args.reserve >= 0:
+        raise PrivacyError(
+            f"gpu_memory={args.gpu_memory:g} leaves no room beside reserve={args.reserve:g}; both "
+            "are in GiB, and the reserve must be at least 0."
+        )
+    if args.no_timing and not args.all_methods:
+        raise PrivacyError("no_timing=True: only --all_methods times anything. Leave it out.")
+    for name in ("methods", "gpu_memory", "knobs"):
+        if args.all_methods and getattr(args, name):
+            raise PrivacyError(
+                f"all_methods=True and {name}={getattr(args, name)!r}: --all_methods compares "
+                "every method at one batch size, and searches for nothing. Leave one of them out."
+            )
+
+
+def _compare(request: _Request, args: argparse.Namespace) -> str:
+    """Returns the tables of every method."""
+    rows = every_method(request.setting)
+    ticks = len(rows) * (1 if args.no_timing else 2 + ROUNDS)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tqdm(disable=None, total=ticks, desc="every method") as progress:
+        simulate_all(request.build, request.batch, rows, progress.update)
+        if not args.no_timing:
+            time_all(request.build, request.batch, rows, device, progress.update)
+    sizes = sizes_of_model(request.build, request.setting)
+    report = Comparison(
+        Report(request.model, request.parameters, request.length, request.setting, {}),
+        rows,
+        sizes,
+        None if args.no_timing else str(device),
+    )
     return report.as_json() if args.json else report.as_text()
 
 
@@ -266,8 +314,9 @@ def _head_of(config: Any, name: str | None) -> _Head:
 
 
 def _text(config: Any, *shape: int) -> dict[str, Tensor]:
-    ones = torch.ones(shape, dtype=torch.long)
-    return {"input_ids": ones, "attention_mask": ones.clone()}
+    words = getattr(config.get_text_config(), "vocab_size", 2)
+    ids = torch.randint(words, shape)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _sides(config: Any) -> tuple[int, int]:

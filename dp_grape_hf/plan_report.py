@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from dp_grape_hf.mechanism import CLIPPING_MODES
 from dp_grape_hf.memory import METHODS, Setting
 from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
+from dp_grape_hf.methods import METHODS as ROWS
+from dp_grape_hf.per_sample import AUTO
+from dp_grape_hf.plan_methods import FORMULAS, ROUNDS, TIMED, Compared, Sizes, choices
 from dp_grape_hf.timeline import KINDS, Peak
 
 
@@ -24,7 +27,7 @@ class Report:
         peaks: method -> its peak.
         largest: method -> the largest batch that fits the card; empty without one.
         card: the card's memory, and how much of it is not for tensors, GiB.
-        chosen: what the knobs are turned for.
+        chosen: the method that the knobs are turned for.
         turned: what each knob does.
         fit: what makes the chosen setting fit, if it does not.
     """
@@ -36,18 +39,17 @@ class Report:
     peaks: dict[str, Peak]
     largest: dict[str, int] = field(default_factory=dict)
     card: tuple[float, float] | None = None
-    chosen: Setting | None = None
+    chosen: str | None = None
     turned: list[Turned] = field(default_factory=list)
     fit: Fit | None = None
 
     def as_text(self) -> str:
         """Returns the tables."""
-        parts = [self._heading(), self._peaks(), self._card(), self._knobs(), self._way()]
+        parts = [self.heading(), self._peaks(), self._card(), self._knobs(), self._way()]
         return "\n".join(part for part in parts if part)
 
     def as_json(self) -> str:
         """Returns the figures in bytes, by the names of ``Setting``."""
-        setting = self.setting
         methods = {
             method: {
                 "peak": peak.total,
@@ -67,21 +69,28 @@ class Report:
             "fits": self.fit.fits,
         }
         result = {
-            "model": self.model,
-            "parameters": self.parameters,
-            "batch_size": setting.batch_size,
-            "length": self.length,
-            "dtype": str(setting.dtype).removeprefix("torch."),
-            "rank": setting.rank,
+            **self.request(),
             "gpu_memory_and_reserve_gib": self.card,
             "methods": methods,
-            "knobs_for": self.chosen and self.chosen.method,
+            "knobs_for": self.chosen,
             "knobs": knobs,
             "fit": fit,
         }
         return json.dumps(result, indent=2) + "\n"
 
-    def _heading(self) -> str:
+    def request(self) -> dict[str, object]:
+        """Returns what was asked for, by the names of ``Setting``."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "batch_size": self.setting.batch_size,
+            "length": self.length,
+            "dtype": str(self.setting.dtype).removeprefix("torch."),
+            "rank": self.setting.rank,
+        }
+
+    def heading(self) -> str:
+        """Returns the model, the batch and the options, in words."""
         setting = self.setting
         options = (
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
@@ -119,10 +128,10 @@ class Report:
     def _knobs(self) -> str:
         if self.chosen is None:
             return ""
-        name, size = METHODS[self.chosen.method], self.chosen.batch_size
+        name, size = METHODS[self.chosen], self.setting.batch_size
         if not self.turned:
             return f"Nothing is left to turn for {name}.\n"
-        before = self.peaks[self.chosen.method].total
+        before = self.peaks[self.chosen].total
         rows = [["", "GiB", "saves", "", "costs"]]
         rows += [
             [t.knob.name, _gib(t.peak.total), _gib(before - t.peak.total), _option(t), t.knob.cost]
@@ -135,12 +144,147 @@ class Report:
         if self.fit is None or self.card is None or self.chosen is None:
             return ""
         options = " ".join(_option(t) for t in self.turned if t.knob in self.fit.knobs)
-        what = f"{METHODS[self.chosen.method]} at B={self.chosen.batch_size}"
+        what = f"{METHODS[self.chosen]} at B={self.setting.batch_size}"
         verb = "fits" if self.fit.fits else "still does not fit"
         return (
             f"{what} {verb} a {self.card[0]:g} GiB card with: {options or '(nothing helps)'}"
             f" ({_gib(self.fit.peak.total)} GiB)\n"
         )
+
+
+@dataclass
+class Comparison:
+    """What was found out about every method, and how it is shown.
+
+    Args:
+        report: of the model and what was asked for; without peaks.
+        rows: the methods, AdamW first.
+        sizes: what the paper's formulas are made of.
+        device: where times were measured, and None if they were not.
+    """
+
+    report: Report
+    rows: list[Compared]
+    sizes: Sizes
+    device: str | None
+
+    def as_text(self) -> str:
+        """Returns the tables, and how to read them."""
+        parts = [self.report.heading(), self._steps(), self._kinds(), self._legend()]
+        return "\n".join([*parts, "".join(self._choices())])
+
+    def as_json(self) -> str:
+        """Returns the figures in bytes and seconds."""
+        result = {
+            **self.report.request(),
+            "device": self.device,
+            "rows": [self._row(row) for row in self.rows],
+            "cost_rule": [asdict(choice) for choice in choices(self.rows)],
+        }
+        return json.dumps(result, indent=2) + "\n"
+
+    def _row(self, row: Compared) -> dict[str, object]:
+        taken = row.footprint
+        return {
+            "title": row.title,
+            "method": row.setting.method,
+            "grad_sample_mode": row.setting.grad_sample_mode,
+            "refused": row.refused or None,
+            "skipped": row.skipped or None,
+            "seconds": row.seconds,
+            "redraw_seconds": row.redraw,
+            "flops": taken and taken.flops,
+            "peak": taken and taken.peak.total,
+            "reached_in": taken and taken.peak.phase,
+            "kinds": taken and dict(taken.peak.kinds),
+            "gradients": taken and taken.gradients,
+            "optimizer": taken and taken.optimizer,
+            "projectors": taken and taken.projectors,
+            "formulas": row.formulas and row.formulas.bytes(self.sizes),
+        }
+
+    def _steps(self) -> str:
+        plain = self.rows[0].seconds
+        table = [["a step", "seconds", "of AdamW", "redraw", "GFLOP", "peak, MiB", "reached in"]]
+        for row in self.rows:
+            ratio = "" if plain is None or row.seconds is None else f"{row.seconds / plain:.2f}"
+            table.append(
+                [row.title, row.skipped or _digits(row.seconds), ratio, _digits(row.redraw)]
+                + (
+                    [row.refused and "refused", "", ""]
+                    if row.footprint is None
+                    else [
+                        f"{row.footprint.flops / 1e9:,.2f}",
+                        _mib(row.footprint.peak.total),
+                        row.footprint.peak.phase,
+                    ]
+                )
+            )
+        if self.device is None:
+            table = [[cells[0], *cells[4:]] for cells in table]
+        refused = [f"{row.title}: {row.refused}\n" for row in self.rows if row.refused]
+        return _aligned(table) + "".join(refused)
+
+    def _kinds(self) -> str:
+        names = ("gradients", "optimizer", "projectors")
+        table = [["memory, MiB", *(title for name in names for title in (name, "formula"))]]
+        for row in self.rows:
+            if row.footprint is None:
+                continue
+            values = row.formulas and row.formulas.bytes(self.sizes)
+            cells = [row.title]
+            for name in names:
+                cells += [_mib(getattr(row.footprint, name)), _mib(values[name]) if values else ""]
+            table.append(cells)
+        return _aligned(table)
+
+    def _legend(self) -> str:
+        table = [["formula (4 bytes a number)", "gradients", "optimizer", "projectors"]]
+        for method, formulas in FORMULAS.items():
+            table.append([ROWS[method].title, *(formula.text for formula in formulas)])
+        timed = (
+            f"Times are medians of {ROUNDS * TIMED} steps on {self.device} with random weights; a "
+            "redraw of the projection\ncomes on top, once in F steps. "
+        )
+        return (
+            _aligned(table, left=4)
+            + "Sums are over the weights m x n, of which m is projected; parameters that are not "
+            "projected count\nas in DP-Adam. The formulas count gradients per sample (DP) or of "
+            "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
+            "the form in which they are kept. P is kept for\nevery weight, or with "
+            "--regenerate_projections for none.\n"
+            + (timed if self.device else "")
+            + "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
+        )
+
+    def _choices(self) -> list[str]:
+        lines = []
+        for choice in choices(self.rows):
+            same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
+            lines.append(
+                f"{ROWS[choice.method].title} auto{same}: "
+                + _compared("peak", "the smallest", choice.smallest, choice.peak)
+                + ("" if choice.time is None else "; ")
+                + (
+                    ""
+                    if choice.time is None
+                    else _compared("time", "the shortest", choice.fastest, choice.time)
+                )
+                + ".\n"
+            )
+        return lines
+
+
+def _compared(what: str, best: str, mode: str, ratio: float) -> str:
+    return f"{what} {best} of the modes" if mode == AUTO else f"{what} {ratio:.2f} x that of {mode}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f}"
+
+
+def _digits(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g}"
 
 
 def _option(turned: Turned) -> str:

@@ -127,6 +127,39 @@ def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
             )
 
 
+def refuse_reordering_collator(collate: Collator, examples: Sequence[Any]) -> None:
+    """Refuses a collator whose rows are not in the order of its examples, or may not be.
+
+    Where several rows are one privacy unit, they are told by their places.
+
+    Args:
+        collate: the data collator.
+        examples: some examples, as different as the data has them; nothing is shown by one.
+    """
+    if len(examples) < 2:
+        return
+    rows, again = (_collate(collate, list(examples), seed=seed) for seed in (0, 1))
+    backwards = _collate(collate, list(examples)[::-1])
+    shown = False
+    for key, value in rows.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or not torch.equal(value, again[key]):
+            continue  # of no sample, or drawn at random
+        if not torch.equal(value.flip(0), backwards[key]):
+            raise PrivacyError(
+                f"The data collator gives {key!r} its rows in another order than that of the "
+                "examples (sorted by length, say), so it is not known which of them are one "
+                "privacy unit. Leave the order as it is."
+            )
+        shown |= not torch.equal(value, value.flip(0))
+    if not shown:
+        raise PrivacyError(
+            "The data collator's rows are random, or alike for all examples that it was tried on, "
+            "so it is not known whether they keep the order of the examples, and which of them are "
+            "one privacy unit. Move what is random (masking, say) into the data set, or into the "
+            "model."
+        )
+
+
 def refuse_padding_dependence(
     losses: Callable[[Mapping[str, Any]], Tensor],
     collate: Collator,

@@ -29,7 +29,7 @@ _ALL_ROWS = slice(None)
 
 
 class Projection(ABC):
-    """A family of random matrices with ``E[P P^T] = I``.
+    """A family of random matrices with ``E[P P^T] = I``, unless it is not ``isotropic``.
 
     The rows of P are independent of each other, and are drawn in blocks of ``BLOCK_ROWS``, unless
     a family says ``whole``.
@@ -38,6 +38,7 @@ class Projection(ABC):
     name: ClassVar[str]
     whole: ClassVar[bool] = False  # one draw makes all rows of P
     orthogonal: ClassVar[bool] = False  # P^T P = (d/r) I
+    isotropic: ClassVar[bool] = True  # E[P P^T] = I, so that a projected gradient keeps its length
 
     @abstractmethod
     def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
@@ -67,6 +68,21 @@ class Gaussian(Projection):
     def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
         """Returns independent normal entries of variance 1/rank, (rows, rank)."""
         return torch.randn(rows, rank, generator=generator) / rank**0.5
+
+
+@projection("gaussian_over_r")
+class GaussianOverR(Projection):
+    """Independent entries N(0, 1/r^2), as the code of the paper's authors has them.
+
+    ``E[P P^T] = I / r``: projected gradients are shorter by sqrt(r), against those of weights that
+    are not projected. For comparison with results of that code.
+    """
+
+    isotropic = False
+
+    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
+        """Returns independent normal entries of variance 1/rank^2, (rows, rank)."""
+        return torch.randn(rows, rank, generator=generator) / rank
 
 
 @projection("rademacher")

@@ -185,6 +185,25 @@ def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
     return generator
 
 
+def derived_generator(key: bytes, name: str, device: str | torch.device) -> torch.Generator:
+    """Returns the stream that a secret key has for a name: the same wherever both are the same.
+
+    Streams of different names or keys are as good as independent to who does not know the key.
+
+    Args:
+        key: at least 16 bytes of entropy, ``os.urandom``.
+        name: what the stream is for.
+        device: where it draws.
+    """
+    generator = torch.Generator(device)
+    digest = hashlib.shake_256(key + name.encode()).digest(4 * _TWISTER_WORDS)
+    if generator.device.type == "cpu":
+        generator.set_state(_twister_state(generator, digest))
+    else:
+        generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    return generator
+
+
 def forget_the_seed() -> None:
     """Reseeds the global streams of torch, numpy and Python from OS entropy.
 

@@ -1,23 +1,14 @@
-"""Three exact forms of a per-sample gradient, and the two operations that clipping needs.
+"""The gradients of a weight for the samples of a batch, whatever it is used for.
 
-Clipping asks of a gradient only its squared norm per sample and a weighted sum over samples, so a
-gradient need not be stored as one dense tensor per sample:
+The gradient of one use of a weight has one of three ``forms``: ``Dense``, ``Factored`` or
+``SparseRows``. A weight with several uses (tied, or in a module that runs twice) has the sum of its
+uses as gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
 
-* ``Dense``: the gradient itself. Small or projected parameters.
-* ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al.
-2021; book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
-* ``SparseRows``: a table in which only the rows that sample b looked up are not zero. Embeddings.
-
-A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as
-gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
-
-Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
-matrix. All results are float32, whatever the dtype of the factors.
+Shapes: B samples in the physical batch, k directions.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -25,226 +16,18 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-_CHUNK = 4096
-_LARGE = 2**23  # numbers of a matrix of which there should not be one per sample
+from dp_grape_hf.forms import Dense, Factored, PerSampleGradient, Single, SparseRows, bound, inner
 
-# The unit roundoff of a float32 matrix product, by torch's setting of its precision.
-_ROUNDOFF = {"highest": 2**-24, "high": 2**-11, "medium": 2**-8}
-
-
-class PerSampleGradient(ABC):
-    """The gradients of one parameter for the samples of a batch, in whatever form."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """The shape of one sample's gradient."""
-
-    @abstractmethod
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,)."""
-
-    @abstractmethod
-    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, float32, contiguous."""
-
-    @abstractmethod
-    def select(self, samples: Tensor | slice) -> PerSampleGradient:
-        """Returns the gradients of the given samples only."""
-
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
-        total = torch.zeros(self.shape, dtype=torch.float32, device=factors.device)
-        self.add_weighted_sum_(total, factors)
-        return total
-
-
-@dataclass(frozen=True)
-class Dense(PerSampleGradient):
-    """One gradient tensor per sample."""
-
-    values: Tensor  # (B, *shape)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of one sample's gradient."""
-        return self.values.shape[1:]
-
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,)."""
-        return self.magnitude().square()
-
-    def magnitude(self) -> Tensor:
-        """Returns the Frobenius norms, (B,)."""
-        flat = self._flat()
-        whole = flat.shape[1] - flat.shape[1] % _CHUNK  # one long sum would lose digits
-        if not whole:
-            return torch.linalg.vector_norm(flat, dim=1)
-        norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _CHUNK)), dim=2)
-        if whole < flat.shape[1]:
-            rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-            norms = torch.cat([norms, rest], 1)
-        return torch.linalg.vector_norm(norms, dim=1)
-
-    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the gradient's shape."""
-        flat = self._flat()
-        if self._is_transposed():
-            total.add_((factors @ flat).view(self.shape[::-1]).T)
-        else:
-            total.view(-1).addmv_(flat.T, factors)
-
-    def _is_transposed(self) -> bool:
-        return self.values.dim() == 3 and not self.values.is_contiguous()
-
-    def _flat(self) -> Tensor:
-        """Returns one row of numbers per sample, in the order in which they lie in memory."""
-        values = self.values.mT if self._is_transposed() else self.values
-        return values.float().flatten(1) if values.dim() > 1 else values.float()[:, None]
-
-    def select(self, samples: Tensor | slice) -> Dense:
-        """Returns the gradients of the given samples only."""
-        return Dense(self.values[samples])
-
-
-@dataclass(frozen=True)
-class Factored(PerSampleGradient):
-    """The gradient of sample b is ``rows[b].T @ cols[b]``; it is not materialised."""
-
-    rows: Tensor  # (B, T, m)
-    cols: Tensor  # (B, T, n)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of one sample's gradient, (m, n)."""
-        return torch.Size((self.rows.shape[2], self.cols.shape[2]))
-
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,).
-
-        They come from two T x T Gram matrices per sample, or for long samples from one sample's
-        dense gradient at a time, whichever is cheaper.
-
-        Guarantee:
-            Not too small: the rounding error of a sum whose terms cancel is added.
-        """
-        if not self._is_short():
-            samples = zip(self.rows.float().split(1), self.cols.float().split(1), strict=True)
-            norms = torch.cat([Factored(*factors).dense().magnitude() for factors in samples])
-            return (norms + _rounding(self.rows.shape[1]) * self.magnitude()).square()
-        if self.rows.dtype is not torch.float32 and len(self.rows) > 1:
-            # One sample at a time: the float32 copy of a vocabulary's logits is not small.
-            each = zip(self.rows.split(1), self.cols.split(1), strict=True)
-            return torch.cat([Factored(*factors).squared_norm() for factors in each])
-        return _bound(inner(self, self), self.magnitude(), self)
-
-    def magnitude(self) -> Tensor:
-        """Returns the sum over positions of the norms of their terms, (B,)."""
-        rows, cols = (
-            torch.linalg.vector_norm(x, dim=2, dtype=torch.promote_types(x.dtype, torch.float32))
-            for x in (self.rows, self.cols)
-        )
-        return (rows * cols).sum(1).float()
-
-    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * rows[b].T @ cols[b]`` to ``total``, m x n, in one product."""
-        rows, cols = self.rows, self.cols
-        matrix, weights = total.view(rows.shape[2], -1), factors[:, None, None]
-        if rows.numel() > cols.numel():  # the smaller factor is weighted
-            cols = cols * weights
-        else:
-            rows = rows * weights
-        # The one that is not float32 yet is converted in parts of a few samples.
-        step = len(rows) if rows.dtype is cols.dtype is torch.float32 else 1
-        for some_rows, some_cols in zip(rows.split(step), cols.split(step), strict=True):
-            matrix.addmm_(some_rows.float().flatten(0, 1).T, some_cols.float().flatten(0, 1))
-
-    def select(self, samples: Tensor | slice) -> Factored:
-        """Returns the gradients of the given samples only."""
-        return Factored(self.rows[samples], self.cols[samples])
-
-    def dense(self) -> Dense:
-        """Materialises the gradients, (B, m, n)."""
-        rows, cols = self.rows, self.cols.to(self.rows.dtype)
-        if cols.shape[2] < rows.shape[2]:  # a wide product is faster than a tall one
-            return Dense(torch.bmm(cols.mT, rows).mT)
-        return Dense(torch.bmm(rows.mT, cols))
-
-    def cheapest(self) -> Dense | Factored:
-        """Returns the form that needs fewer numbers; it is also the one whose norm is cheaper.
-
-        The norm costs T^2 (m + n) from the factors and T m n by way of the dense form. A matrix
-        with as many numbers as a vocabulary's stays factored whatever T.
-        """
-        m, n = self.rows.shape[2], self.cols.shape[2]
-        return self if self._is_short() or m * n > _LARGE else self.dense()
-
-    def _is_short(self) -> bool:
-        positions, m, n = self.rows.shape[1], self.rows.shape[2], self.cols.shape[2]
-        return positions * (m + n) < m * n
-
-
-@dataclass(frozen=True)
-class SparseRows(PerSampleGradient):
-    """The gradient of sample b adds ``values[b, t]`` to row ``indices[b, t]`` of an m x n table."""
-
-    indices: Tensor  # (B, T), integer
-    values: Tensor  # (B, T, n)
-    num_rows: int  # m
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of one sample's gradient, (m, n)."""
-        return torch.Size((self.num_rows, self.values.shape[2]))
-
-    def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,); positions with the same index add up first.
-
-        Guarantee:
-            Not too small: the rounding error of a sum whose terms cancel is added.
-        """
-        positions = self.indices.shape[1]
-        norm = self._summed(self._places(), positions).magnitude()
-        return (norm + 2**-24 * positions * self.magnitude()).square()  # they are plain sums
-
-    def _places(self) -> Tensor:
-        """Returns for each position a number below T, the same for the same index, (B, T)."""
-        ordered, order = self.indices.sort(1)
-        steps = torch.zeros_like(ordered)
-        steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        return torch.empty_like(order).scatter_(1, order, steps.cumsum(1))
-
-    def _summed(self, places: Tensor, count: int) -> Dense:
-        """Returns (B, count, n): the values that have the same place in a sample, added up."""
-        batch_size, _, n = self.values.shape
-        first = count * torch.arange(batch_size, device=places.device)[:, None]
-        sums = torch.zeros(batch_size * count, n, dtype=torch.float32, device=places.device)
-        sums.index_add_(0, (first + places).flatten(), self.values.float().flatten(0, 1))
-        return Dense(sums.view(batch_size, count, n))
-
-    def dense(self) -> Dense:
-        """Materialises the gradients, (B, m, n)."""
-        return self._summed(self.indices, self.num_rows)
-
-    def cheapest(self) -> Dense | SparseRows:
-        """Returns the form that needs fewer numbers: a short table, looked up often, is dense."""
-        return self.dense() if self.num_rows <= self.indices.shape[1] else self
-
-    def magnitude(self) -> Tensor:
-        """Returns the sum over positions of the norms of their terms, (B,)."""
-        return self.values.float().norm(dim=2).sum(1)
-
-    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, m x n."""
-        values = self.values.float() * factors[:, None, None]
-        total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
-
-    def select(self, samples: Tensor | slice) -> SparseRows:
-        """Returns the gradients of the given samples only."""
-        return SparseRows(self.indices[samples], self.values[samples], self.num_rows)
-
-
-Single = Dense | Factored | SparseRows
+__all__ = [
+    "Dense",
+    "Factored",
+    "GradientSum",
+    "PerSampleGradient",
+    "Single",
+    "SparseRows",
+    "add",
+    "inner",
+]
 
 
 @dataclass(frozen=True)
@@ -271,7 +54,7 @@ class GradientSum(PerSampleGradient):
         for i, left in enumerate(self.parts):
             for right in self.parts[i + 1 :]:
                 total = total + 2 * inner(left, right)
-        return _bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
+        return bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
 
     def _is_converted(self) -> bool:
         """Returns whether norms take float32 copies, which are made of one sample at a time."""
@@ -288,39 +71,17 @@ class GradientSum(PerSampleGradient):
         for part in self.parts:
             part.add_weighted_sum_(total, factors)
 
+    def inner_products(self, directions: Tensor) -> Tensor:
+        """Returns the inner products with directions (k, *shape), as (B, k)."""
+        return reduce(torch.add, (part.inner_products(directions) for part in self.parts))
+
+    def rounding(self) -> Tensor:
+        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
+        return reduce(torch.add, (part.rounding() for part in self.parts))
+
     def select(self, samples: Tensor | slice) -> GradientSum:
         """Returns the gradients of the given samples only."""
         return GradientSum(tuple(part.select(samples) for part in self.parts))
-
-
-def _bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
-    """Returns computed squared norms plus their rounding error, so that clipping holds.
-
-    A norm that comes out too small lets a sample contribute more than C. By Cauchy-Schwarz, the
-    error of ``sum_tt' <r_t, r_t'> <c_t, c_t'>`` is at most (unit roundoff) x (a growth factor) x
-    ``(sum_t |r_t| |c_t|)^2``; the growth factor of a sum of k terms is taken to be sqrt(k).
-    """
-    terms = sum(_number_of_terms(part) for part in parts)
-    return squared.clamp(min=0) + _rounding(terms) * magnitude**2
-
-
-def _rounding(terms: int) -> float:
-    """Returns the relative rounding error of a float32 matrix product that sums so many terms."""
-    try:
-        roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # set by torch's newer interface, which this one does not read
-        roundoff = _ROUNDOFF["medium"]
-    return roundoff * terms**0.5
-
-
-def _number_of_terms(part: Single) -> int:
-    match part:
-        case Dense(values):
-            return values[0].numel() if len(values) else 0
-        case Factored(rows, cols):
-            return rows.shape[1] ** 2 + rows.shape[2] + cols.shape[2]
-        case SparseRows(indices, values, _):
-            return indices.shape[1] ** 2 + values.shape[2]
 
 
 def add(uses: Sequence[Single]) -> PerSampleGradient:
@@ -346,46 +107,3 @@ def add(uses: Sequence[Single]) -> PerSampleGradient:
     merged.extend(factored)
     merged.extend(sparse)
     return merged[0] if len(merged) == 1 else GradientSum(tuple(merged))
-
-
-def inner(left: Single, right: Single) -> Tensor:
-    """Returns the Frobenius inner product per sample, (B,), without materialising a factored "
-    "form."""
-    order = {Dense: 0, Factored: 1, SparseRows: 2}
-    if order[type(left)] > order[type(right)]:
-        left, right = right, left
-    match left, right:
-        case Dense(), Dense():
-            return (left.values.float().flatten(1) * right.values.float().flatten(1)).sum(1)
-        case Dense(), Factored():
-            m, n = right.rows.shape[-1], right.cols.shape[-1]
-            gradient = left.values.float().reshape(-1, m, n)
-            images = torch.bmm(right.rows.float(), gradient)  # (B, T, n)
-            return (images * right.cols.float()).sum((1, 2))
-        case Dense(), SparseRows():
-            looked_up = _take_rows(left.values.float(), right.indices)  # (B, T, n)
-            return (looked_up * right.values.float()).sum((1, 2))
-        case Factored(), Factored():
-            row_gram = torch.bmm(left.rows.float(), right.rows.float().transpose(1, 2))
-            col_gram = torch.bmm(left.cols.float(), right.cols.float().transpose(1, 2))
-            return (row_gram * col_gram).sum((1, 2))  # (B, T, T') each
-        case Factored(), SparseRows():
-            # rows of the sparse form are one-hot: their Gram matrix with ours is a look-up.
-            picked = left.rows.float().gather(2, _repeat(right.indices, left.rows.shape[1]))
-            col_gram = torch.bmm(left.cols.float(), right.values.float().transpose(1, 2))
-            return (picked * col_gram).sum((1, 2))  # (B, T, T') each
-        case SparseRows(), SparseRows():
-            same_row = left.indices[:, :, None] == right.indices[:, None, :]  # (B, T, T')
-            gram = torch.bmm(left.values.float(), right.values.float().transpose(1, 2))
-            return (gram * same_row).sum((1, 2))
-    raise AssertionError((type(left), type(right)))
-
-
-def _take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Returns ``table[b, indices[b, t]]``, (B, T, n)."""
-    return table.gather(1, indices[:, :, None].expand(-1, -1, table.shape[-1]))
-
-
-def _repeat(indices: Tensor, positions: int) -> Tensor:
-    """Returns the indices (B, T') repeated for each of T positions, (B, T, T')."""
-    return indices[:, None, :].expand(-1, positions, -1)

@@ -14,7 +14,7 @@ a data loader yields one ``LogicalBatch`` per step.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -23,6 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from dp_grape_hf.errors import PrivacyError, require
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
+Drawn = TypeVar("Drawn")
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -104,9 +105,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's share of ``steps`` fresh draws, each in increasing order."""
         for _ in range(self.steps):
-            yield self._draw()[self.rank :: self.world_size]
+            yield self.share(self.draw())
 
-    def _draw(self) -> list[int]:
+    def share(self, drawn: list[Drawn]) -> list[Drawn]:
+        """Returns what this rank has of a draw, given all that was drawn, in the order drawn."""
+        return drawn[self.rank :: self.world_size]
+
+    def draw(self) -> list[int]:
+        """Returns a whole draw, in increasing order; every rank has to make it."""
         indices, drawn_coins = [], []
         for start in range(0, self.num_samples, _COINS_AT_ONCE):
             size = min(_COINS_AT_ONCE, self.num_samples - start)

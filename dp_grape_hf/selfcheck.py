@@ -31,6 +31,7 @@ from dp_grape_hf.probing import (
     refuse_coupled_losses,
     refuse_mixing_collator,
     refuse_padding_dependence,
+    refuse_reordering_collator,
     refusing_changed_weights,
 )
 from dp_grape_hf.projection import Projector
@@ -46,6 +47,7 @@ _VISIBLE = 16  # roundings that an update must be worth to be expected to show
 
 
 EXAMINED = 16  # examples that the data collator is tried on before training
+ORDERED = 64  # examples that it must keep in order, where that matters
 
 
 # ---- The collator ----
@@ -58,7 +60,10 @@ def collated_examples(loader: DataLoader[Any], count: int) -> Any:
 
 
 def examine_collator(
-    losses: Callable[[Any], Tensor], loader: DataLoader[Any], low_precision: bool
+    losses: Callable[[Any], Tensor],
+    loader: DataLoader[Any],
+    low_precision: bool,
+    units: bool = False,
 ) -> None:
     """Tries the collator on a few examples: it must not make examples depend on each other.
 
@@ -66,6 +71,7 @@ def examine_collator(
         losses: a batch -> one loss per sample, (B,), without dropout.
         loader: the training loader.
         low_precision: whether weights or matrix products are rounded to 16 bits.
+        units: whether several examples are one privacy unit, so that their order matters.
 
     Raises:
         PrivacyError: if an example shows in another's row, the loss depends on padding, or the
@@ -82,6 +88,8 @@ def examine_collator(
         )
     if len(examples) >= 3:
         refuse_mixing_collator(collate, examples)
+    if units:
+        refuse_reordering_collator(collate, _examples_of(loader, ORDERED))
     tolerance = 5e-2 if low_precision else 1e-3
     refuse_padding_dependence(losses, collate, examples, tolerance=tolerance)
 

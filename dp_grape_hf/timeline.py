@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 WEIGHTS, OPTIMIZER, PROJECTIONS = "weights", "optimizer state", "projections"
@@ -58,17 +59,28 @@ class Timeline(TorchDispatchMode):
 
     What a tensor is for may become known after its memory was allocated, a per-sample gradient's
     for example; ``label`` then says so for its whole life. Views share their storage's memory.
+
+    Args:
+        recording: whether labels are taken down; without, none of it takes any time.
+
+    Attributes:
+        phase: of the step that is going on; ``setup`` before it.
+        flops: of matrix products, convolutions and attention since ``setup``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recording: bool = True) -> None:
         super().__init__()
+        self.recording = recording
         self.phase = "setup"
+        self.flops = 0
         self._events: list[_Event] = []
         self._known = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def label(self, kind: str, tensors: Any) -> None:
         """Says what the memory of tensors is for, which may have been allocated before."""
+        if not self.recording:
+            return
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind
@@ -91,10 +103,26 @@ class Timeline(TorchDispatchMode):
             kinds[_kind(event.allocation)] += event.change
         return Peak(dict(kinds), self._events[at].phase)
 
+    def most(self, *kinds: str) -> int:
+        """Returns the most bytes of these kinds together at one time since ``setup`` ended."""
+        now, most = 0, 0
+        for event in self._events:
+            now += event.change if _kind(event.allocation) in kinds else 0
+            if event.phase != "setup":
+                most = max(most, now)
+        return most
+
+    def kept(self, kind: str) -> int:
+        """Returns the bytes of a kind that are allocated now."""
+        return sum(e.change for e in self._events if _kind(e.allocation) == kind)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
+        if self.phase != "setup" and func.overloadpacket in flop_registry:
+            count = flop_registry[func.overloadpacket]
+            self.flops += count(*args, **(kwargs or {}), out_val=output)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)

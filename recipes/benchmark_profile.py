@@ -105,9 +105,9 @@ def _timers(clock: Clock) -> Iterator[None]:
     def apply(output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
         return node.apply(output, saved, anchor, clock.timed(record, OTHERS))
 
-    def timed_project(gradient: Single, projector: Projector | None, done: bool) -> Single:
+    def timed_project(gradient: Single, projector: Projector | None, *others: Any) -> Single:
         with clock.phase(OTHERS if projector is None else PROJECTION):
-            return project(gradient, projector, done)
+            return project(gradient, projector, *others)
 
     with ExitStack() as stack:
         for owner, name, phase in (

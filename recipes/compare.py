@@ -55,8 +55,13 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What tells runs apart."""
+        """What tells runs of one configuration apart."""
         return json.dumps(asdict(self), sort_keys=True)
+
+    def options(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Returns the trainer's arguments that the configuration has for this run."""
+        row = {k: v for k, v in config["rows"][self.row].items() if k != "grid"}
+        return config["shared"] | row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -116,17 +121,31 @@ def best_rates(config: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> dict
 def _complete(
     log: Path, config: dict[str, Any], runs: list[Run], jobs: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns the result of every run, after running those that the log does not have."""
+    """Returns the result of every run, after running those that the log does not have.
+
+    What the log has of other options under the same name does not count.
+    """
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    known = {entry["run"]: entry["result"] for entry in map(json.loads, lines)}
-    missing = [run for run in runs if run.key not in known]
+    logged = {(e["run"], _as_text(e["options"])): e["result"] for e in map(json.loads, lines)}
+    known, missing = {}, []
+    for run in runs:
+        result = logged.get((run.key, _as_text(run.options(config))))
+        if result is None:
+            missing.append(run)
+        else:
+            known[run.key] = result
     with log.open("a", encoding="utf-8") as file:
         finished = tqdm(_trained(config, missing, jobs), "runs", len(missing), disable=None)
         for run, result in finished:
             known[run.key] = result
-            file.write(json.dumps({"run": run.key, "result": result}) + "\n")
+            entry = {"run": run.key, "options": run.options(config), "result": result}
+            file.write(json.dumps(entry) + "\n")
             file.flush()
     return known
+
+
+def _as_text(options: dict[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True)
 
 
 def _trained(
@@ -151,7 +170,7 @@ def _start(threads: int) -> None:
 
 def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
     """Trains once; returns accuracy, epsilon spent, seconds and bytes."""
-    options = {k: v for k, v in config["rows"][run.row].items() if k != "grid"}
+    options = run.options(config)
     examples, test = load_data(split_seed=0)
     if run.tuning:
         examples, test = train_test_split(examples, test_size=HELD_OUT, random_state=run.seed)
@@ -159,7 +178,7 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
     model = model_for(options["method"])
     with tempfile.TemporaryDirectory() as folder:
         args = DPGrapeTrainingArguments(
-            **config["shared"] | options,
+            **options,
             output_dir=folder,
             learning_rate=run.learning_rate,
             target_epsilon=run.epsilon,
@@ -167,9 +186,9 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
             projection_seed=run.seed,
         )
         trainer = DPGrapeTrainer(model, args, train_dataset=examples)
-        start = time.perf_counter()
+        start = time.process_time()  # so that runs side by side do not count each other's time
         trainer.train()
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
     spent = trainer.privacy_spent()
     projectors = trainer._projections.at_capture(0)
     shapes = trainer._per_sample.released_shapes(projectors)
@@ -252,8 +271,8 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
             f"Test accuracy in percent, mean and standard error over {len(config['seeds'])} seeds; "
             f"{shared['max_steps']} steps, expected batch {shared['expected_batch_size']}, δ = "
             f"{shared['target_delta']:g}, r = {shared['projection_rank']}. Release: numbers that "
-            "noise is added to. State: the optimizer's. Seconds: median of a run, runs side by "
-            f"side. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
+            "noise is added to. State: the optimizer's. Seconds: of a processor, median of the "
+            f"runs. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
             "on held-out training data, which no ε here covers; the final ones are "
             f"{runs['final']}. {record['date']}, torch {record['versions']['torch']}.",
             "",

@@ -11,6 +11,8 @@ preset:
       SST-2:
         arguments: {...}                              # of a task
         methods: {dp_grape: {max_grad_norm: 0.5}}     # of a method on a task
+    models:
+      roberta-base: {methods: {...}, tasks: {...}}    # all of these again, of a model of that name
 
 The later wins, and the command line wins over all. A value ``unknown`` stands for a setting that
 was not published: a run that needs it stops, and asks for it.
@@ -163,6 +165,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         "metrics": {split: experiment.score(model, split) for split in experiment.splits},
         "curve": curve.points,
         "privacy": spent,
+        "parameters": sum(p.numel() for p in experiment.model.parameters()),
         "splits": {"train": len(experiment.train), **experiment.splits},
         "seconds": round(seconds, 2),
         "peak_memory": peak,
@@ -229,15 +232,18 @@ def result_path(
 ) -> Path:
     """Returns where the result of a run belongs."""
     what = "zero-shot" if script.zero_shot else args.method
-    budget = "" if args.target_epsilon is None else f"-eps{args.target_epsilon:g}"
-    name = f"{family.name}-{script.task}-{what}{budget}-seed{args.seed}.json"
+    if not script.zero_shot and args.target_epsilon is not None:
+        what += f"-eps{args.target_epsilon:g}"
+    model = Path(script.model_name_or_path).name
+    name = f"{family.name}-{model}-{script.task}-{what}-seed{args.seed}.json"
     return Path(script.result_dir) / name
 
 
 def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
     """Returns every argument of ours, and those of the host that a result depends on."""
     own = {f.name: getattr(args, f.name) for f in fields(DPGrapeArguments)}
-    others = {"bf16": args.bf16, "gradient_checkpointing": args.gradient_checkpointing}
+    names = ("bf16", "gradient_checkpointing", "optim_target_modules")
+    others = {name: getattr(args, name) for name in names}
     return own | settings(args) | others
 
 
@@ -300,7 +306,7 @@ def parse(
     if first.task not in family.tasks:
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
     path = preset_path(family.name, first.config)
-    preset = preset_for(path, first.method, first.task)
+    preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
     known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
     if wrong := sorted(preset.keys() - known):
         raise ValueError(f"{path} sets {wrong}, which are no options of this recipe.")
@@ -345,14 +351,14 @@ def preset_path(family: str, name: str) -> Path:
     raise FileNotFoundError(f"config={name!r} is no file, and no preset: {', '.join(known)}.")
 
 
-def preset_for(path: Path, method: str, task: str) -> dict[str, Any]:
-    """Returns the options that a preset has for a method on a task."""
+def preset_for(path: Path, method: str, task: str, model: str = "") -> dict[str, Any]:
+    """Returns the options that a preset has for a method on a task, of a model of that name."""
     preset = yaml.safe_load(path.read_text(encoding="utf-8"))
-    here = preset.get("tasks", {}).get(task, {})
+    size = preset.get("models", {}).get(model, {})
     layers = [
-        preset.get("arguments", {}),
-        preset.get("methods", {}).get(method, {}),
-        here.get("arguments", {}),
-        here.get("methods", {}).get(method, {}),
+        layer
+        for part in (preset, size)
+        for here in (part, part.get("tasks", {}).get(task, {}))
+        for layer in (here.get("arguments"), here.get("methods", {}).get(method))
     ]
     return {name: value for layer in layers for name, value in (layer or {}).items()}

@@ -7,8 +7,9 @@
 
 Four parts, in this order: ``checks`` compares gradients and releases on the device with their
 definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
-configuration, with plain AdamW, DP-GRAPE and DP-Adam, and notes memory and time; ``simulations``
-runs ``dp_grape_hf.memory`` for the same cells; ``table`` renders what is there.
+configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, and notes memory and
+time; ``simulations`` runs ``dp_grape_hf.memory`` for the same cells; ``table`` renders what is
+there.
 
 The report is kept in ``gpu_report.json`` after every cell and rendered to ``gpu_report.md``. What
 is finished, on the same device with the same versions, is not done again. After ``--minutes`` no
@@ -42,6 +43,7 @@ from transformers import set_seed
 
 import dp_grape_hf
 from dp_grape_hf import memory
+from dp_grape_hf.per_sample import GHOST, MATERIALISE
 from dp_grape_hf.projection import RedrawnProjector
 from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from recipes.benchmark_methods import PlainTraining, PrivateTraining, now, quiet
@@ -54,20 +56,38 @@ DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 
 WARMUP, STEPS = 2, 8
 
-METHODS: dict[str, Callable[..., PlainTraining | PrivateTraining]] = {
-    memory.ADAMW: PlainTraining,
-    memory.DP_GRAPE: PrivateTraining,
-    memory.DP_ADAM: partial(PrivateTraining, projection="identity"),
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: what runs, and what ``memory.Setting`` has for it."""
+
+    make: Callable[..., PlainTraining | PrivateTraining]
+    simulated: dict[str, str]
+
+
+def _private(method: str, **options: Any) -> Way:
+    make = partial(PrivateTraining, method=method, **options)
+    return Way(make, {"method": method, **options})
+
+
+WAYS: dict[str, Way] = {
+    memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
+    "dp_grape": _private("dp_grape"),
+    "dp_adam": _private("dp_adam"),
+    "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GHOST),
+    "dp_adam_materialise": _private("dp_adam", grad_sample_mode=MATERIALISE),
+    "dpzero": _private("dpzero"),
 }
-"""What runs, by the name that the simulation has for it. Its DP-Adam keeps factors, as ours."""
+"""What runs, by the names in ``gpu_report_table.TITLES``."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the batches it is measured with."""
+    """A model, the batches it is measured with, and further ranks of DP-GRAPE."""
 
     setting: Setting
     batch_sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
 
 def _opt(hidden_size: int, layers: int, **others: Any) -> Setting:
@@ -100,7 +120,9 @@ ROBERTA_LARGE = Setting(
 )
 VIT_BASE = Setting(VIT, hidden_size=768, layers=12, heads=12, length=196)
 SHAPES = {
-    "RoBERTa-large, T=128": Shape(ROBERTA_LARGE, (1, 8, 16, 32, 40, 64, 128)),
+    "RoBERTa-large, T=128": Shape(
+        ROBERTA_LARGE, (1, 2, 4, 8, 16, 32, 40, 64, 96, 128), ranks=(4, 64, 256)
+    ),
     "ViT-Base, 224 pixels": Shape(VIT_BASE, (1, 16, 64, 128)),
     "OPT-1.3B, T=512": Shape(_opt(2048, 24), (1, 4, 8, 16)),
     "OPT-2.7B, T=512": Shape(_opt(2560, 32), (1, 4, 8)),
@@ -129,16 +151,29 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.shape}, B={self.setting.batch_size}, {self.method}"
 
+    @property
+    def way(self) -> Way:
+        """What trains; in the name of a method, a rank may follow it."""
+        return WAYS[self.method.split(" ")[0]]
+
 
 def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
     """Returns all cells of the shapes whose names match."""
-    return [
-        Cell(name, replace(shape.setting, batch_size=size), method)
-        for name, shape in shapes.items()
-        if re.search(only, name)
-        for size in shape.batch_sizes
-        for method in METHODS
-    ]
+    cells = []
+    for name, shape in shapes.items():
+        if re.search(only, name):
+            for size in shape.batch_sizes:
+                setting = replace(shape.setting, batch_size=size)
+                cells += [
+                    Cell(name, setting, method)
+                    for method in WAYS
+                    if method != "dpzero" or setting.dtype == "float32"  # others it refuses
+                ]
+                cells += [
+                    Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
+                    for rank in shape.ranks
+                ]
+    return cells
 
 
 # ---- One cell ----
@@ -188,7 +223,7 @@ def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
         with device:
             batch = setting.inputs(padded=True)
         with tempfile.TemporaryDirectory() as folder, quiet():
-            training = METHODS[cell.method](model, setting, batch, Path(folder))
+            training = cell.way.make(model, setting, batch, Path(folder))
             where = "the first step"  # which makes the optimizer's state, and checks the gradients
             with peak_memory(device, training, batch) as peak:
                 training.step()
@@ -216,7 +251,7 @@ def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
         setting.build,
         lambda size: setting.inputs(size, padded=True),
         memory.Setting(
-            method=cell.method,
+            **cell.way.simulated,
             batch_size=setting.batch_size,
             dtype=setting.torch_dtype,
             gradient_checkpointing=setting.gradient_checkpointing,

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dp_grape_hf.memory import ADAMW, METHODS
+from dp_grape_hf import METHODS
+from dp_grape_hf.memory import ADAMW
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative
+
+TITLES = {
+    ADAMW: "AdamW",
+    **{name: METHODS[name].title for name in ("dp_grape", "dp_adam")},
+    "dp_adam_ghost": "DP-Adam, ghost",
+    "dp_adam_materialise": "DP-Adam, materialised",
+    "dpzero": METHODS["dpzero"].title,
+}
+"""What trains, by the names of ``gpu_report``, which a rank may follow: ``dp_grape r=64``."""
 
 Parts = Mapping[str, Mapping[str, Any]]
 
@@ -36,6 +46,17 @@ def _origin(parts: Parts) -> list[str]:
     dates = sorted({entry["date"] for part in parts.values() for entry in part.values()})
     lines = [f"* {device}; {versions}" for device, versions in origins]
     return lines + ([f"* {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"] if dates else [])
+
+
+def title_of_way(method: str) -> str:
+    """Returns what people call what trains."""
+    name, _, rank = method.partition(" ")
+    return f"{TITLES[name]}, {rank}" if rank else TITLES[name]
+
+
+def _order(method: str) -> tuple[int, int]:
+    name, _, rank = method.partition(" ")
+    return [*TITLES].index(name), int(rank.removeprefix("r=") or 0)
 
 
 def _checks(entries: Mapping[str, Any]) -> list[str]:
@@ -75,12 +96,10 @@ def _cells(parts: Parts) -> list[str]:
             "| measured / simulated | ms per step | samples/s | speed of AdamW |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
-        for size, method, key in sorted(
-            cells, key=lambda cell: (cell[0], [*METHODS].index(cell[1]))
-        ):
+        for size, method, key in sorted(cells, key=lambda cell: (cell[0], _order(cell[1]))):
             plain = measured.get(f"{shape}, B={size}, {ADAMW}", {})
             values = _row(measured.get(key, {}), simulated.get(key, {}), plain)
-            lines.append(f"| {size} | {METHODS[method]} | " + " | ".join(values) + " |")
+            lines.append(f"| {size} | {title_of_way(method)} | " + " | ".join(values) + " |")
         lines.append("")
     ratios = [r for key in keys if (r := ratio(measured.get(key, {}), simulated.get(key, {})))]
     if ratios:

@@ -6,8 +6,10 @@ The file says what is run:
 
     recipe: roberta
     arguments: {config: ours, model_name_or_path: ./roberta-large}    # of every run
-    tasks: [SST-2, RTE]
-    search: {epsilon: 6, seed: 100}
+    tasks:                                                            # and what each has besides
+      SST-2: {dataset_path: data/sst2}
+      RTE: {}
+    search: {epsilon: 6, seed: 100, arguments: {k: 256}}              # arguments may be left out
     final: {epsilons: [2, 6], seeds: [13, 21, 42]}
     rows:
       DP-GRAPE:
@@ -98,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(argv)
     sweep = Sweep(read(options.config), options.output_dir, options.jobs)
-    failed = sweep.complete(list(sweep.search()))
-    failed += sweep.complete(list(sweep.final()))
-    summary = sweep.summary()
-    (options.output_dir / "sweep.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = table(summary)
+    failed = []
+    for stage in (sweep.search, sweep.final):
+        sweep.write_summary()  # so that what is there can be shown before all is
+        failed += sweep.complete(list(stage()))
+    text = table(sweep.write_summary())
     (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
     for folder in failed:
@@ -119,6 +121,8 @@ def read(path: Path) -> dict[str, Any]:
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if set(config) != KEYS:
         raise ValueError(f"{path} has the parts {sorted(config)}, and needs {sorted(KEYS)}.")
+    if not isinstance(config["tasks"], dict):
+        raise ValueError(f"{path}: tasks={config['tasks']!r} must map names to arguments, or {{}}.")
     for name, row in config["rows"].items():
         method = row["arguments"].get("method")
         if method not in METHODS:
@@ -140,11 +144,9 @@ class Sweep:
 
     def search(self) -> Iterator[Cell]:
         """Yields the runs that settings are chosen from."""
-        where = self.config["search"]
         for task, name in product(self.config["tasks"], self.config["rows"]):
             for settings in self._grid(name):
-                epsilon = where["epsilon"] if self._private(name) else None
-                yield self._cell(name, task, epsilon, where["seed"], settings)
+                yield self._searched(name, task, settings)
 
     def final(self) -> Iterator[Cell]:
         """Yields the runs with the settings that were chosen; none where the search has no run."""
@@ -162,15 +164,20 @@ class Sweep:
         grid = list(self._grid(name))
         if not grid:
             return {}, 0
-        where, best = self.config["search"], None
-        epsilon = where["epsilon"] if self._private(name) else None
+        best = None
         for settings in grid:
-            result = self.result(self._cell(name, task, epsilon, where["seed"], settings))
+            result = self.result(self._searched(name, task, settings))
             if result is not None:
                 score = first_score(result, "dev")
                 if best is None or score > best[0]:
                     best = score, settings
         return (None if best is None else best[1]), len(grid)
+
+    def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
+        where = self.config["search"]
+        epsilon = where["epsilon"] if self._private(name) else None
+        own = {**settings, **where.get("arguments", {})}
+        return self._cell(name, task, epsilon, where["seed"], own)
 
     def _grid(self, name: str) -> Iterator[dict[str, Any]]:
         grid = self.config["rows"][name].get("grid") or {}
@@ -191,7 +198,8 @@ class Sweep:
         cost: int = 0,
     ) -> Cell:
         own = self.config["rows"][name]["arguments"]
-        options = {**self.config["arguments"], **own, **settings}
+        of_task = self.config["tasks"][task]
+        options = {**self.config["arguments"], **of_task, **own, **settings}
         return Cell(name, task, epsilon, seed, tuple(options.items()), cost)
 
     # ---- Running ----
@@ -228,6 +236,13 @@ class Sweep:
         return json.loads(found[0].read_text(encoding="utf-8")) if found else None
 
     # ---- What was found ----
+
+    def write_summary(self) -> dict[str, Any]:
+        """Writes ``sweep.json``, and returns what is in it."""
+        summary = self.summary()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "sweep.json").write_text(json.dumps(summary, indent=1) + "\n")
+        return summary
 
     def summary(self) -> dict[str, Any]:
         """Returns means and standard errors of the test score over seeds, by task, row, budget."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import RobertaConfig, ViTConfig
 
-from dp_grape_hf.accounting import ADJACENCY, compute_epsilon
+from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, compute_epsilon
 from dp_grape_hf.cli import DEFAULT_EPSILONS, main
 from dp_grape_hf.memory import METHODS
 from dp_grape_hf.timeline import KINDS
@@ -43,7 +43,7 @@ def test_every_example_in_the_help_prints_what_the_help_says(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     examples = re.findall(r"^  \$ dp-grape ((?:.*\\\n)*.*)\n((?:  .*\n|\n(?=  ))+)", text, re.M)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for command, shown in examples:
         printed = run(command.replace("\\\n", ""), capsys)
         assert [line.strip() for line in shown.splitlines()] == [
@@ -58,13 +58,13 @@ def test_the_help_fits_the_terminal_and_explains_every_quantity(
         main(["calibrate", "--help"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    for word in ("sigma", "delta", "q ", "C ", "Poisson", ADJACENCY):
+    for word in ("sigma", "delta", "q ", "C ", "Poisson", ADD_OR_REMOVE_ONE):
         assert word in text
 
 
 def test_the_default_is_an_aligned_table_over_epsilons(capsys: pytest.CaptureFixture[str]) -> None:
     heading, blank, *table = run(RDP, capsys).splitlines()
-    assert heading == f"sample rate 0.1, steps 50, delta 1e-05, adjacency {ADJACENCY}"
+    assert heading == f"sample rate 0.1, steps 50, delta 1e-05, adjacency {ADD_OR_REMOVE_ONE}"
     assert blank == ""
     assert len({len(line) for line in table}) == 1
     assert [float(line.split()[0]) for line in table[1:]] == list(DEFAULT_EPSILONS)
@@ -82,7 +82,7 @@ def test_json_carries_the_table_and_the_two_directions_agree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     forward = json.loads(run(f"{RDP} --target_epsilon 2 6 --json", capsys))
-    assert forward["adjacency"] == ADJACENCY
+    assert forward["adjacency"] == ADD_OR_REMOVE_ONE
     assert (forward["sample_rate"], forward["steps"], forward["delta"]) == (0.1, 50, 1e-5)
     assert [row["target_epsilon"] for row in forward["rows"]] == [2, 6]
     sigmas = [row["noise_multiplier"] for row in forward["rows"]]
@@ -90,6 +90,22 @@ def test_json_carries_the_table_and_the_two_directions_agree(
     back = json.loads(run(f"{RDP} --noise_multiplier {given} --json", capsys))
     assert [row["epsilon"] for row in back["rows"]] == [row["epsilon"] for row in forward["rows"]]
     assert all(row["target_epsilon"] is None for row in back["rows"])
+
+
+@pytest.mark.parametrize("option", ["--adjacency replace_one", "--norm_directions 16"])
+def test_calibrate_says_what_is_unusual(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, value = option.removeprefix("--").split()
+    plain = json.loads(run(f"{RDP} --target_epsilon 2 --json", capsys))
+    result = json.loads(run(f"{RDP} --target_epsilon 2 --json {option}", capsys))
+    assert str(result[name]) == value != str(plain[name])
+    (row,), (other,) = result["rows"], plain["rows"]
+    assert row["noise_multiplier"] > other["noise_multiplier"]
+    heading, *_ = run(f"{RDP} --target_epsilon 2 {option}", capsys).splitlines()
+    assert value in heading
+
+
+def test_calibrate_refuses_unknown_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "adjacency='other' is unknown" in refusal(f"{RDP} --adjacency other", capsys)
 
 
 def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> None:

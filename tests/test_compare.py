@@ -59,7 +59,6 @@ def test_a_comparison_is_resumed_and_rendered(
     assert not any(run.tuning for run in ran)
 
 
-def test_the_configuration_compares_every_method_that_differs_on_the_digits() -> None:
-    """DP-ZO has the update of DPZero here."""
+def test_the_configuration_compares_every_method() -> None:
     rows = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["rows"].values()
-    assert {row["method"] for row in rows} == set(METHODS) - {"dp_zo"}
+    assert {row["method"] for row in rows} == set(METHODS)

@@ -129,7 +129,7 @@ def test_a_result_says_what_it_depends_on_and_is_never_overwritten(
 ) -> None:
     others = ["--result_dir", str(preset.parent / "results"), "--curve_steps", "1"]
     result = main(FAMILY, words(preset, *others))
-    path = preset.parent / "results" / "toy-points-dp_grape-eps8-seed42.json"
+    path = preset.parent / "results" / "toy-none-points-dp_grape-eps8-seed42.json"
     assert json.loads(path.read_text()) == result
     assert f"{path}\n" in capsys.readouterr().out
     assert result["metrics"].keys() == {"dev", "test"}

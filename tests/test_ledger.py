@@ -16,7 +16,7 @@ from dp_grape_hf import ledger as ledger_module
 from dp_grape_hf.accounting import PRV
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
-from dp_grape_hf.mechanism import MAY_CHANGE_ON_RESUME, Mechanism, Release
+from dp_grape_hf.mechanism import ADDED_IN_VERSION, MAY_CHANGE_ON_RESUME, Mechanism, Release
 from dp_grape_hf.plan import PrivacyPlan
 from tests.trainers import make_args
 
@@ -224,7 +224,8 @@ def test_epsilon_is_derived_by_accounting(monkeypatch: pytest.MonkeyPatch) -> No
     ledger.record(10)
     assert ledger.epsilon() == 3.25
     assert ledger.epsilon(delta=1e-6) == 3.25
-    whole = [(1.5, 0.0625, 10, None, 1024)]
+    variant = {"max_batch_size": None, "num_samples": 1024, "norm_directions": None}
+    whole = [(1.5, 0.0625, 10, variant | {"adjacency": "add_or_remove_one"})]
     assert calls == [(whole, delta, "prv") for delta in (1e-5, 1e-6)]
 
 
@@ -237,6 +238,22 @@ def test_a_capped_batch_is_accounted_for() -> None:
         ledger.record(100)
         epsilons.append(ledger.epsilon())
     assert epsilons[1] > 1.1 * epsilons[0]
+
+
+def test_estimated_norms_and_replaced_examples_are_accounted_for() -> None:
+    epsilons = []
+    for change in ({}, {"norm_directions": 16}, {"adjacency": "replace_one"}):
+        ledger = Ledger.start(replace(MECHANISM, **change))  # type: ignore[arg-type]
+        assert ledger.private
+        ledger.record(100)
+        epsilons.append(ledger.epsilon())
+    assert epsilons[1] > 1.05 * epsilons[0]
+    assert epsilons[2] > 1.5 * epsilons[0]
+
+
+def test_estimated_norms_by_layer_are_refused() -> None:
+    with pytest.raises(PrivacyError, match="norm_directions=16 estimates the norm over all layers"):
+        replace(MECHANISM, norm_directions=16, clipping="per_layer")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +287,7 @@ def test_epsilon_needs_a_delta() -> None:
         ({"noise_multiplier": 0.0}, "noise_multiplier is 0"),
         ({"max_grad_norm": math.inf}, "max_grad_norm is inf"),
         ({"sampling": "shuffle"}, "sampling is 'shuffle'"),
-        ({"adjacency": "replace_one"}, "adjacency is 'replace_one'"),
+        ({"adjacency": "substitute"}, "adjacency is 'substitute'"),
     ],
     ids=str,
 )
@@ -414,6 +431,8 @@ OTHER_VALUES: dict[str, Any] = {
     "projection_side": "input",
     "projection_ranks": "auto:500",
     "max_batch_size": 128,
+    "norm_directions": 16,
+    "max_examples_per_unit": 4,
 }
 
 
@@ -514,8 +533,9 @@ def test_a_run_names_the_accountant_that_answers(
 
 def _as_version_1(content: dict[str, Any]) -> None:
     content["schema_version"] = 1
-    for name in ("clipping", "projection_side", "projection_ranks", "max_batch_size"):
-        del content["mechanism"][name]
+    for added in ADDED_IN_VERSION.values():
+        for name in added:
+            del content["mechanism"][name]
 
 
 def test_a_file_without_a_clipping_mode_was_clipped_flat(run: tuple[Path, Path]) -> None:
@@ -538,6 +558,9 @@ def test_an_old_file_is_held_to_its_own_version(tmp_path: Path) -> None:
         Ledger.load(path)
     _edit(path, lambda content: content.update(schema_version=2))
     with pytest.raises(PrivacyError, match="max_batch_size=None is unknown"):
+        Ledger.load(path)
+    _edit(path, lambda content: content.update(schema_version=3))
+    with pytest.raises(PrivacyError, match="max_examples_per_unit=None is unknown"):
         Ledger.load(path)
     _edit(path, _as_version_1)
     _edit(path, lambda content: content.update(schema_version=2))

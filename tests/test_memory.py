@@ -1,6 +1,7 @@
 """The simulated memory of a step: equal to a real step's, and within what the project promises."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,18 @@ from transformers import (
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.memory import ADAMW, DP_ADAM, DP_ADAM_DENSE, DP_GRAPE, METHODS, Setting, Step
+from dp_grape_hf.memory import (
+    ADAMW,
+    DP_ADAM,
+    DP_ADAM_DENSE,
+    DP_GRAPE,
+    METHODS,
+    Setting,
+    Step,
+    cast,
+    compared,
+    prepared,
+)
 from dp_grape_hf.memory import simulate as simulate_step
 from dp_grape_hf.memory_report import (
     GIB,
@@ -30,6 +42,7 @@ from dp_grape_hf.memory_report import (
     turn_each,
     turn_until_it_fits,
 )
+from dp_grape_hf.per_sample import GHOST, MATERIALISE
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     KINDS,
@@ -120,33 +133,29 @@ def simulate(
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        *(("opt", Setting(method, 8)) for method in METHODS),
+        *(("opt", compared(name, Setting(batch_size=8))) for name in METHODS),
         ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
         ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
         ("opt", Setting(DP_GRAPE, 8, project_embeddings=True, regenerate_projections=True)),
         ("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16)),
         *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
-        *(("vit", Setting(method, 8)) for method in (DP_GRAPE, DP_ADAM_DENSE)),
+        *(("roberta", Setting(method, 8)) for method in ("dp_galore", "dp_lora", "dpzero")),
+        ("roberta", Setting(DP_ADAM, 8, grad_sample_mode=GHOST)),
+        *(("vit", compared(name, Setting(batch_size=8))) for name in (DP_GRAPE, DP_ADAM_DENSE)),
     ],
 )
 def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
     family: str, setting: Setting
 ) -> None:
     simulated = simulate(family, setting, gpu=False)
-    model: Any = build(family)(setting.dtype)
-    if setting.gradient_checkpointing:
-        model.config.use_cache = False
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = {
-        name: value.to(setting.dtype) if value.is_floating_point() else value
-        for name, value in batches(family, 64)(8).items()
-    }
+    model = prepared(build(family)(setting.dtype), setting)
+    inputs = cast(batches(family, 64)(8), setting.dtype)
     step = Step(model, inputs, setting)
     for _ in range(2):  # a step leaves nothing over
         step.run()
     assert step.timeline.peak().total == pytest.approx(simulated.total, rel=0.002)
-    if family == "vit" and setting.method != ADAMW:
-        return  # the tracker cannot see vmap's tensors
+    if (family == "vit" and setting.method != ADAMW) or setting.method in ("dp_lora", "dpzero"):
+        return  # the tracker cannot see vmap's tensors; adapters and function modes break its hooks
     tracker = MemTracker()
     tracker.track_external(model, step.optimizer, *inputs.values())
     with tracker:
@@ -205,6 +214,42 @@ def test_what_the_forward_pass_frees_again_is_temporary() -> None:
     assert kept.numel() == 128
 
 
+def test_a_timeline_finds_what_is_kept_and_the_most_of_some_kinds() -> None:
+    timeline = Timeline()
+    with timeline:
+        early = torch.zeros(2**20)  # of the setup
+        timeline.label(SUMS, early)
+        del early
+        timeline.phase = "backward"
+        one, other = torch.zeros(256), torch.zeros(512)
+        timeline.label(PER_SAMPLE, one)
+        timeline.label(SUMS, other)
+        del one
+        kept = torch.zeros(256)
+        timeline.label(PER_SAMPLE, kept)
+    assert timeline.most(PER_SAMPLE, SUMS) == 1024 + 2048
+    assert timeline.most(PER_SAMPLE) == timeline.kept(PER_SAMPLE) == 1024
+    assert timeline.kept(OPTIMIZER) == 0
+    del other
+    assert timeline.kept(SUMS) == 0
+
+
+def test_a_timeline_counts_products_after_the_setup() -> None:
+    timeline = Timeline()
+    with timeline:
+        torch.zeros(2, 3) @ torch.zeros(3, 5)
+        timeline.phase = "forward"
+        torch.zeros(2, 3) @ torch.zeros(3, 5)
+        torch.zeros(4, 2, 3) @ torch.zeros(4, 3, 5)
+    assert timeline.flops == 5 * 2 * 2 * 3 * 5
+
+
+def test_a_timeline_that_does_not_record_keeps_nothing() -> None:
+    timeline = Timeline(recording=False)
+    timeline.label(WEIGHTS, torch.zeros(256))
+    assert timeline.kept(WEIGHTS) == 0
+
+
 def test_a_timeline_without_a_step_has_no_peak() -> None:
     with pytest.raises(ValueError, match="setup"):
         Timeline().peak()
@@ -214,7 +259,7 @@ def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
     setting = Setting(DP_GRAPE, 4, rank=8)
     cls, config = FAMILIES["opt"]
     numbers = sum(p.numel() for p in cls(config).parameters())
-    peaks = {m: simulate("opt", replace(setting, method=m), length=4) for m in METHODS}
+    peaks = {m: simulate("opt", compared(m, setting), length=4) for m in METHODS}
     for method, peak in peaks.items():
         assert peak.kinds[WEIGHTS] == pytest.approx(4 * numbers, rel=0.03), method
         assert (peak.kinds[PROJECTIONS] > 0) == (method == DP_GRAPE)
@@ -240,7 +285,8 @@ def test_each_knob_takes_what_it_says() -> None:
     assert per_knob["a quarter of the rank"].kinds[PROJECTIONS] == peak.kinds[PROJECTIONS] / 4
     assert per_knob["regenerated projections"].kinds[PROJECTIONS] == 0
     flat, per_layer = (
-        simulate("roberta", Setting(DP_ADAM_DENSE, 16, clipping=c)) for c in ("flat", "per_layer")
+        simulate("roberta", Setting(DP_ADAM, 16, clipping=c, grad_sample_mode=MATERIALISE))
+        for c in ("flat", "per_layer")
     )
     assert per_layer.kinds[PER_SAMPLE] < flat.kinds[PER_SAMPLE]
     assert per_layer.total < flat.total
@@ -304,6 +350,16 @@ def test_nothing_unusual_is_found_in_fake_tensors() -> None:
         assert not (x > 1).any(0).item()
         assert torch.allclose(x, x + 1)
         assert x.sum().item() == 1
+
+
+def test_a_fake_parameter_is_moved_to_where_it_is_and_not_to_another_type() -> None:
+    with fake_tensors():
+        layer = nn.Linear(2, 3)
+        reference = weakref.ref(layer.weight)
+        layer.to("cpu", dtype=torch.float32)
+        assert layer.weight is reference()
+        with pytest.raises(RuntimeError, match="swap"):
+            layer.to(torch.bfloat16)
 
 
 class Selecting(nn.Module):

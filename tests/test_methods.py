@@ -6,6 +6,7 @@ Shapes: N examples, B samples in a batch, m x n a weight.
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -413,17 +414,21 @@ def neighbour(num_samples: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("clipping", CLIPPING_MODES)
-@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.parametrize(
+    ("method", "clipping"),
+    [p for p in product(PRIVATE, CLIPPING_MODES) if p != ("dp_jl", "per_layer")],  # refused
+)
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With norms estimated from 64 directions, by up to 1.6 C in all but 3e-6 of cases."""
+    most = 0.1 * (1.6 if METHODS[method].norm_estimates else 1 + 1e-4)
     releases = spy_releases(monkeypatch)
     for number in (24, 23):
         settings = neighbour(number) | {"max_grad_norm": 0.1, "clipping": clipping}
         run(tmp_path / str(number), method, **settings)
     moved = torch.cat([(releases[0][n] - releases[1][n]).flatten() for n in releases[0]]) * 24
-    assert 0 < moved.norm() <= 0.1 * (1 + 1e-4)
+    assert 0 < moved.norm() <= most
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -536,13 +541,40 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"projection_side": "left"}, "projection_side='left' must be one of"),
         ({"projection_ranks": "auto:many"}, "projection_ranks='auto:many' must map"),
         ({"projection_ranks": {"body": 0}}, "must map name patterns to ranks of at least 1"),
-        ({"method": "dp_adam", "projection_ranks": {"body": 2}}, "is about a projection that"),
+        ({"method": "dp_adam", "projection_ranks": {"body": 2}}, "is about a projection, and"),
         ({"projection_ranks": {"query": 2}}, "'query': this pattern matches none"),
         ({"projection_ranks": "auto:3"}, "budget=3 is below"),
         ({"released_iterate": "best"}, "released_iterate='best' must be one of"),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
         ({"method": "dp_sgd", "noise_correction": True}, "noise_correction=True corrects"),
+        ({"noise_floor": 0.5}, "noise_floor=0.5 has no meaning without"),
+        ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
+        ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
+        ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
+        ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
+        ({"privacy_unit_column": "example"}, "a column other than 'example'"),
+        ({"privacy_unit_column": "id", "method": "adam"}, "protects nobody"),
+        ({"privacy_unit_column": "id", "expected_batch_size": None}, "it counts units"),
+        (
+            {
+                "privacy_unit_column": "id",
+                "expected_batch_size": 4,
+                "target_epsilon": None,
+                "noise_multiplier": 1.0,
+                "log_unnoised_statistics": True,
+            },
+            "logs numbers by example",
+        ),
+        ({"method": "dpzero", "grad_sample_mode": "ghost"}, "'dpzero' does not compute"),
+        ({"method": "adam", "grad_sample_mode": "ghost"}, "'adam' does not compute"),
+        ({"engine": "functorch", "grad_sample_mode": "ghost"}, "not a mode of engine='functorch'"),
+        ({"clipping": "per_layer", "grad_sample_mode": "ghost"}, "which clipping='per_layer' does"),
+        ({"method": "dp_jl", "clipping": "per_layer"}, "clipping='per_layer' needs one"),
+        ({"method": "dp_jl", "adjacency": "replace_one"}, "have no joint analysis"),
+        ({"method": "dp_jl", "sampling": "truncated_poisson"}, "have no joint analysis"),
+        ({"adjacency": "replace"}, "adjacency='replace' must be one of"),
+        ({"grad_sample_mode": "hooks"}, "grad_sample_mode='hooks' must be one of"),
     ],
 )
 def test_wrong_combinations_are_refused(
@@ -602,7 +634,7 @@ def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None
 
 def test_every_projected_row_has_a_family() -> None:
     for row in METHODS.values():
-        assert (row.projection != "identity") == (row.projected is not None)
+        assert (row.projection != "identity" or row.norm_estimates) == (row.projected is not None)
         assert row.projection != "svd" or row.projected == AFTER_RELEASE
 
 

@@ -90,6 +90,7 @@ def test_every_number_is_that_of_the_ledger() -> None:
         "Expected batch size q N": "64",
         "Noise multiplier sigma": "1.0625",
         "Clipping norm C": "0.375",
+        "Norms": "exact",
         "Releases": "137",
         "Projection": "gaussian, r = 16, F = 90",
         "Projection seed (public)": "1234",
@@ -178,7 +179,21 @@ def test_a_private_run_says_epsilon_delta_and_unit() -> None:
     assert claims_privacy(card)
     assert "∞" not in card
     assert "δ = 1e-05" in card
-    assert "adding or removing one author" in card
+    assert "adding or removing one `author` with all its examples" in card
+    capped = render(ledger(privacy_unit="author", max_examples_per_unit=4))
+    assert rows(capped)["Privacy unit"].endswith("all its examples, at most 4 in a step")
+
+
+def test_a_run_that_protects_from_replacement_says_so() -> None:
+    card = render(ledger(adjacency="replace_one", accountant="rdp"))
+    assert "for replacing one example of the training data" in card
+    assert "adding" not in card
+
+
+def test_estimated_norms_are_said_to_be() -> None:
+    assert rows(render(ledger()))["Norms"] == "exact"
+    card = render(ledger(norm_directions=64, accountant="rdp"))
+    assert rows(card)["Norms"] == "estimated from 64 random directions"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +203,7 @@ def test_a_private_run_says_epsilon_delta_and_unit() -> None:
         ({**NO_NOISE, "target_delta": 1e-5}, "noise_multiplier is 0.0"),
         ({**NO_NOISE, "max_grad_norm": math.inf}, "max_grad_norm is inf"),
         ({"sampling": "shuffled"}, "shuffled"),
-        ({"adjacency": "replace_one"}, "replace_one"),
+        ({"adjacency": "substitute"}, "substitute"),
     ],
     ids=["no noise", "no noise, delta", "no bound", "sampling", "adjacency"],
 )

@@ -37,6 +37,7 @@ from tests.processes.run import (
     SCENARIOS,
     STOPPED_AT,
     UNEVEN,
+    USERS,
     every_method,
     main_of,
     roberta,
@@ -133,6 +134,7 @@ def one(folder: Path) -> dict[str, Any]:
         "equal": trained(folder / "equal", **RUN),
         "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
         "uneven": trained(folder / "uneven", **UNEVEN),
+        "users": trained(folder / "users", **USERS),
         "every_method": every_method(folder),
     }
 
@@ -186,7 +188,7 @@ def assert_same_runs(ranks: list[Any], alone: Any) -> None:
 # ---- The same release as one process ----
 
 
-@pytest.mark.parametrize("run", ["equal", "equal_roberta"])
+@pytest.mark.parametrize("run", ["equal", "equal_roberta", "users"])
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
 
@@ -204,9 +206,21 @@ def test_two_processes_train_by_any_method_as_one(
     assert any((last[name] - first[name]).abs().max() > 1e-3 for name in first)
 
 
-def test_the_shares_of_a_draw_are_the_draw(one: dict[str, Any], two: Any) -> None:
-    shares = [run["draws"] for run in results(two, "equal")]
-    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == one["equal"]["draws"]
+@pytest.mark.parametrize("run", ["equal", "users"])
+def test_the_shares_of_a_draw_are_the_draw(run: str, one: dict[str, Any], two: Any) -> None:
+    shares = [run["draws"] for run in results(two, run)]
+    whole = [sorted(draw) for draw in one[run]["draws"]]
+    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == whole
+
+
+def test_no_user_is_shared_between_processes(two: Any) -> None:
+    owner = {row["id"]: row["user"] for row in USERS["train_dataset"].examples}
+    together = 0
+    for shares in zip(*(run["draws"] for run in results(two, "users")), strict=True):
+        first, second = ([owner[i] for i in share] for share in shares)
+        assert not set(first) & set(second)
+        together += len(first) - len(set(first)) + len(second) - len(set(second))
+    assert together  # some user had two examples in a draw
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -354,6 +368,7 @@ def test_no_process_waits_for_one_that_failed(
             "other_data",
             "the length of train_dataset is 25 in process 1 and 24 in process 0",
         ),
+        ("other_users", "the checksum of the privacy units is"),
         ("other_arguments", "max_grad_norm is 2.0 in process 1 and 1.0 in process 0"),
     ],
 )

@@ -211,13 +211,13 @@ class Empty(Watch):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         sampler = kwargs["train_dataloader"].batch_sampler
-        draw, drawn = sampler._draw, []
+        draw, drawn = sampler.draw, []
 
         def fewer() -> list[int]:
             drawn.append(draw())
             return drawn[-1][: len(drawn) - 1]
 
-        sampler._draw = fewer
+        sampler.draw = fewer
 
 
 def test_where_the_first_draw_has_too_few_examples_others_are_taken(

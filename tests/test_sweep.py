@@ -13,8 +13,8 @@ from recipes import sweep
 CONFIG: dict[str, Any] = {
     "recipe": "toy",
     "arguments": {"config": "ours", "max_steps": 3},
-    "tasks": ["points"],
-    "search": {"epsilon": 6, "seed": 100},
+    "tasks": {"points": {"dataset_path": "data/points"}},
+    "search": {"epsilon": 6, "seed": 100, "arguments": {"held_out": True}},
     "final": {"epsilons": [2, 6], "seeds": [13, 21]},
     "rows": {
         "DP-GRAPE": {"arguments": {"method": "dp_grape"}, "grid": {"learning_rate": [0.1, 0.3]}},
@@ -62,6 +62,8 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     search, final = runs.commands[:2], runs.commands[2:]
     assert [c["learning_rate"] for c in search] == ["0.1", "0.3"]
     assert {(c["target_epsilon"], c["seed"]) for c in search} == {("6", "100")}
+    assert ["held_out" in c for c in runs.commands] == [True] * 2 + [False] * 6
+    assert {c["dataset_path"] for c in runs.commands} == {"data/points"}
     private = [c for c in final if c["method"] == "dp_grape"]
     assert {(c["target_epsilon"], c["seed"]) for c in private} == {
         *(("2", "13"), ("2", "21"), ("6", "13"), ("6", "21"))
@@ -108,7 +110,8 @@ def test_a_run_that_fails_is_named_and_tried_again(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tasks": None, "task": 1}, "has the parts"),
+        ({"tasks": ["points"], "task": 1}, "has the parts"),
+        ({"tasks": ["points"]}, r"tasks=\['points'\] must map names"),
         ({"rows": {"A": {"arguments": {"method": "adamw"}}}}, "method='adamw' of row 'A'"),
     ],
 )

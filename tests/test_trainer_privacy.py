@@ -39,13 +39,13 @@ LENGTHS = {"max_steps": (14, {"max_steps": 14}), "epochs": (12, {"num_train_epoc
 
 def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     draws: list[list[int]] = []
-    original = PoissonBatchSampler._draw
+    original = PoissonBatchSampler.draw
 
     def draw(self: PoissonBatchSampler) -> list[int]:
         draws.append(original(self))
         return draws[-1]
 
-    monkeypatch.setattr(PoissonBatchSampler, "_draw", draw)
+    monkeypatch.setattr(PoissonBatchSampler, "draw", draw)
     return draws
 
 

@@ -21,6 +21,7 @@ from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     EpsilonCurve,
     Release,
+    Variant,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -256,9 +257,11 @@ def test_capped_and_uncapped_releases_compose(accountant: str) -> None:
     def together(*releases: Release) -> float:
         return compose_epsilon(releases, delta=1e-5, accountant=accountant)
 
-    half = (4.07, 1 / 16, 500, 80, 1024)
+    half: Release = (4.07, 1 / 16, 500, {"max_batch_size": 80, "num_samples": 1024})
     assert together(half, half) == epsilon_of((4.07, 1024, 64, 80, 1000), accountant)
-    assert together((4.07, 1 / 16, 1000, None, None)) == together((4.07, 1 / 16, 1000))
+    assert together((4.07, 1 / 16, 1000, {"max_batch_size": None})) == together(
+        (4.07, 1 / 16, 1000)
+    )
     mixed = together(half, (4.07, 1 / 16, 500))
     assert together((4.07, 1 / 16, 1000)) < mixed < together(half, half)
 
@@ -317,9 +320,9 @@ def test_a_bad_cap_is_named_with_its_value(wrong: dict[str, Any], message: str) 
     target = {k: v for k, v in (VALID | wrong).items() if k not in ("noise_multiplier", "delta")}
     with pytest.raises(PrivacyError, match=message):
         find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, **target)
-    cap = (VALID | wrong)["max_batch_size"], (VALID | wrong)["num_samples"]
+    cap: Variant = {name: (VALID | wrong)[name] for name in ("max_batch_size", "num_samples")}
     with pytest.raises(PrivacyError, match=message):
-        compose_epsilon([(1.0, 0.1, 5), (1.0, 0.1, 0, *cap)], delta=1e-5)
+        compose_epsilon([(1.0, 0.1, 5), (1.0, 0.1, 0, cap)], delta=1e-5)
 
 
 @pytest.mark.parametrize(

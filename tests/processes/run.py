@@ -81,6 +81,14 @@ NOISE_ALONE = {
     "max_grad_norm": 0.7,
     "max_steps": 40,
 }
+USERS = RUN | {
+    "train_dataset": Examples(
+        [{**row, "user": f"u{row['id'] ** 2 % 31}"} for row in points(48).examples]
+    ),
+    "privacy_unit_column": "user",
+    "max_examples_per_unit": 2,
+    "expected_batch_size": 5,
+}
 ROBERTA = {"projection_rank": 8, "expected_batch_size": 4, "max_steps": 3}
 
 
@@ -141,6 +149,10 @@ def equal_roberta(folder: Path) -> Any:
 
 def uneven(folder: Path) -> Any:
     return trained(folder / f"uneven-{dist.get_world_size()}", **UNEVEN)
+
+
+def users(folder: Path) -> Any:
+    return trained(folder / "users-2", **USERS)
 
 
 def every_method(folder: Path) -> Any:
@@ -305,6 +317,15 @@ def other_data(folder: Path) -> Any:
     ).train()
 
 
+def other_users(folder: Path) -> Any:
+    """As many users and examples, of which one belongs to somebody else."""
+    rows = [row | {"user": int(i == dist.get_rank())} for i, row in enumerate(points(9).examples)]
+    settings = {"privacy_unit_column": "user", "max_examples_per_unit": 2}
+    make_trainer(
+        folder / "other-users", train_dataset=Examples(rows), expected_batch_size=1, **settings
+    ).train()
+
+
 def other_arguments(folder: Path) -> Any:
     make_trainer(folder / "other-arguments", max_grad_norm=1.0 + dist.get_rank()).train()
 
@@ -327,11 +348,11 @@ def sums(folder: Path) -> Any:
 
 SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
     2: [
-        *(equal, equal_roberta, uneven, every_method, noise, initial),
+        *(equal, equal_roberta, uneven, users, every_method, noise, initial),
         *(private_bytes, plain_bytes),
         *(save, resume, resume_with_default_batch_size),
         *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
-        *(other_data, other_arguments),
+        *(other_data, other_users, other_arguments),
         *(decided, sums),
     ],
     3: [uneven, resume, sums],

@@ -1,0 +1,184 @@
+"""How long the gradients of samples are: measured, or estimated from random directions.
+
+A norm runs over all parameters of a sample jointly, and gradients may arrive one group of
+parameters after another. Both kinds of norms add up over groups: squares, or inner products.
+
+An estimate (Bu et al. 2021, DP-SGD-JL) takes the place of a norm:
+
+    M_i = sqrt(1/k sum_j <R_i, v_j>^2),    v_j ~ N(0, I) over all parameters, j = 1 ... k
+
+``k M_i^2 / |R_i|^2`` is chi-squared with k degrees of freedom. A sample that is clipped by M_i
+contributes at most ``C |R_i| / M_i``, which exceeds C where M_i came out too small. The accountant
+knows that distribution, as long as the directions are independent of the data.
+
+Shapes: B samples in the physical batch, k directions.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.processes import from_first
+from dp_grape_hf.randomness import SecretGenerator, derived_generator
+from dp_grape_hf.representations import Dense
+
+_SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
+_KEY_BYTES = 32
+_AT_ONCE = 2**23  # numbers of directions in memory, unless a single one has more
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gradients of one batch, those that are small side by side.
+
+    A model has many biases and norms, and a few calls for all take less time than a few for each.
+    """
+
+    large: Gradients
+    shapes: dict[str, torch.Size]  # of the small ones, in their order
+    small: Dense | None
+
+    @classmethod
+    def of(cls, per_sample_grads: Gradients) -> Gathered:
+        """Takes the small gradients out of the dictionary, which is used from then on."""
+        shapes = {
+            name: gradient.shape
+            for name, gradient in per_sample_grads.items()
+            if isinstance(gradient, Dense) and gradient.shape.numel() <= _SMALL
+        }
+        rows = []
+        for name, shape in shapes.items():
+            gradient = per_sample_grads.pop(name)
+            assert isinstance(gradient, Dense)
+            values = gradient.values.float()
+            rows.append(values.reshape(len(values), shape.numel()))
+        return cls(per_sample_grads, shapes, Dense(torch.cat(rows, 1)) if rows else None)
+
+    def squared_norm(self) -> Tensor:
+        """Returns the squared norms over all of them jointly, (B,), float32."""
+        gradients = [*self.large.values(), *([self.small] if self.small else [])]
+        return torch.stack([gradient.squared_norm().float() for gradient in gradients]).sum(0)
+
+
+class Norms(ABC):
+    """The norms of the samples of a physical batch, from one group of parameters after another."""
+
+    @abstractmethod
+    def add(self, per_sample_grads: Gradients) -> None:
+        """Takes a group of parameters into account; groups have no parameter in common."""
+
+    @abstractmethod
+    def joint(self) -> Tensor:
+        """Returns the norms over all groups jointly, (B,), float32; not finite for NaN and Inf."""
+
+
+class ExactNorms(Norms):
+    """The norms themselves."""
+
+    def __init__(self) -> None:
+        self._squared: Tensor | None = None
+
+    def add(self, per_sample_grads: Gradients) -> None:
+        """Adds the squares of a group."""
+        squared = Gathered.of(dict(per_sample_grads)).squared_norm()
+        self._squared = squared if self._squared is None else self._squared + squared
+
+    def joint(self) -> Tensor:
+        """Returns the norms, (B,)."""
+        assert self._squared is not None
+        return self._squared.sqrt()
+
+
+class NormDirections:
+    """Random directions over all parameters, the same for a whole logical batch on all ranks.
+
+    They are drawn when they are used, a few at a time, and again for the next physical batch: no
+    more than ``2**23`` numbers, or one direction of one parameter, is in memory.
+
+    Args:
+        count: k.
+        source: the secret stream of the noise, on the device of the gradients. If it is a
+            ``SecretGenerator``, the key of the directions is entropy of the operating system; if
+            it is any other, a test's, the key is drawn from it.
+        shared: whether the ranks of the default process group share the first one's key; making
+            it is then a collective call.
+
+    Raises:
+        PrivacyError: if k is not a whole number of at least 1.
+
+    Guarantee:
+        To who does not know the key, which never leaves the processes, directions of different
+        logical batches and parameters are independent of each other and of the data. On all ranks
+        they are the same: one sample more may move others to another rank, and their factors must
+        not change by that.
+    """
+
+    def __init__(self, count: int, source: torch.Generator, shared: bool = False) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PrivacyError(
+                f"norm_directions={count!r} must be a whole number, at least 1: a norm is "
+                "estimated from so many random directions. Leave it out for exact norms."
+            )
+        self.count = count
+        self._device = source.device
+        self._key = from_first(partial(_fresh_key, source)) if shared else _fresh_key(source)
+        self._drawn = 0  # logical batches
+
+    def redraw(self) -> None:
+        """Begins a logical batch, whose directions are independent of all before."""
+        self._drawn += 1
+
+    def of(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
+        """Yields the directions of a parameter, (some of k, *shape), all k together."""
+        generator = derived_generator(self._key, f"{self._drawn} {name}", self._device)
+        most = max(1, _AT_ONCE // max(1, shape.numel()))
+        for first in range(0, self.count, most):
+            some = min(most, self.count - first)
+            yield torch.randn(some, *shape, generator=generator, device=self._device)
+
+
+def _fresh_key(source: torch.Generator) -> bytes:
+    if isinstance(source, SecretGenerator):
+        return os.urandom(_KEY_BYTES)
+    numbers = torch.randint(256, (_KEY_BYTES,), generator=source, device=source.device)
+    return bytes(numbers.tolist())
+
+
+class EstimatedNorms(Norms):
+    """Estimates M_i of the norms, from k random directions.
+
+    Guarantee:
+        Not too small by rounding: the error of the inner products is added.
+    """
+
+    def __init__(self, directions: NormDirections) -> None:
+        self._directions = directions
+        self._products: Tensor | None = None  # (B, k)
+        self._squared_rounding: Tensor | None = None  # (B,)
+
+    def add(self, per_sample_grads: Gradients) -> None:
+        """Adds the inner products of a group."""
+        for name, gradient in per_sample_grads.items():
+            drawn = self._directions.of(name, gradient.shape)
+            products = torch.cat([gradient.inner_products(some) for some in drawn], 1)
+            squared = gradient.rounding().square()
+            if self._products is None or self._squared_rounding is None:
+                self._products, self._squared_rounding = products, squared
+            else:
+                self._products += products
+                self._squared_rounding += squared
+
+    def joint(self) -> Tensor:
+        """Returns the estimates, (B,)."""
+        assert self._products is not None
+        assert self._squared_rounding is not None
+        return self._products.square().mean(1).sqrt() + self._squared_rounding.sqrt()

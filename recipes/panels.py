@@ -1,0 +1,116 @@
+"""Figures of panels side by side: the same label has the same colour, marker and dash in all.
+
+The colours are told apart by colour-blind readers (Okabe and Ito 2008), and the markers by those
+who see none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
+COLUMNS, MANY = 3, 40  # of panels; of points, which then have no markers
+
+Points = Mapping[float, tuple[float, float, int]]
+"""Mean, standard error (NaN of one value) and number of values, by place."""
+
+
+class Panels:
+    """A figure with panels, to which lines are added.
+
+    Args:
+        titles: one for each panel.
+        title: that of the figure.
+    """
+
+    def __init__(self, titles: Sequence[str], title: str) -> None:
+        columns = min(COLUMNS, len(titles))
+        rows = math.ceil(len(titles) / columns)
+        size = (max(5.0, 4.2 * columns), 3.6 * rows + 1.4)
+        self.figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+        self.figure.suptitle(title)
+        grid = [*self.figure.subplots(rows, columns, squeeze=False).flat]
+        self.axes: list[Axes] = grid[: len(titles)]
+        for unused in grid[len(titles) :]:
+            unused.set_axis_off()
+        for panel, name in zip(self.axes, titles, strict=True):
+            panel.set_title(name, fontsize=10)
+            panel.grid(alpha=0.3)
+        self._styles: dict[str, dict[str, Any]] = {}
+        self._numbers = count()
+
+    def line(self, panel: Axes, label: str, points: Points, beside: str = "") -> None:
+        """Draws a line through points, with bars, or a band along many, for standard errors.
+
+        Args:
+            panel: one of ``axes``.
+            label: for the legend.
+            points: what is drawn.
+            beside: the label of a line that this one is compared with: it has its colour, and is
+                dashed and hollow.
+        """
+        places = sorted(points)
+        means = [points[place][0] for place in places]
+        errors = [0.0 if math.isnan(points[place][1]) else points[place][1] for place in places]
+        style = {**self._style(beside or label)}
+        if beside:
+            style |= {"ls": "--", "mfc": "white"}
+        if len(places) > MANY:
+            style["marker"] = ""
+        panel.plot(places, means, label=label, **style)
+        if not any(errors):
+            return
+        if len(places) > MANY:
+            low, high = (
+                [m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1)
+            )
+            panel.fill_between(places, low, high, color=style["color"], alpha=0.2, lw=0)
+        else:
+            panel.errorbar(places, means, errors, color=style["color"], fmt="none", capsize=2)
+
+    def across(self, panel: Axes, label: str, height: float) -> None:
+        """Draws a line from side to side."""
+        style = {**self._style(label), "marker": "", "ls": ":"}
+        panel.axhline(height, label=label, **style)
+
+    def _style(self, label: str) -> dict[str, Any]:
+        if label not in self._styles:
+            number = next(self._numbers)
+            self._styles[label] = {
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": MARKERS[number % len(MARKERS)],
+                "ls": DASHES[number // len(COLOURS) % len(DASHES)],
+                "ms": 5,
+                "lw": 1.5,
+            }
+        return self._styles[label]
+
+    def finished(self, across: str, up: str) -> Figure:
+        """Returns the figure, with the axes named and one legend below all panels."""
+        handles: dict[str, Artist] = {}
+        for panel in self.axes:
+            panel.set_xlabel(across)
+            panel.set_ylabel(up)
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        columns = 1 if max(map(len, handles)) > 40 else min(4, len(handles), 2 * len(self.axes))
+        self.figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8
+        )
+        return self.figure
+
+
+def logarithmic(panel: Axes, places: Sequence[float]) -> None:
+    """Gives a panel ticks at some places, a doubling being the same distance everywhere."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sorted(places), labels=[f"{place:g}" for place in sorted(places)])
+    panel.minorticks_off()

@@ -1,0 +1,298 @@
+"""The six few-shot tasks as prompts: data, templates, label words, and a head that reads the mask.
+
+The templates are those of LM-BFF (Gao et al. 2021), which MeZO, DPZero and the paper use. A model
+fills in the mask, and the logits of a few words there, one per label, are the logits of the labels.
+
+Shapes: B samples in the batch, T positions, h hidden features, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+FIRST, SECOND, MASK = "<first>", "<second>", "<mask>"
+"""What a template has in the place of the texts, and of the word to fill in."""
+
+ROOM = 18  # positions that a shortened prompt keeps for all but the first text: 128 - 110 of TREC
+
+
+def as_it_is(first: str) -> tuple[str, ...]:
+    """Returns a sentence as it is."""
+    return (first,)
+
+
+def as_answer(first: str) -> tuple[str, ...]:
+    """Returns a question that follows other words."""
+    return (f" {first}",)
+
+
+def as_question(first: str, second: str) -> tuple[str, ...]:
+    """Returns a premise without its last character, which is a full stop, and a hypothesis."""
+    return first[:-1], f" {second[:1].lower()}{second[1:]}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: where its data are, and what is made of them.
+
+    Args:
+        path: of the data set at the Hub.
+        name: of its configuration there.
+        texts: the columns of its texts.
+        label: the column of its label.
+        names: of the labels, by their number at the Hub; used where the data do not tell.
+        words: label name -> the word for it; the order of the labels here.
+        template: pieces of the prompt.
+        write: texts -> how they stand in the prompt.
+        max_length: the most tokens of a prompt.
+        first_length: the most tokens of its first text.
+        test: the split that stands for the test split.
+        revision: of the data set at the Hub.
+    """
+
+    path: str
+    name: str | None
+    texts: tuple[str, ...]
+    label: str
+    names: tuple[str, ...]
+    words: Mapping[str, str]
+    template: tuple[str, ...]
+    write: Callable[..., tuple[str, ...]]
+    max_length: int
+    first_length: int | None = None
+    test: str = "validation"
+    revision: str | None = None
+
+    def lengths(self, max_length: int | None) -> tuple[int, int | None]:
+        """Returns the most tokens of a prompt and of its first text.
+
+        Args:
+            max_length: if given, instead of the task's own. The first text then gets that less
+                ``ROOM``, so that the mask is not cut off.
+
+        Raises:
+            ValueError: if that leaves nothing of the first text.
+        """
+        if max_length is None:
+            return self.max_length, self.first_length
+        if max_length <= ROOM:
+            raise ValueError(f"{max_length=} must be above {ROOM}, which the template may need.")
+        return max_length, max_length - ROOM
+
+
+ENTAILMENT: dict[str, Any] = {
+    "template": (FIRST, "?", MASK, ",", SECOND),
+    "write": as_question,
+    "max_length": 256,
+}
+INFERENCE: dict[str, Any] = {
+    "texts": ("premise", "hypothesis"),
+    "label": "label",
+    "names": ("entailment", "neutral", "contradiction"),
+    "words": {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
+    **ENTAILMENT,
+}
+SENTIMENT: dict[str, Any] = {
+    "template": (FIRST, " It was", MASK, "."),
+    "write": as_it_is,
+    "max_length": 128,
+}
+
+TASKS: Mapping[str, Task] = {
+    "SST-2": Task(
+        path="nyu-mll/glue",
+        name="sst2",
+        texts=("sentence",),
+        label="label",
+        names=("negative", "positive"),
+        words={"negative": "terrible", "positive": "great"},
+        **SENTIMENT,
+    ),
+    "SST-5": Task(
+        path="SetFit/sst5",
+        name=None,
+        texts=("text",),
+        label="label",
+        names=("very negative", "negative", "neutral", "positive", "very positive"),
+        words={
+            "very negative": "terrible",
+            "negative": "bad",
+            "neutral": "okay",
+            "positive": "good",
+            "very positive": "great",
+        },
+        first_length=110,
+        test="test",
+        **SENTIMENT,
+    ),
+    "SNLI": Task(path="stanfordnlp/snli", name=None, **INFERENCE),
+    "MNLI": Task(
+        path="nyu-mll/glue", name="mnli", first_length=240, test="validation_matched", **INFERENCE
+    ),
+    "RTE": Task(
+        path="nyu-mll/glue",
+        name="rte",
+        texts=("sentence1", "sentence2"),
+        label="label",
+        names=("entailment", "not_entailment"),
+        words={"entailment": "Yes", "not_entailment": "No"},
+        first_length=240,
+        **ENTAILMENT,
+    ),
+    "TREC": Task(
+        path="CogComp/trec",
+        name=None,
+        texts=("text",),
+        label="coarse_label",
+        names=("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
+        words={
+            "DESC": "Description",
+            "ENTY": "Entity",
+            "ABBR": "Expression",
+            "HUM": "Human",
+            "LOC": "Location",
+            "NUM": "Number",
+        },
+        template=(MASK, ":", FIRST),
+        write=as_answer,
+        max_length=128,
+        first_length=110,
+        test="test",
+        revision="refs/convert/parquet",  # the data set itself is a script, which is not run
+    ),
+}
+
+
+# ---- Prompts ----
+
+
+def prompt(
+    task: Task, tokenizer: Any, texts: Sequence[str], max_length: int | None = None
+) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    What is too long is cut off at its end.
+
+    Args:
+        task: has the template.
+        tokenizer: of the model.
+        texts: the values of the task's text columns.
+        max_length: the most tokens, if not the task's own.
+
+    Raises:
+        ValueError: if the mask is cut off, or the tokenizer has no token for a template's sign.
+    """
+    most, most_first = task.lengths(max_length)
+    written = task.write(*texts)
+    tokens = [tokenizer.cls_token_id]
+    for piece in task.template:
+        if piece == MASK:
+            tokens.append(tokenizer.mask_token_id)
+        elif piece == FIRST:
+            tokens += tokenizer.encode(written[0], add_special_tokens=False)[:most_first]
+        elif piece == SECOND:
+            tokens += tokenizer.encode(written[1], add_special_tokens=False)
+        elif len(piece) == 1:  # as a token of its own, whatever it follows
+            tokens.append(_sign(tokenizer, piece))
+        else:
+            tokens += tokenizer.encode(piece, add_special_tokens=False)
+    tokens = [*tokens, tokenizer.sep_token_id][:most]
+    if tokenizer.mask_token_id not in tokens:
+        raise ValueError(
+            f"The prompt for {texts[0][:60]!r}... has more than {most} tokens before its mask. "
+            f"Give --max_length: the first text is then cut to {ROOM} tokens less."
+        )
+    return tokens
+
+
+def _sign(tokenizer: Any, sign: str) -> int:
+    token = tokenizer.convert_tokens_to_ids(sign)
+    if token is None or token == tokenizer.unk_token_id:
+        raise ValueError(f"The tokenizer has no token {sign!r}, which the template needs.")
+    return token
+
+
+def label_words(task: Task, tokenizer: Any) -> list[int]:
+    """Returns the token of each label's word, with the space before it.
+
+    Raises:
+        ValueError: if a word is not one token.
+    """
+    found = {
+        word: tokenizer.encode(f" {word}", add_special_tokens=False) for word in task.words.values()
+    }
+    unknown = tokenizer.unk_token_id
+    if wrong := [word for word, ids in found.items() if len(ids) != 1 or ids == [unknown]]:
+        raise ValueError(
+            f"The tokenizer has no single token for the label words {wrong} of this task."
+        )
+    return [ids[0] for ids in found.values()]
+
+
+# ---- The head ----
+
+
+def read_at_mask(model: Any, words: Sequence[int]) -> Any:
+    """Makes a masked language model return the logits of some words at the mask, (B, L).
+
+    Only its forward changes, to ``logits_at_mask``: it saves and loads as the model it is.
+
+    Args:
+        model: of ``AutoModelForMaskedLM``.
+        words: the tokens whose logits are wanted.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: if its vocabulary head is not one module.
+    """
+    _vocabulary_head(model)
+    words_of_labels = torch.tensor(words, device=model.device)
+    model.register_buffer("words_of_labels", words_of_labels, persistent=False)
+    model.forward = MethodType(logits_at_mask, model)
+    return model
+
+
+def logits_at_mask(
+    self: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    mask_pos: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+) -> SequenceClassifierOutput:
+    """Returns the logits of the labels' words, (B, L); a forward of a masked language model.
+
+    The vocabulary head runs at one position per sample: its logits and its gradient, which has
+    rank 1 there, take 1/T of what they would take.
+
+    Args:
+        self: the model.
+        input_ids: (B, T).
+        attention_mask: (B, T).
+        mask_pos: where the mask is, (B,).
+        token_type_ids: (B, T).
+    """
+    assert mask_pos is not None
+    types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+    encoded = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types)
+    hidden = torch.take_along_dim(encoded[0], mask_pos[:, None, None], 1)  # (B, 1, h)
+    vocabulary = _vocabulary_head(self)(hidden)[:, 0]  # (B, V)
+    return SequenceClassifierOutput(logits=vocabulary.index_select(1, self.words_of_labels))
+
+
+def _vocabulary_head(model: Any) -> nn.Module:
+    heads = [child for child in model.children() if child is not model.base_model]
+    if len(heads) != 1:
+        raise ValueError(
+            f"{type(model).__name__} computes its vocabulary's logits by {len(heads)} modules, not "
+            "by one as RoBERTa and BERT. Use --head classification."
+        )
+    return heads[0]

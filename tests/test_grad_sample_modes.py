@@ -1,0 +1,325 @@
+"""``ghost``, ``book_keeping`` and ``materialise``: other forms and passes, the same release.
+
+Shapes: B samples in a batch.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dp_grape_hf.capture import Pass
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.per_sample import (
+    GRAD_SAMPLE_MODES,
+    Gradients,
+    PerSampleEngine,
+    make_engine,
+    per_sample_gradients,
+)
+from dp_grape_hf.projection import Projector
+from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
+from tests.models import only
+from tests.oracles import (
+    assert_gradients_equal,
+    projectors_for,
+    relative_error,
+    single_sample_gradients,
+)
+from tests.test_clipping import Twice, private, total
+from tests.test_engine import sample_norms, split
+
+B = 6
+Build = Callable[[], nn.Module]
+each_mode = pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
+each_rank = pytest.mark.parametrize("rank", [4, None], ids=["projected", "unprojected"])
+
+
+class Stack(nn.Module):
+    """Matrices that are short of positions and long of them, and a table that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 16)
+        self.first, self.again = nn.Linear(16, 24), nn.Linear(16, 11, bias=False)
+        self.norm, self.last = nn.LayerNorm(24), nn.Linear(24, 16)
+        self.again.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.last(functional.gelu(self.norm(self.first(self.table(x)))))
+        return self.again(hidden)
+
+
+class Gate(nn.Module):
+    """Has no rule, so it runs under vmap: a product with a matrix, a look-up, and a plain use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.table = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(9, 8))
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = functional.embedding(x, self.table)
+        return functional.linear(values, self.matrix).tanh() * self.scale
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(Gate(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def words() -> dict[str, Tensor]:
+    return {"x": torch.randint(0, 9, (B, 5))}
+
+
+def sequence(build: Build) -> tuple[nn.Module, dict[str, Tensor], Any]:
+    model = build()
+    inputs = words() if isinstance(model, Stack) else {"input": words()["x"]}
+    return model, inputs, lambda outputs, labels: outputs.square().flatten(1).mean(1)
+
+
+def of_zoo(name: str, positions: int) -> tuple[nn.Module, dict[str, Tensor], Any]:
+    return only(name).model(), only(name).batch(B, positions), None
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor], Any]]] = {
+    "stack": lambda: sequence(Stack),
+    "under vmap": lambda: sequence(gated),
+    "bert": lambda: of_zoo("bert-classifier", 9),
+    "tied gpt2": lambda: of_zoo("gpt2", 9),
+    "vit": lambda: of_zoo("vit", 5),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def released(
+    per_sample: PerSampleEngine,
+    batches: list[dict[str, Tensor]],
+    projectors: Mapping[str, Projector] | None = None,
+    bound: float = 0.5,
+    clipping: str = "flat",
+) -> dict[str, Tensor]:
+    """Returns the clipped sum of a logical batch, with no noise."""
+    engine = private(per_sample, clipping, bound)
+    engine.begin(projectors or {})
+    for batch in batches:
+        engine.accumulate(batch)
+    return engine.release()
+
+
+def flat(release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a release as if it were the gradients of a single sample, for a comparison."""
+    return {name: value[None] for name, value in release.items()}
+
+
+# ---- The release ----
+
+
+@each_model
+@each_rank
+def test_every_mode_releases_what_the_definition_says(name: str, rank: int | None) -> None:
+    """Half of the samples are clipped; the batch is split, unevenly, into physical batches."""
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    projectors = projectors_for(model, rank)
+    gradients = single_sample_gradients(model, inputs, projectors, loss)[1]
+    norms = sample_norms(gradients)
+    bound = norms.median().item()
+    factors = (bound / norms).clamp(max=1).float()
+    assert (factors < 1).any()
+    expected = {n: torch.einsum("b,b...->...", factors, g) for n, g in gradients.items()}
+    ways = [("layerwise", mode) for mode in GRAD_SAMPLE_MODES]
+    ways += [("functorch", "materialise")] if loss is not None else []
+    for engine, mode in ways:
+        per_sample = make_engine(engine, model, loss, mode)
+        found = released(per_sample, split(inputs, [4, 2]), projectors, bound)
+        error = relative_error(flat(found), flat(expected))
+        assert error < 2e-5, (engine, mode, error)
+
+
+@each_mode
+def test_masks_of_dropout_are_the_same_in_both_passes_and_when_activations_are_recomputed(
+    mode: str,
+) -> None:
+    """The oracle is the plain mode, whose release is that of one pass, with the same seed."""
+    case = only("roberta-classifier")
+    batch = case.batch(B)
+    found = []
+    for engine, checkpointing in ((mode, False), (mode, True), ("auto", False)):
+        model = case.model(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        per_sample = LayerwiseEngine(model, None, checkpointing, engine)
+        per_sample(batch, {})  # the probe takes random numbers of its own
+        torch.manual_seed(5)
+        found.append(released(per_sample, [batch]))
+    for other in found[:2]:
+        assert relative_error(flat(other), flat(found[2])) < 2e-5
+
+
+@each_mode
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_a_sample_that_is_not_finite_contributes_exactly_zero(mode: str, clipping: str) -> None:
+    model, inputs, _ = MODELS["vit"]()
+    per_sample = make_engine("layerwise", model, grad_sample_mode=mode)
+    released(per_sample, [inputs])
+    inputs["pixel_values"][2, 0, 0, 0], inputs["pixel_values"][4, 0, 1, 1] = torch.nan, torch.inf
+    good = {key: value[[0, 1, 3, 5]] for key, value in inputs.items()}
+    found, expected = (released(per_sample, [batch], clipping=clipping) for batch in (inputs, good))
+    assert relative_error(flat(found), flat(expected)) < 1e-5
+
+
+@each_mode
+def test_layers_that_a_pass_leaves_out_get_zero(mode: str) -> None:
+    model = Twice()
+    per_sample = make_engine("layerwise", model, total, mode)
+    batch = {"x": torch.randn(B, 4)}
+    released(per_sample, [batch])
+    model.times = 0
+    found = released(per_sample, [batch])
+    assert found["layer.weight"].norm() == 0 < found["first.weight"].norm()
+
+
+def test_a_layer_that_runs_more_often_than_at_first_is_refused_with_ghost_norms() -> None:
+    model = Twice()
+    per_sample = make_engine("layerwise", model, total, "ghost")
+    batch = {"x": torch.randn(B, 4)}
+    released(per_sample, [batch])
+    model.times = 2
+    with pytest.raises(PrivacyError, match="not grad_sample_mode='ghost'"):
+        released(per_sample, [batch])
+
+
+# ---- The forms ----
+
+
+def forms(gradients: Gradients) -> dict[str, set[type]]:
+    return {
+        name: {type(part) for part in getattr(gradient, "parts", (gradient,))}
+        for name, gradient in gradients.items()
+    }
+
+
+@each_mode
+@pytest.mark.parametrize("name", ["stack", "under vmap"])
+def test_gradients_have_the_form_of_their_mode(name: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    gradients = per_sample_gradients(model, inputs, loss=loss, grad_sample_mode=mode)[1]
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, loss=loss)[1])
+    found = forms(gradients)
+    matrices = {"stack": ("first.weight", "last.weight"), "under vmap": ("0.matrix", "1.weight")}
+    tables = {"stack": "table.weight", "under vmap": "0.table"}
+    if mode == "materialise":
+        assert all(kinds == {Dense} for kinds in found.values())
+        assert not any(isinstance(gradient, GradientSum) for gradient in gradients.values())
+    elif mode in ("ghost", "book_keeping"):
+        assert all(found[name] == {Factored} for name in matrices[name])
+        tied = {Factored} if name == "stack" else set()
+        assert found[tables[name]] == {SparseRows} | tied
+
+
+def test_functorch_materialises_what_it_would_keep_in_factors() -> None:
+    model, inputs, loss = MODELS["stack"]()
+    for mode, kind in (("auto", Factored), ("materialise", Dense)):
+        one = {key: value[:, :1] for key, value in inputs.items()}  # one position is few
+        gradients = per_sample_gradients(
+            model, one, loss=loss, engine="functorch", grad_sample_mode=mode
+        )[1]
+        assert forms(gradients)["last.weight"] == {kind}
+
+
+# ---- Two passes ----
+
+
+def test_ghost_norms_take_one_forward_pass_and_keep_no_gradient_of_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every gradient of a layer, nothing is alive when the next group is handed out."""
+    case = only("llama")
+    batch, per_sample = case.batch(B), make_engine("layerwise", case.model(), None, "ghost")
+    released(per_sample, [batch])
+    forwards = []
+    losses = PerSampleEngine.losses
+    monkeypatch.setattr(
+        PerSampleEngine, "losses", lambda *args: forwards.append(1) or losses(*args)
+    )
+    held: list[int] = []
+    hand_out = Pass._hand_out
+
+    def noting(self: Pass, name: str, stream: Any) -> None:
+        held.append(sum(len(uses) for uses in self._captured.values()))
+        hand_out(self, name, stream)
+
+    monkeypatch.setattr(Pass, "_hand_out", noting)
+    alive: list[weakref.ref[Any]] = []
+    consumed: tuple[list[tuple[str, ...]], list[tuple[str, ...]]] = ([], [])
+
+    def consumer(names: list[tuple[str, ...]]) -> Callable[[Gradients], None]:
+        def consume(gradients: Gradients) -> None:
+            assert not any(reference() is not None for reference in alive)
+            alive[:] = [weakref.ref(gradient) for gradient in gradients.values()]
+            names.append(tuple(gradients))
+
+        return consume
+
+    per_sample.stream(batch, {}, *map(consumer, consumed))
+    assert sorted(consumed[0]) == sorted(consumed[1]) == sorted(per_sample.groups)
+    assert consumed[0] == consumed[1]
+    assert forwards == [1]
+    assert max(held) == 1
+
+
+def checkpointed(**options: Any) -> nn.Module:
+    case = only("roberta-classifier")
+    model = case.model(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train()
+    model.activation_checkpointing_enable({"use_reentrant": False, **options})
+    return model
+
+
+def test_a_backward_pass_that_cannot_be_repeated_is_refused() -> None:
+    """Norms would come from other masks than the gradients that are clipped by them."""
+    batch = only("roberta-classifier").batch(B)
+    for mode, options in (("ghost", {}), ("auto", {"preserve_rng_state": False})):
+        released(make_engine("layerwise", checkpointed(**options), None, mode), [batch])
+    per_sample = make_engine("layerwise", checkpointed(preserve_rng_state=False), None, "ghost")
+    with pytest.raises(UnsupportedModelError, match="change when its backward pass is repeated"):
+        released(per_sample, [batch])
+
+
+def test_whether_a_pass_repeats_is_looked_at_until_there_are_gradients_to_see() -> None:
+    model = checkpointed(preserve_rng_state=False)
+    batch = only("roberta-classifier").batch(B)
+    engine = LayerwiseEngine(model, grad_sample_mode="ghost")
+    nothing = dict(batch, labels=torch.zeros(B))
+    engine.loss = lambda outputs, labels: outputs.logits.sum(1) * labels  # no gradient for label 0
+    released(engine, [nothing])
+    assert not engine._repeats
+    something = dict(batch, labels=torch.ones(B))
+    with pytest.raises(UnsupportedModelError, match="change when its backward pass is repeated"):
+        released(engine, [something])
+
+
+# ---- Refusals ----
+
+
+def test_a_mode_that_an_engine_does_not_have_is_refused_with_those_it_has() -> None:
+    model, _, loss = MODELS["stack"]()
+    with pytest.raises(PrivacyError, match=r"grad_sample_mode='hooks'.*auto, ghost, book_keeping"):
+        make_engine("layerwise", model, loss, "hooks")
+    for mode in ("ghost", "book_keeping"):
+        with pytest.raises(PrivacyError, match=rf"'{mode}' is not a mode of.*auto, materialise\."):
+            make_engine("functorch", model, loss, mode)
+
+
+def test_two_passes_are_refused_where_one_suffices() -> None:
+    model, _, loss = MODELS["stack"]()
+    with pytest.raises(PrivacyError, match=r"clipping='per_layer'.*grad_sample_mode='ghost'"):
+        private(make_engine("layerwise", model, loss, "ghost"), "per_layer")
+    for mode in ("book_keeping", "materialise"):
+        assert isinstance(private(make_engine("layerwise", model, loss, mode)), PrivateEngine)

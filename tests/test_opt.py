@@ -1,0 +1,638 @@
+"""Causal language models on questions: prompts, tokens, splits, scores, and what one example moves.
+
+Shapes: B examples, O options of each, T tokens of the longest row, K of the longest answer.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.per_sample import make_engine
+from recipes import opt
+from recipes.experiment import CONFIGS, UNKNOWN, main, parse
+from recipes.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
+from recipes.opt_scores import accuracy, f1, generate, mean_f1
+from recipes.opt_tasks import (
+    TASKS,
+    Collator,
+    Encoder,
+    Question,
+    first_tokens,
+    load_splits,
+    permutation,
+)
+from tests.models import FIRST_WORD, PAD, VOCABULARY, only
+from tests.oracles import (
+    assert_gradients_equal,
+    dense,
+    projectors_for,
+    relative_error,
+    single_sample_gradients,
+)
+from tests.test_engine import ROUNDING, joint_norm, make_private, released
+
+ROWS: dict[str, dict[str, Any]] = {
+    "SST2": {"sentence": "a warm , funny film ", "label": 1},
+    "BoolQ": {"passage": "Ice is frozen water.", "question": "is ice water", "answer": True},
+    "SQuAD": {
+        "title": "Ice",
+        "context": "Ice is frozen water.",
+        "question": "What is ice? ",
+        "answers": {"text": ["frozen water", "water"], "answer_start": [7, 14]},
+    },
+    "DROP": {
+        "passage": "They won 3 games and lost 2.",
+        "question": " How many games were there?",
+        "answers_spans": {"spans": ["5"], "types": ["number"]},
+    },
+}
+SIZES = {"train": 5, "dev": 3, "test": 4}
+
+
+# ---- Models and data, made on the spot ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny OPT and a tokenizer of bytes, and one with data for each task."""
+    path = tmp_path_factory.mktemp("opt")
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [json.dumps(row) for row in ROWS.values()] + [" terrible great Yes No"] * 9
+    bytewise.train_from_iterator(texts, trainer)
+    bytewise.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, bos_token="</s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.save_pretrained(path)
+    case = only("opt").model(
+        vocab_size=len(tokenizer), max_position_embeddings=160, bos_token_id=2, eos_token_id=2
+    )
+    case.save_pretrained(path)
+    for task, row in ROWS.items():
+        (path / task).mkdir()
+        for split in ("train", "validation"):
+            lines = [json.dumps(varied(row, i)) for i in range(12)]
+            (path / task / f"{split}.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
+    """Returns the row, with a text of another length that says which it is."""
+    texts = {key: f"{value} {i}" + "!" * (i % 4) for key, value in row.items() if key in LONG}
+    return {**row, **texts}
+
+
+LONG = ("sentence", "passage", "context")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def encoder_of(folder: Path, **changes: Any) -> Encoder:
+    return replace(Encoder(tokenizer_of(folder), max_length=64, first=(0,)), **changes)
+
+
+def examples(
+    lengths: Sequence[int], options: int, seed: int = 0, longest: int = 3
+) -> list[dict[str, Any]]:
+    """Returns examples of random tokens with prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(size: int) -> list[int]:
+        return torch.randint(FIRST_WORD, VOCABULARY, (size,), generator=generator).tolist()
+
+    found = []
+    for i, length in enumerate(lengths):
+        prompt, answers = text(length), [text(1 + (i + o) % longest) for o in range(options)]
+        found.append(
+            {
+                "input_ids": [prompt + answer for answer in answers],
+                "answer_lengths": [len(answer) for answer in answers],
+                "labels": i % options,
+            }
+        )
+    return found
+
+
+def scorer(name: str, **changes: Any) -> AnswerScorer:
+    return AnswerScorer(only(name).model(**changes)).eval()
+
+
+# ---- Prompts and splits ----
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("SST2", Question("a warm , funny film It was", (" terrible", " great"), 1)),
+        ("BoolQ", Question("Ice is frozen water. Is ice water?\n", ("Yes", "No"), 0)),
+        (
+            "SQuAD",
+            Question(
+                "Title: Ice\nContext: Ice is frozen water.\nQuestion: What is ice?\nAnswer:",
+                (" frozen water\n",),
+                golds=("frozen water", "water"),
+            ),
+        ),
+        (
+            "DROP",
+            Question(
+                "Passage: They won 3 games and lost 2.\nQuestion: How many games were there?\n"
+                "Answer:",
+                (" 5\n",),
+                golds=("5",),
+            ),
+        ),
+    ],
+)
+def test_prompts_are_those_of_the_source(task: str, expected: Question) -> None:
+    assert TASKS[task].read(ROWS[task]) == expected
+
+
+def test_a_question_that_ends_with_its_mark_gets_no_other() -> None:
+    row = {"passage": "Ice.", "question": "Is it?", "answer": False}
+    assert TASKS["BoolQ"].read(row) == Question("Ice. Is it?\n", ("Yes", "No"), 1)
+
+
+def test_splits_begin_the_permutation_of_the_seed(folder: Path) -> None:
+    data = str(folder / "SST2")
+    found = load_splits(TASKS["SST2"], data, 29, SIZES)
+    state = np.random.get_state()
+    np.random.seed(29)
+    order = np.random.permutation(12)
+    np.random.set_state(state)
+    read = [TASKS["SST2"].read(varied(ROWS["SST2"], i)) for i in order]
+    assert found == {"train": read[:5], "dev": read[5:8], "test": read[:4]}  # of other rows
+    assert load_splits(TASKS["SST2"], data, 0, SIZES) != found
+    assert permutation(5, 0) == [2, 0, 1, 3, 4]
+
+
+def test_the_test_split_may_be_smaller_but_training_data_must_do(folder: Path) -> None:
+    data = str(folder / "DROP")
+    found = load_splits(TASKS["DROP"], data, 0, {**SIZES, "test": 1000})
+    assert [len(found[name]) for name in ("train", "dev", "test")] == [5, 3, 12]
+    with pytest.raises(ValueError, match=r"12 training rows.*num_train=10 and num_dev=3"):
+        load_splits(TASKS["DROP"], data, 0, {**SIZES, "train": 10})
+
+
+# ---- Tokens ----
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_answer_is_the_last_tokens_of_its_row(task: str, folder: Path) -> None:
+    encoder = encoder_of(folder, max_length=200)
+    question = TASKS[task].read(ROWS[task])
+    example = encoder.example(question)
+    assert example["labels"] == question.label
+    for option, row, length in zip(
+        question.options, example["input_ids"], example["answer_lengths"], strict=True
+    ):
+        assert row[0] == 0
+        assert encoder.tokenizer.decode(row[1:-length]) == question.prompt
+        assert encoder.tokenizer.decode(row[-length:]) == option
+        assert encoder.prompt(question) == row[:-length]
+
+
+def test_spaces_at_the_ends_of_a_text_are_cut_off_and_line_breaks_stay(folder: Path) -> None:
+    encoder = encoder_of(folder)
+    decode = encoder.tokenizer.decode
+    question = Question("  Answer: ", (" 5\n ",))
+    assert decode(encoder.prompt(question)[1:]) == "Answer:"
+    assert decode(encoder.example(Question("  Answer:", (" 5\n",)))["input_ids"][0][1:]) == (
+        "Answer: 5\n"
+    )
+
+
+def test_a_long_text_loses_its_beginning_but_not_its_first_token(folder: Path) -> None:
+    whole, cut = encoder_of(folder, max_length=500), encoder_of(folder, max_length=12)
+    question = TASKS["SQuAD"].read(ROWS["SQuAD"])
+    long, short = whole.example(question), cut.example(question)
+    assert short["input_ids"][0] == [0, *long["input_ids"][0][-11:]]
+    assert short["answer_lengths"] == long["answer_lengths"]
+    assert cut.prompt(question) == [0, *whole.prompt(question)[-11:]]
+
+
+@pytest.mark.parametrize(
+    ("option", "taken"), [("", r"0 of the \d+"), (" water" * 20, r"\d+ of the 12")]
+)
+def test_an_answer_without_tokens_or_prompt_is_refused(
+    option: str, taken: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"The answer .* takes {taken} tokens of its row"):
+        encoder_of(folder, max_length=12).example(Question("Answer:", (option,)))
+
+
+def test_rows_without_room_for_an_answer_are_refused(folder: Path) -> None:
+    assert encoder_of(folder, max_length=3).prompt(Question("water", ()))[0] == 0
+    with pytest.raises(ValueError, match="max_length=2 leaves no room"):
+        encoder_of(folder, max_length=2)
+
+
+def test_rows_begin_with_what_the_tokenizer_puts_there_unless_told(folder: Path) -> None:
+    tokenizer = tokenizer_of(folder)
+    assert first_tokens(tokenizer, None) == (2,)
+    assert first_tokens(tokenizer, 0) == (0,)
+
+
+def test_a_batch_is_padded_on_the_left() -> None:
+    batch = Collator(pad=1, multiple=2)(
+        [
+            {"input_ids": [[5, 6, 7, 8], [5, 6, 9]], "answer_lengths": [2, 1], "labels": 0},
+            {"input_ids": [[5, 6], [5, 7]], "answer_lengths": [1, 1], "labels": 1},
+        ]
+    )
+    assert batch["input_ids"].tolist() == [  # 4 columns are seen, and the fifth is predicted
+        [[1, 5, 6, 7, 8], [1, 1, 5, 6, 9]],
+        [[1, 1, 1, 5, 6], [1, 1, 1, 5, 7]],
+    ]
+    assert torch.equal(batch["attention_mask"].bool(), batch["input_ids"] != 1)
+    assert batch["answer_mask"].tolist() == [
+        [[True, True], [False, True]],
+        [[False, True], [False, True]],
+    ]
+    assert batch["labels"].tolist() == [0, 1]
+
+
+# ---- Losses and gradients ----
+
+
+def by_hand(model: AnswerScorer, example: dict[str, Any]) -> Tensor:
+    """Returns the scores (O,) of one example, each row alone and without padding."""
+    scores = []
+    for row, length in zip(example["input_ids"], example["answer_lengths"], strict=True):
+        ids = torch.tensor([row])
+        logits = model.language_model(ids, attention_mask=torch.ones_like(ids)).logits[0]
+        chosen = functional.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        scores.append(chosen[-length:].mean())
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+@torch.no_grad()
+def test_scores_are_mean_log_probabilities_of_the_answers(name: str) -> None:
+    model, some = scorer(name), examples([4, 9, 6], options=2)
+    batch = Collator(PAD)(some)
+    labels = batch.pop("labels")
+    seen: list[int] = []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    outputs = model(**batch)
+    assert seen == [3]  # K: the vocabulary's head sees no other position
+    expected = torch.stack([by_hand(model, example) for example in some])
+    torch.testing.assert_close(outputs["scores"], expected)
+    torch.testing.assert_close(
+        choice_loss(outputs, labels),
+        -expected.log_softmax(1)[torch.arange(3), labels],
+    )
+    one = Collator(PAD)(examples([5, 3], options=1))
+    labels = one.pop("labels")
+    outputs = model(**one)
+    torch.testing.assert_close(answer_loss(outputs, labels), -outputs["scores"][:, 0])
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+@pytest.mark.parametrize(("options", "loss"), [(3, choice_loss), (1, answer_loss)])
+def test_gradients_are_those_of_each_example_alone(name: str, options: int, loss: Any) -> None:
+    model, batch = scorer(name), Collator(PAD)(examples([4, 9, 6], options))
+    projectors = projectors_for(model, 3)
+    assert projectors
+    assert not any("embed" in weight or "lm_head" in weight for weight in projectors)
+    losses, gradients = per_sample_gradients(model, batch, projections=projectors, loss=loss)
+    expected = single_sample_gradients(model, batch, projectors, loss)
+    torch.testing.assert_close(losses, expected[0])
+    assert_gradients_equal(gradients, expected[1])
+
+
+def test_both_engines_agree() -> None:
+    model, batch = scorer("opt"), Collator(PAD)(examples([4, 9], options=2))
+    expected = per_sample_gradients(model, batch, loss=choice_loss)[1]
+    found = per_sample_gradients(model, batch, loss=choice_loss, engine="functorch")[1]
+    assert relative_error(dense(found, 2), dense(expected, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("options", [1, 2, 5])
+def test_one_example_counts_once_whatever_its_options(options: int) -> None:
+    """Clipped row by row, five options would contribute up to five times C."""
+    loss = answer_loss if options == 1 else choice_loss
+    model, bound = scorer("opt"), 1e-2
+    one = Collator(PAD)(examples([6], options))
+    private = make_private(make_engine("layerwise", model, loss), max_grad_norm=bound)
+    norm = joint_norm(released(private, [one]))
+    assert norm <= bound * (1 + ROUNDING)
+    assert norm == pytest.approx(bound, rel=1e-3)  # the gradient is longer than that: it is clipped
+    assert joint_norm(single_sample_gradients(model, one, loss=loss)[1]) > 10 * bound
+
+
+@pytest.mark.parametrize(("options", "loss"), [(2, choice_loss), (1, answer_loss)])
+def test_the_gradient_of_an_example_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
+    """Neighbours that are longer, whose answers are, and more padding change nothing."""
+    first, *others = examples([5, 21, 3, 30], options, longest=7)
+    engine = make_engine("layerwise", scorer("opt"), loss)
+
+    def gradient(some: list[dict[str, Any]], multiple: int) -> dict[str, Tensor]:
+        found = engine(Collator(PAD, multiple)(some), {})[1]
+        return {name: g[:1] for name, g in dense(found, len(some)).items()}
+
+    expected = gradient([first], 1)
+    for some in ([first], [first, others[0]], [first, others[1]], [first, *others]):
+        for multiple in (1, 16):
+            assert relative_error(gradient(some, multiple), expected) < 1e-5
+
+
+def test_a_model_without_positions_or_selected_logits_is_scored_all_the_same() -> None:
+    """As ALiBi models, which count from the mask, and those that give all logits."""
+    plain = scorer("llama").language_model
+    inner = plain.forward
+
+    def forward(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        return inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions)
+
+    batch = Collator(PAD)(examples([4, 9], options=2))
+    batch.pop("labels")
+    expected = AnswerScorer(plain)(**batch)["scores"]
+    plain.forward = forward
+    torch.testing.assert_close(AnswerScorer(plain)(**batch)["scores"], expected)
+
+
+# ---- Scores ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "expected"),
+    [
+        ("frozen water", ("Frozen  water!",), 1.0),
+        ("the frozen water", ("a frozen water",), 1.0),  # articles do not count
+        ("water", ("frozen water",), 2 / 3),  # precision 1, recall 1/2
+        ("very cold frozen water", ("frozen water",), 2 / 3),  # precision 1/2, recall 1
+        ("water water", ("water", "ice"), 2 / 3),  # a word counts as often as it is there
+        ("ice", ("frozen water", "ice"), 1.0),  # the right answer that fits best
+        ("steam", ("frozen water", "ice"), 0.0),
+        ("", ("ice",), 0.0),
+        ("1,000", ("1000",), 1.0),
+        ("3-5", ("35",), 1.0),  # punctuation goes without leaving a space
+        ("no answer", ("no answer",), 1.0),
+        ("there is no answer", ("no answer",), 0.0),  # all or nothing
+        ("cannotanswer.", ("CANNOTANSWER", "ice"), 1.0),
+        ("ice", ("CANNOTANSWER", "ice"), 0.0),
+    ],
+)
+def test_f1_of_words(answer: str, golds: tuple[str, ...], expected: float) -> None:
+    assert f1(answer, golds) == pytest.approx(expected)
+
+
+class Numbers:
+    """A tokenizer whose text is the numbers of the tokens; one of them is the line break."""
+
+    def __init__(self, line_break: int, eos_token_id: int | None = None) -> None:
+        self._line_break, self.eos_token_id = line_break, eos_token_id
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert (text, add_special_tokens) == ("\n", False)
+        return {"input_ids": [FIRST_WORD, self._line_break]}
+
+    def batch_decode(self, rows: Tensor, skip_special_tokens: bool) -> list[str]:
+        special = (PAD,) if skip_special_tokens else ()
+        return [
+            " ".join("\n" * (i == self._line_break) or str(i) for i in row if i not in special)
+            for row in rows.tolist()
+        ]
+
+
+@torch.no_grad()
+def continued(model: AnswerScorer, prompt: list[int], most: int) -> list[int]:
+    """Returns the likeliest tokens one after the other, with no cache and no padding."""
+    ids = list(prompt)
+    for _ in range(most):
+        ids.append(int(model.language_model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+def test_answers_are_greedy_and_end_with_the_line(name: str) -> None:
+    model = scorer(name, initializer_range=1.0)  # so that it does not repeat one token
+    prompts = [row for e in examples([4, 11, 7, 6], options=1, seed=3) for row in e["input_ids"]]
+    free = [continued(model, prompt, 8) for prompt in prompts]
+    line_break = free[0][3]
+    assert line_break not in free[0][:3]
+    expected = [" ".join(map(str, until(line_break, tokens))) for tokens in free]
+    assert len(set(map(len, expected))) > 1  # not all end at once
+    for batch_size in (1, 3):
+        found = generate(model, Numbers(line_break), prompts, PAD, batch_size, max_new_tokens=8)
+        assert found == expected
+    ended = generate(model, Numbers(-1, line_break), prompts, PAD, 4, max_new_tokens=8)
+    assert ended[0] == f"{expected[0]} {line_break}"  # which is no special token here
+
+
+def until(stop: int, tokens: list[int]) -> list[int]:
+    """Returns the tokens before one of them, less padding, which is no text wherever it stands."""
+    before = tokens[: tokens.index(stop)] if stop in tokens else tokens
+    return [token for token in before if token != PAD]
+
+
+def test_scores_of_a_split_do_not_depend_on_its_batches(folder: Path) -> None:
+    encoder = encoder_of(folder, max_length=110)
+    model = AnswerScorer(opt.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
+    for task, read in TASKS.items():
+        questions = [read.read(varied(ROWS[task], i)) for i in range(5)]
+        if read.generates:
+            found = [mean_f1(model, questions, encoder, PAD, size, 4) for size in (1, 5)]
+        else:
+            scores = [by_hand(model.eval(), encoder.example(q)).argmax() for q in questions]
+            right = sum(int(s) == q.label for s, q in zip(scores, questions, strict=True))
+            found = [accuracy(model, questions, encoder, Collator(PAD), n) for n in (1, 3)]
+            assert found[0] == pytest.approx(100 * right / 5)
+        assert found[0] == found[1]
+
+
+def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions are sorted on the way, and each is held against its own answer."""
+    encoder = encoder_of(folder)
+    questions = [Question("x" * n, (f" {n}\n",), golds=(str(n),)) for n in (9, 2, 30, 4)]
+    told = {tuple(encoder.prompt(question)): question.golds[0] for question in questions}
+    monkeypatch.setattr(
+        "recipes.opt_scores.generate",
+        lambda model, tokenizer, prompts, *others: [told[tuple(prompt)] for prompt in prompts],
+    )
+    assert mean_f1(None, questions, encoder, PAD, 2, 4) == 100.0
+    told[tuple(encoder.prompt(questions[2]))] = "something else"
+    assert mean_f1(None, questions, encoder, PAD, 2, 4) == 75.0
+
+
+# ---- Runs ----
+
+
+def words(folder: Path, tmp_path: Path, task: str, **options: Any) -> list[str]:
+    given = {
+        **{"model_name_or_path": folder, "dataset_path": folder / task, "task": task},
+        **{"result_dir": tmp_path, "output_dir": tmp_path / "out", "accountant": "rdp"},
+        **{"num_train": 6, "num_dev": 3, "num_eval": 3, "max_new_tokens": 4, "max_steps": 2},
+        **{"expected_batch_size": 3, "use_cpu": True, "disable_tqdm": True},
+        **options,
+    }
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+ONE = {"noise_multiplier": 1}
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("SST2", ONE),  # bfloat16 and checkpointing, as `ours` has it
+        ("SQuAD", {**ONE, "dtype": "float32", "float32_updates": False}),
+        ("DROP", {**ONE, "method": "dp_lora"}),
+        ("BoolQ", {**ONE, "method": "dpzero"}),
+        ("SQuAD", {"method": "adam", "dtype": "float32", "frozen": "embed"}),
+        ("DROP", {"method": "adam", "zero_shot": True}),
+    ],
+)
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
+)
+def test_a_run_on_every_kind_of_task(
+    task: str, options: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    result = main(FAMILY, words(folder, tmp_path, task, **options))
+    metric = "f1" if TASKS[task].generates else "accuracy"
+    assert {split: list(scores) for split, scores in result["metrics"].items()} == {
+        "dev": [metric],
+        "test": [metric],
+    }
+    assert all(0 <= score[metric] <= 100 for score in result["metrics"].values())
+    assert result["splits"] == {"train": 6, "dev": 3, "test": 3}
+    if options.get("zero_shot"):
+        assert result["privacy"] is None
+    else:
+        assert result["privacy"]["steps"] == 2
+        assert result["privacy"]["private"] == ("noise_multiplier" in options)
+    assert any("local stand-in" in note for note in result["notes"])
+    assert any("none of the paper's" in note for note in result["notes"])
+
+
+def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
+    """With embeddings that are tied, and so have two names."""
+    options = {**ONE, "save_strategy": "steps", "save_steps": 1, "max_grad_norm": 1e-9}
+    main(FAMILY, words(folder, tmp_path / "first", "SQuAD", **options))
+    saved = tmp_path / "first" / "out" / "checkpoint-1"
+    again = words(folder, tmp_path / "second", "SQuAD", **options, resume_from_checkpoint=saved)
+    assert main(FAMILY, again)["privacy"]["steps"] == 3  # the second was released twice
+    script, args = parse(FAMILY, again)
+    model = opt.load_model(script, args)
+    state = load_file(saved / "model.safetensors")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    assert state.keys() == before.keys()  # no parameter is left out, and none is there twice
+    model.load_state_dict(state, strict=False)
+    moved = [name for name, weight in model.named_parameters() if not weight.equal(before[name])]
+    assert "language_model.model.decoder.embed_tokens.weight" in moved
+    head = model.get_output_embeddings()
+    assert head.weight.equal(state["language_model.model.decoder.embed_tokens.weight"])
+
+
+def test_frozen_parameters_are_not_trained(folder: Path) -> None:
+    script, args = parse(FAMILY, words(folder, folder, "SST2", **{**ONE, "frozen": "embed_pos"}))
+    model = opt.load_model(script, args)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        "language_model.model.decoder.embed_positions.weight"
+    }
+    with pytest.raises(ValueError, match="frozen='wpe' finds no parameter"):
+        opt.load_model(replace(script, frozen="wpe"), args)
+
+
+# ---- Presets ----
+
+PAPER = {  # tab:opt-c; r: appendix on experimental details
+    "opt-1.3b": (16, {"SST2": 20.0, "BoolQ": 20.0, "SQuAD": 0.1, "DROP": 0.1}),
+    "opt-2.7b": (32, {"SST2": 20.0, "BoolQ": 20.0, "SQuAD": 0.1, "DROP": 0.1}),
+    "opt-6.7b": (64, {"SST2": 1.0, "BoolQ": 5.0, "SQuAD": 0.1, "DROP": 1.0}),
+}
+
+
+def settings(config: str, model: str, task: str, method: str, *others: str) -> Any:
+    given = ["--use_cpu=True", f"--config={config}", f"--task={task}", f"--method={method}"]
+    private = ["--target_epsilon=6"] if method.startswith("dp") else []
+    return parse(FAMILY, [*given, *private, f"--model_name_or_path=facebook/{model}", *others])
+
+
+@pytest.mark.parametrize("config", ["paper", "reference_code", "ours"])
+@pytest.mark.parametrize("model", PAPER)
+def test_presets_have_the_settings_of_each_size(config: str, model: str) -> None:
+    rank, bounds = PAPER[model]
+    for task, bound in bounds.items():
+        script, args = settings(config, model, task, "dp_grape")
+        assert (args.projection_rank, args.max_grad_norm) == (rank, bound)
+        assert (args.learning_rate, args.max_steps) == (1e-4, 2000)
+        assert (args.projection_update_steps, args.expected_batch_size) == (100, 8)
+        assert (args.target_delta, args.weight_decay, script.bos_token_id) == (1e-5, 0.0, 0)
+        assert args.per_device_train_batch_size in (4, 8)
+        assert (script.num_train, script.num_dev, script.num_eval) == (1000, 500, 1000)
+        assert args.num_samples is None  # N is the number of training examples
+        assert (script.frozen is not None) == (config == "reference_code")
+        assert script.dtype == ("bfloat16" if config == "ours" else "float32")
+    _, args = settings(config, "opt-2.7b", "BoolQ", "dp_adam")
+    assert (args.learning_rate, args.max_steps, args.max_grad_norm) == (1e-5, 3000, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "method", "asked"),
+    [
+        ("paper", "opt-1.3b", "dpzero", "learning_rate, max_grad_norm, perturbation"),
+        ("paper", "opt-6.7b", "dp_adam", "max_grad_norm"),
+        ("paper", "opt-125m", "dp_grape", "max_grad_norm, projection_rank"),
+        ("reference_code", "opt-2.7b", "dpzero", "learning_rate, max_grad_norm"),
+    ],
+)
+def test_a_run_asks_for_what_was_not_published(
+    config: str, model: str, method: str, asked: str
+) -> None:
+    with pytest.raises(ValueError, match=f"does not know {asked} of"):
+        settings(config, model, "SST2", method)
+
+
+@pytest.mark.parametrize(
+    "method", ["dp_adam", "dp_lora", "dpzero", "dp_zo", "mezo", "lora", "adam"]
+)
+def test_our_preset_knows_all_that_a_method_needs(method: str) -> None:
+    for task in TASKS:
+        _, args = settings("ours", "opt-125m", task, method)
+        assert args.learning_rate > 0
+
+
+def test_presets_name_models_and_tasks_that_there_are() -> None:
+    for path in CONFIGS.glob("opt_*.yaml"):
+        preset = yaml.safe_load(path.read_text())
+        assert set(preset["models"]) == set(opt.MODELS)
+        for layer in (preset, *preset["models"].values()):
+            assert set(layer.get("tasks", {})) <= set(TASKS)
+        assert (UNKNOWN in path.read_text()) == (path.stem != "opt_ours")

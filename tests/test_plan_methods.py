@@ -1,0 +1,330 @@
+"""``dp-grape plan --all_methods``: formulas by hand, and simulations held against real runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+from dp_grape_hf import plan_command, plan_methods
+from dp_grape_hf.cli import main
+from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
+from dp_grape_hf.methods import METHODS
+from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES
+from dp_grape_hf.placement import placements
+from dp_grape_hf.plan_methods import (
+    FORMULAS,
+    Compared,
+    choices,
+    every_method,
+    memory_at_hand,
+    simulate_all,
+    sizes_of,
+    sizes_of_model,
+    time_all,
+)
+from dp_grape_hf.plan_report import Comparison, Report
+from tests.models import only
+from tests.trainers import examples_of, make_trainer
+
+BLOCK = 512  # bytes that a tensor is rounded up to
+CPU = torch.device("cpu")
+TINY = {
+    **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"intermediate_size": 64, "max_position_embeddings": 20},
+}
+SIZE = 4
+
+
+def build(dtype: torch.dtype) -> nn.Module:
+    return RobertaForSequenceClassification._from_config(RobertaConfig(**TINY), dtype=dtype)
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    ids = torch.full((size, 12), 7)
+    labels = torch.zeros(size, dtype=torch.long)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def nothing() -> None:
+    pass
+
+
+# ---- Formulas ----
+
+
+def test_the_formulas_are_those_of_the_papers_table() -> None:
+    shapes = {"a.weight": (6, 10), "a.bias": (6,), "b.weight": (12, 4)}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    sizes = sizes_of(shapes, placements(matrices, 2), 5)
+    # a is projected along its 6 rows, b along its 4 columns; the bias as it is.
+    full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
+    values = {method: formulas.bytes(sizes) for method, formulas in FORMULAS.items()}
+    assert {method: tuple(row.values()) for method, row in values.items()} == {
+        "adam": (4 * full, 8 * full, 0),
+        "galore": (4 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
+        "dp_adam": (20 * full, 8 * full, 0),
+        "dp_galore": (20 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
+        "dp_grape": (20 * coordinates, 8 * coordinates, 4 * 2 * 6),
+    }
+    assert values["dp_adam"]["gradients"] == 2280
+
+
+def test_a_model_is_projected_as_the_trainer_projects_it() -> None:
+    setting = Setting(batch_size=SIZE, rank=8)
+    sizes = sizes_of_model(build, setting)
+    model = build(torch.float32)
+    numbers = sum(p.numel() for p in model.parameters())
+    # Four attention matrices, two of the feed-forward, and the dense layer of the head.
+    square, wide = 5 * 32 * 32, 2 * 32 * 64
+    kept = numbers - square - wide + 8 * (5 * 32 + 2 * 64)
+    assert sizes == (SIZE, numbers, kept, 8 * 7 * 32, 8 * 32)
+
+
+# ---- Every method ----
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Compared]:
+    found = every_method(Setting(batch_size=SIZE, rank=8))
+    simulate_all(build, batch, found, nothing)
+    return found
+
+
+def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
+    (found,) = (
+        row for row in rows if (row.setting.method, row.setting.grad_sample_mode) == (method, mode)
+    )
+    return found
+
+
+def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
+    assert {row.setting.method for row in rows} == {ADAMW, *METHODS}
+    assert [row.refused for row in rows] == [""] * len(rows)
+    assert all(row.footprint is not None for row in rows)
+    assert len({row.title for row in rows}) == len(rows)
+    for method in ("dp_adam", "dp_sgd"):
+        modes = [row.setting.grad_sample_mode for row in rows if row.setting.method == method]
+        assert modes == list(GRAD_SAMPLE_MODES)
+
+
+def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> None:
+    tensors = 200  # of weights, moments and step counts together, each up to a block larger
+    sizes = sizes_of_model(build, Setting(batch_size=SIZE, rank=8))
+    compared_with = {
+        "adam": one(rows, ADAMW),
+        "galore": one(rows, "galore"),
+        "dp_adam": one(rows, "dp_adam", "materialise"),
+        "dp_galore": one(rows, "dp_galore"),
+        "dp_grape": one(rows, "dp_grape"),
+    }
+    for method, row in compared_with.items():
+        said, found = FORMULAS[method].bytes(sizes), row.footprint
+        assert 0 <= found.optimizer - said["optimizer"] <= BLOCK * tensors, method
+        if method != "dp_grape":  # which keeps P of all layers, and the formula one at a time
+            assert 0 <= found.projectors - said["projectors"] <= BLOCK * tensors, method
+    assert one(rows, "dp_grape").footprint.projectors == 4 * sizes.projections
+    plain, said = one(rows, ADAMW).footprint, FORMULAS["adam"].bytes(sizes)
+    assert 0 <= plain.gradients - said["gradients"] <= BLOCK * tensors
+    # Gradients per sample, and at the same time a part of their sum.
+    dense = one(rows, "dp_adam", "materialise").footprint.gradients
+    said = FORMULAS["dp_adam"].bytes(sizes)
+    assert said["gradients"] <= dense <= said["gradients"] * (1 + 1 / SIZE) + BLOCK * tensors
+
+
+def test_a_ghost_keeps_the_fewest_gradients(rows: list[Compared]) -> None:
+    kept = {mode: one(rows, "dp_adam", mode).footprint.gradients for mode in GRAD_SAMPLE_MODES}
+    assert kept["ghost"] < kept["auto"] <= kept["materialise"]
+    flops = {mode: one(rows, "dp_adam", mode).footprint.flops for mode in GRAD_SAMPLE_MODES}
+    assert flops["ghost"] > flops["book_keeping"]
+
+
+def test_matrix_products_are_counted(rows: list[Compared]) -> None:
+    products = SIZE * 12 * (4 * 32 * 32 + 2 * 32 * 64) + SIZE * (32 * 32 + 2 * 32)
+    scores = 2 * SIZE * 12 * 12 * 32
+    forward = 2 * (products + scores)
+    backward = one(rows, ADAMW).footprint.flops - forward
+    # Attention computes its scores again; of a matrix come the gradients of input and weight.
+    assert 2 * forward <= backward <= 2 * forward + 2 * scores
+    assert one(rows, "mezo").footprint.flops == 2 * forward
+    assert one(rows, "dp_grape").footprint.flops < one(rows, ADAMW).footprint.flops
+
+
+def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
+    setting = Setting(batch_size=SIZE, clipping="per_layer", dtype=torch.bfloat16)
+    found = every_method(setting)
+    few = [one(found, "dp_adam", "ghost"), one(found, "dpzero"), one(found, "dp_sgd")]
+    simulate_all(build, batch, few, nothing)
+    ghost, low_precision, possible = few
+    assert "ghost" in ghost.refused
+    assert "Load the model in float32" in low_precision.refused
+    assert possible.refused == ""
+    time_all(build, batch, few[:2], CPU, nothing)
+    assert [row.skipped for row in few[:2]] == ["refused", "refused"]
+    text = comparison(few, "cpu").as_text()
+    assert f"\nDP-Adam ghost: {ghost.refused}\n" in text
+
+
+# ---- Against a real run ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
+    case = only("roberta-classifier")
+    setting = Setting(method, 4, rank=2)
+    simulated = footprint(lambda dtype: case.model(), case.batch, setting)
+    trainer = make_trainer(
+        tmp_path,
+        model=prepared(case.model(), setting),
+        train_dataset=examples_of("roberta-classifier"),
+        method=method,
+        max_steps=1,
+        per_device_train_batch_size=4,
+        self_check=False,
+    )
+    trainer.train()
+    optimizer, projections = trainer.optimizer.optimizer, trainer._projections
+    kept = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+    assert simulated.optimizer == sum(map(in_blocks, kept))
+    counts = sum(x.dim() == 0 for x in kept)
+    assert optimizer.state_bytes() == sum(x.nbytes for x in kept) - 4 * counts
+    projectors = projections.at_capture(0)
+    if projections.released is not None:
+        projectors = projections.released.at(0, {})
+    matrices = [projector.matrix for projector in projectors.values()]
+    assert bool(matrices) == (METHODS[method].projection != "identity")
+    assert simulated.projectors == sum(map(in_blocks, matrices))
+
+
+def in_blocks(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // BLOCK) * BLOCK
+
+
+# ---- Time ----
+
+
+@pytest.fixture(scope="module")
+def timed(rows: list[Compared]) -> list[Compared]:
+    few = [one(rows, ADAMW), one(rows, "dp_grape"), one(rows, "dpzero"), one(rows, "dp_galore")]
+    ticks: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_methods, "ROUNDS", 2)
+        time_all(build, batch, few, CPU, lambda: ticks.append(None))
+    assert len(ticks) == 3 * len(few)
+    return few
+
+
+def test_times_are_medians_and_a_redraw_comes_on_top(timed: list[Compared]) -> None:
+    for row in timed:
+        assert len(row.times) == 2 * plan_methods.TIMED
+        assert min(row.times) <= row.seconds <= max(row.times)
+        projects = row.setting.method in ("dp_grape", "dp_galore")
+        assert (row.redraw is not None) == projects == bool(row.redraw_times)
+
+
+def test_a_step_that_does_not_fit_is_not_timed(rows: list[Compared]) -> None:
+    row = Compared("AdamW", one(rows, ADAMW).setting, one(rows, ADAMW).footprint)
+    time_all(build, batch, [row], CPU, nothing, at_hand=1000)
+    assert row.skipped == "needs 0.0 GiB of 0.0"
+    assert row.seconds is None
+    assert row.times == []
+    assert 0 < memory_at_hand(CPU)
+
+
+def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) -> None:
+    found = [Compared(r.title, r.setting, r.footprint) for r in rows]
+    adam, sgd = choices(found)
+    assert (adam.method, sgd.method) == ("dp_adam", "dp_sgd")
+    assert adam.time is None
+    assert adam.fastest == ""
+    peaks = {m: one(rows, "dp_adam", m).footprint.peak.total for m in GRAD_SAMPLE_MODES}
+    assert peaks[adam.smallest] == min(peaks.values())
+    assert adam.peak == peaks["auto"] / min(peaks.values())
+    for number, row in enumerate(found):
+        row.seconds = 2.0 - (row.setting.grad_sample_mode == "ghost") + number / 1e9
+    assert choices(found)[0].fastest == "ghost"
+    assert choices(found)[0].time == pytest.approx(2)
+    assert choices([row for row in found if row.setting.grad_sample_mode != "ghost"]) == []
+
+
+# ---- What is shown ----
+
+
+def comparison(rows: list[Compared], device: str | None) -> Comparison:
+    setting = Setting(batch_size=SIZE, rank=8)
+    report = Report("Model", 1000, "12 tokens", setting, {})
+    return Comparison(report, rows, sizes_of_model(build, setting), device)
+
+
+def test_the_tables_have_a_line_for_each_method(
+    rows: list[Compared], timed: list[Compared]
+) -> None:
+    text = comparison(rows, "cpu").as_text()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    for row in rows:
+        assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
+    assert "AdamW  " in text
+    assert lines[2] == ""
+    assert lines[3].split() == "a step seconds of AdamW redraw GFLOP peak, MiB reached in".split()
+    assert next(line for line in lines if line.startswith("AdamW ")).split()[2] == "1.00"
+    assert "B r sum n" in text
+    assert "\nDP-Adam auto" in text
+
+
+def test_without_times_there_are_no_columns_for_them(rows: list[Compared]) -> None:
+    text = comparison(rows, None).as_text()
+    assert text.splitlines()[3].split() == "a step GFLOP peak, MiB reached in".split()
+    assert "Times" not in text
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    name = "RobertaForSequenceClassification"
+    RobertaConfig(**TINY, architectures=[name]).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("timing", ["", " --no_timing"])
+def test_the_command_prints_json(
+    timing: str,
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def few(setting: Setting) -> list[Compared]:
+        found = every_method(setting)
+        return [one(found, ADAMW), one(found, "dp_grape")]
+
+    monkeypatch.setattr(plan_command, "every_method", few)
+    monkeypatch.setattr(plan_methods, "ROUNDS", 1)
+    command = f"plan --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
+    assert main([*command.split(), *timing.split()]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in result["rows"]] == [ADAMW, "dp_grape"]
+    assert (result["device"] is None) == bool(timing)
+    for row in result["rows"]:
+        assert (row["seconds"] is None) == bool(timing)
+        assert row["peak"] == sum(row["kinds"].values())
+        assert row["formulas"].keys() == {"gradients", "optimizer", "projectors"}
+        assert row["optimizer"] >= row["formulas"]["optimizer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--all_methods --methods adamw", "all_methods=True and methods=['adamw']"),
+        ("--all_methods --gpu_memory 24", "all_methods=True and gpu_memory=24.0"),
+        ("--all_methods --knobs", "all_methods=True and knobs=True"),
+        ("--no_timing", "no_timing=True: only --all_methods times anything"),
+    ],
+)
+def test_a_contradiction_is_refused(
+    more: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"plan --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
+    assert main(command.split()) == 2
+    assert message in capsys.readouterr().err

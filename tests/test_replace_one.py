@@ -1,0 +1,221 @@
+"""Replace-one neighbours: no pair of contributions is worse than the one that is composed.
+
+The oracles integrate the outputs of the subsampled mechanism on a grid, in two dimensions and over
+two steps, for contributions of all angles and lengths; and Rényi's integral by quadrature.
+"""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    REPLACE_ONE,
+    compose_epsilon,
+    compute_epsilon,
+    find_noise_multiplier,
+)
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.plan import PrivacyPlan
+from dp_grape_hf.renyi import ORDERS, log_moments, log_moments_of_replacement
+from dp_grape_hf.replace_one import output_of_loss
+from tests.trainers import make_args
+
+VALID: dict[str, Any] = {
+    "noise_multiplier": 2.0,
+    "sample_rate": 0.1,
+    "steps": 10,
+    "delta": 1e-5,
+    "accountant": "prv",
+    "adjacency": REPLACE_ONE,
+}
+Point = tuple[float, float]
+
+
+def densities(
+    z: npt.NDArray[np.float64], shift: Point, sigma: float, q: float
+) -> npt.NDArray[np.float64]:
+    """The density of (1 - q) N(0) + q N(shift) on the square of ``z``."""
+    still, moved = (
+        np.multiply.outer(*(norm.pdf(z, loc=x, scale=sigma) for x in at))
+        for at in ((0.0, 0.0), shift)
+    )
+    return np.asarray((1 - q) * still + q * moved)
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.1), (0.5, 0.5), (3.0, 0.9), (0.7, 1.0)])
+def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: float) -> None:
+    generator = np.random.default_rng(0)
+    z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 301, retstep=True)
+    ends = []
+    for _ in range(24):
+        angles, lengths = generator.uniform(0, 2 * math.pi, 2), generator.uniform(0, 1, 2) ** 0.3
+        lengths = np.where(generator.random(2) < 0.4, 1.0, lengths)
+        ends.append(
+            [(r * math.cos(a), r * math.sin(a)) for a, r in zip(angles, lengths, strict=True)]
+        )
+    worst = [densities(z, end, sigma, q) for end in ((1.0, 0.0), (-1.0, 0.0))]
+    for epsilon in (-2.0, -0.1, 0.0, 0.2, 1.0, 3.0):
+        order = math.exp(epsilon)
+        bound = np.maximum(worst[0] - order * worst[1], 0).sum() * cell**2
+        # The same in closed form: the loss is at least epsilon beyond one output.
+        at = float(output_of_loss(np.array(epsilon), np.array(sigma), q))
+        above = [(1 - q) * norm.sf(at / sigma) + q * norm.sf((at - end) / sigma) for end in (1, -1)]
+        assert above[0] - order * above[1] == pytest.approx(bound, rel=5e-3, abs=1e-6)
+        for u, v in ends:
+            p, r = densities(z, u, sigma, q), densities(z, v, sigma, q)
+            assert np.maximum(p - order * r, 0).sum() * cell**2 <= bound * (1 + 5e-3) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "accountant"),
+    [*((2.0, 0.2, name) for name in ACCOUNTANTS), (1.0, 0.5, "prv"), (1.0, 0.5, "rdp")],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_epsilon_bounds_the_exact_divergence(
+    sigma: float, q: float, steps: int, accountant: str
+) -> None:
+    z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 801, retstep=True)
+
+    def outputs(contributions: tuple[float, ...]) -> npt.NDArray[np.float64]:
+        one, *others = (
+            (1 - q) * norm.pdf(z, scale=sigma) + q * norm.pdf(z, loc=each, scale=sigma)
+            for each in contributions
+        )
+        return np.multiply.outer(one, others[0]) if others else np.asarray(one)
+
+    for delta in (1e-2, 1e-4):
+        question = {"noise_multiplier": sigma, "sample_rate": q, "steps": steps, "delta": delta}
+        epsilon = compute_epsilon(**VALID | question | {"accountant": accountant})
+        for u, v in product(product((1.0, 0.6, -1.0), repeat=steps), repeat=2):
+            excess = np.maximum(outputs(u) - math.exp(epsilon) * outputs(v), 0)
+            assert excess.sum() * cell**steps <= delta * (1 + 1e-3)
+        if accountant != "rdp":  # and no smaller bound would do
+            least = math.exp(epsilon - 0.03)
+            excess = np.maximum(outputs((1.0,) * steps) - least * outputs((-1.0,) * steps), 0)
+            assert excess.sum() * cell**steps > delta
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0, 40.0])
+@pytest.mark.parametrize("q", [1e-6, 0.1, 0.999, 1.0])
+def test_the_output_of_a_loss_has_that_loss(sigma: float, q: float) -> None:
+    t = np.array([-300.0, -3.0, -1e-3, 0.0, 1e-6, 0.5, 20.0, 900.0])
+    z = output_of_loss(t, np.array(sigma), q)
+    with np.errstate(divide="ignore"):
+        up, down = (
+            np.logaddexp(np.log1p(-q), math.log(q) + (sign * z - 0.5) / sigma**2)
+            for sign in (1, -1)
+        )
+    np.testing.assert_allclose(up - down, t, rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(output_of_loss(-t, np.array(sigma), q), -z)
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (1.0, 0.01), (2.0, 0.5), (8.0, 0.99)])
+def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
+    def log_density(z: float, end: float) -> float:
+        still, moved = norm.logpdf(z, 0, sigma), norm.logpdf(z, end, sigma)
+        return float(np.logaddexp(math.log1p(-q) + still, math.log(q) + moved))
+
+    moments = log_moments_of_replacement(sigma, q)
+    for i in (0, 20, 59, 62, 75):
+        order = float(ORDERS[i])
+        moment, _ = quad(
+            lambda z, a=order: math.exp(a * log_density(z, 1) + (1 - a) * log_density(z, -1)),
+            -1 - 12 * sigma,
+            2 * order + 12 * sigma,
+            points=[0, 1, order, 2 * order - 1],
+            limit=500,
+            epsabs=0,
+            epsrel=1e-11,
+        )
+        assert math.exp(moments[i]) == pytest.approx(moment, rel=1e-8)
+
+
+def test_moments_lie_between_those_of_adding_and_of_twice_the_sensitivity() -> None:
+    for sigma, q in product((0.1, 0.3, 1.0, 10.0), (1e-4, 0.2, 0.9)):
+        moments = log_moments_of_replacement(sigma, q)
+        adding = log_moments(sigma, q)
+        assert np.all(moments >= adding - 1e-9)
+        doubled = np.logaddexp(math.log1p(-q), math.log(q) + 2 * ORDERS * (ORDERS - 1) / sigma**2)
+        assert np.all(moments <= doubled * (1 + 1e-12) + 1e-12)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
+    question = {"accountant": accountant, "sample_rate": 1.0, "noise_multiplier": 20.0}
+    halved = {"noise_multiplier": 10.0, "adjacency": "add_or_remove_one"}
+    assert compute_epsilon(**VALID | question) == pytest.approx(
+        compute_epsilon(**VALID | question | halved), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps"), [(8.0, 1 / 16, 1000), (1.5, 0.01, 500), (60.0, 1.0, 100)]
+)
+def test_the_accountants_agree(sigma: float, q: float, steps: int) -> None:
+    question = VALID | {"noise_multiplier": sigma, "sample_rate": q, "steps": steps}
+    tight, prv, rdp = (
+        compute_epsilon(**question | {"accountant": name}) for name in ("pld", "prv", "rdp")
+    )
+    assert tight - 5e-4 <= prv <= tight + 0.0125
+    assert tight <= rdp <= 1.6 * tight
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 0.01, 0.3, 1e6, 1e200])
+@pytest.mark.parametrize("q", [1e-300, 1e-6, 0.5, 1.0])
+def test_rdp_never_fails(sigma: float, q: float) -> None:
+    question = {"noise_multiplier": sigma, "sample_rate": q, "accountant": "rdp", "steps": 10**6}
+    assert compute_epsilon(**VALID | question) >= 0
+
+
+def test_calibration_inverts_accounting() -> None:
+    given = {key: VALID[key] for key in ("sample_rate", "steps", "accountant", "adjacency")}
+    found = find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, **given)
+    assert compute_epsilon(**VALID | {"noise_multiplier": found}) <= 2.0
+    assert compute_epsilon(**VALID | {"noise_multiplier": 0.99 * found}) > 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"adjacency": "substitute"}, "adjacency='substitute' is unknown; choose one of"),
+        ({"max_batch_size": 20, "num_samples": 100}, "max_batch_size=20, .* no joint analysis"),
+    ],
+    ids=str,
+)
+def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        compute_epsilon(**VALID | wrong)
+
+
+def test_releases_about_different_neighbours_do_not_compose() -> None:
+    with pytest.raises(PrivacyError, match="are about different neighbours"):
+        compose_epsilon([(2.0, 0.1, 5), (2.0, 0.1, 5, {"adjacency": REPLACE_ONE})], delta=1e-5)
+
+
+def test_a_run_says_which_neighbours_its_epsilon_is_about(tmp_path: Path) -> None:
+    args = make_args(
+        tmp_path,
+        adjacency=REPLACE_ONE,
+        noise_multiplier=None,
+        target_epsilon=2.0,
+        max_steps=9,
+        target_delta=1e-5,
+    )
+    plan = PrivacyPlan(args, 1000)
+    ledger = Ledger.start(plan.mechanism())
+    assert ledger.private
+    ledger.record(9)
+    spent = plan.spent(ledger)
+    assert (spent.adjacency, ledger.mechanism.adjacency) == (REPLACE_ONE, REPLACE_ONE)
+    assert ledger.epsilon() == spent.epsilon <= args.target_epsilon
+    nominal = compose_epsilon([(plan.noise_multiplier, plan.sample_rate, 9)], delta=1e-5)
+    assert nominal < 0.9 * spent.epsilon

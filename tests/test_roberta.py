@@ -1,0 +1,479 @@
+"""The few-shot recipe: prompts token by token, splits by hand, a head at the mask, short runs."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+from transformers.utils import logging
+
+from dp_grape_hf import METHODS, per_sample_gradients
+from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.targets import projection_targets
+from recipes import roberta
+from recipes.experiment import main, parse
+from recipes.roberta_prompts import TASKS, label_words, prompt, read_at_mask
+from tests.oracles import (
+    Largest,
+    assert_gradients_equal,
+    projectors_for,
+    single_sample_gradients,
+)
+
+pytestmark = pytest.mark.filterwarnings(  # of PEFT
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+TEXT = (
+    "A a great film It was terrible bad okay good No Yes Maybe Description Entity Expression Human "
+    "Location Number man sleeps the The Dog dog runs Who wrote it , . : ? "
+)
+SIZES = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"intermediate_size": 32, "max_position_embeddings": 140, "type_vocab_size": 1},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+COUNTS = {"DESC": 1162, "ENTY": 1250, "ABBR": 86, "HUM": 1223, "LOC": 835, "NUM": 896}  # of TREC
+LAYERS = 2 * 6  # linear layers of the tiny encoder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A byte-level BPE tokenizer like RoBERTa's, whose vocabulary has the words of the tests."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator([f" {TEXT}"] * 3, trainer)
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    names = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, **dict(zip(names, SPECIAL, strict=True)), model_max_length=512
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny RoBERTa with its tokenizer, as saved by its makers."""
+    path = tmp_path_factory.mktemp("roberta")
+    tokenizer.save_pretrained(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = RobertaConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
+        RobertaForMaskedLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps the cache of data sets out of the home folder, and progress bars out of the output."""
+    cache, bars = datasets.config.HF_DATASETS_CACHE, logging.is_progress_bar_enabled()
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.getbasetemp() / "datasets"
+    logging.disable_progress_bar()
+    yield
+    datasets.config.HF_DATASETS_CACHE = cache
+    if bars:
+        logging.enable_progress_bar()
+
+
+def tokens(tokenizer: Any, task: str, *texts: str, max_length: int | None = None) -> str:
+    """The tokens of a prompt, with Ġ for the space before a word."""
+    ids = prompt(TASKS[task], tokenizer, texts, max_length)
+    return " ".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+# ---- Prompts ----
+
+
+def test_the_prompt_of_sst2_keeps_the_trailing_space_of_the_sentence(tokenizer: Any) -> None:
+    assert tokens(tokenizer, "SST-2", "a great film ") == (
+        "<s> a Ġgreat Ġfilm Ġ ĠIt Ġwas <mask> . </s>"
+    )
+    assert tokens(tokenizer, "SST-5", "A film .") == "<s> A Ġfilm Ġ. ĠIt Ġwas <mask> . </s>"
+
+
+@pytest.mark.parametrize("task", ["SNLI", "MNLI", "RTE"])
+def test_the_prompt_of_entailment_asks_the_premise_and_lower_cases_one_letter(
+    tokenizer: Any, task: str
+) -> None:
+    assert tokens(tokenizer, task, "A man sleeps.", "The Dog runs.") == (
+        "<s> A Ġman Ġsleeps ? <mask> , Ġthe ĠDog Ġruns . </s>"
+    )
+
+
+def test_the_prompt_of_trec_is_answered_before_the_question(tokenizer: Any) -> None:
+    assert tokens(tokenizer, "TREC", "Who wrote it ?") == "<s> <mask> : ĠWho Ġwrote Ġit Ġ? </s>"
+
+
+def test_a_long_prompt_loses_its_tail_and_never_its_mask(tokenizer: Any) -> None:
+    long = " ".join(["film"] * 300)
+    cut = tokens(tokenizer, "SNLI", "A man.", long).split()
+    assert len(cut) == 256
+    assert cut[:7] == ["<s>", "A", "Ġman", "?", "<mask>", ",", "Ġfilm"]
+    assert cut[-1] == "Ġfilm"  # not even the end mark is kept
+    with pytest.raises(ValueError, match="more than 128 tokens before its mask"):
+        tokens(tokenizer, "SST-2", long)
+
+
+@pytest.mark.parametrize(("task", "limit"), [("SST-5", 110), ("TREC", 110), ("MNLI", 240)])
+def test_the_first_text_has_a_limit_of_its_own(tokenizer: Any, task: str, limit: int) -> None:
+    texts = ["A " + " ".join(["film"] * 300)] + ["It"] * (task == "MNLI")
+    written = tokens(tokenizer, task, *texts)
+    assert written.split().count("Ġfilm") == limit - 1
+    assert "<mask>" in written
+
+
+def test_a_shorter_prompt_keeps_room_for_its_mask(tokenizer: Any) -> None:
+    long = "a " + " ".join(["film"] * 50)
+    written = tokens(tokenizer, "SST-2", long, max_length=24)
+    assert written == "<s> a " + "Ġfilm " * 5 + "ĠIt Ġwas <mask> . </s>"
+    with pytest.raises(ValueError, match="max_length=18 must be above 18"):
+        tokens(tokenizer, "SST-2", long, max_length=18)
+
+
+def test_the_words_of_labels_follow_a_space_and_are_one_token(tokenizer: Any) -> None:
+    words = tokenizer.convert_ids_to_tokens(label_words(TASKS["SNLI"], tokenizer))
+    assert words == ["ĠNo", "ĠYes", "ĠMaybe"]
+    task = replace(TASKS["SNLI"], words={"neutral": "Perhaps"})
+    with pytest.raises(ValueError, match=r"no single token for the label words \['Perhaps'\]"):
+        label_words(task, tokenizer)
+
+
+def test_every_word_of_every_task_is_known(tokenizer: Any) -> None:
+    for task in TASKS.values():
+        assert len(set(label_words(task, tokenizer))) == len(task.words)
+        assert set(task.words) == set(task.names)
+
+
+# ---- Splits ----
+
+
+def test_the_few_shot_split_of_trec_has_the_sizes_of_the_paper() -> None:
+    labels = [number for number, n in enumerate(COUNTS.values()) for _ in range(n)]
+    train, dev = roberta.few_shot(labels, 512, seed=13)
+    assert (len(train), len(dev)) == (2646, 2243)
+    assert not set(train) & set(dev)
+    counts = np.bincount([labels[row] for row in dev], minlength=6)
+    assert counts.tolist() == [512, 512, 0, 512, 323, 384]
+
+
+@pytest.mark.parametrize("seed", [13, 100])
+def test_the_few_shot_split_is_that_of_numpys_global_shuffle(seed: int) -> None:
+    labels = [row % 3 for row in range(60)]
+    with_global_state = list(range(60))
+    np.random.seed(seed)
+    np.random.shuffle(with_global_state)
+    train, dev = roberta.few_shot(labels, 4, seed)
+    for label in range(3):
+        mine = [row for row in with_global_state if labels[row] == label]
+        assert [row for row in train if labels[row] == label] == mine[:4]
+        assert [row for row in dev if labels[row] == label] == mine[4:8]
+
+
+def test_a_large_test_split_is_cut_to_the_same_thousand_rows() -> None:
+    assert roberta.rows_tested(872) == list(range(872))
+    assert roberta.rows_tested(1000) == list(range(1000))
+    found = roberta.rows_tested(2210)
+    rows = list(range(2210))
+    np.random.seed(42)
+    np.random.shuffle(rows)
+    assert found == rows[:1000]
+    assert found == pd.DataFrame(range(2210)).sample(n=1000, random_state=42).index.tolist()
+
+
+def test_labels_are_matched_by_name_and_rows_without_one_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Dataset:
+        asked.append((args, kwargs))
+        names = ["neutral", "contradiction", "entailment"]  # not the order of the Hub
+        columns = {"premise": Value("string"), "hypothesis": Value("string")}
+        return Dataset.from_dict(
+            {"premise": list("abcd"), "hypothesis": list("efgh"), "label": [0, 1, -1, 2]},
+            features=Features({**columns, "label": ClassLabel(names=names)}),
+        )
+
+    monkeypatch.setattr(roberta, "load_dataset", load_dataset)
+    script: Any = SimpleNamespace(dataset_path=None)
+    rows = roberta.rows_of(TASKS["MNLI"], script, "validation_matched")
+    assert rows[:] == {"texts": [["a", "e"], ["b", "f"], ["d", "h"]], "labels": [2, 0, 1]}
+    assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_matched", "revision": None})]
+    with pytest.raises(ValueError, match="The data have the labels"):
+        roberta.rows_of(replace(TASKS["MNLI"], words={"yes": "Yes"}), script, "train")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes a split of a data set."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path: Path) -> None:
+    rows = [{"text": name, "coarse_label": i} for i, name in enumerate(TASKS["TREC"].names)]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "validation.jsonl", rows[:2])
+    script: Any = SimpleNamespace(dataset_path=str(tmp_path))
+    found = roberta.rows_of(TASKS["TREC"], script, "train+validation")
+    assert found["labels"] == [2, 1, 0, 3, 4, 5, 2, 1]  # DESC first, then ENTY, then ABBR
+    write(tmp_path / "train.jsonl", [{"text": "?", "coarse_label": 6}])
+    with pytest.raises(ValueError, match=r"has \[6\], which are no labels"):
+        roberta.rows_of(TASKS["TREC"], script, "train")
+    script.dataset_path = str(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"has no \.jsonl files"):
+        roberta.rows_of(TASKS["TREC"], script, "train")
+
+
+# ---- The head ----
+
+
+def batch_of(tokenizer: Any) -> dict[str, Any]:
+    """Three prompts of TREC and SST-2 with masks at different places, as a batch."""
+    texts = (("TREC", "Who wrote it ?"), ("SST-2", "a film"), ("SST-2", "A great great dog runs"))
+    examples = [
+        {"input_ids": prompt(TASKS[task], tokenizer, [text]), "labels": i % 2}
+        for i, (task, text) in enumerate(texts)
+    ]
+    return roberta.Collator(tokenizer, finds_mask=True)(examples)
+
+
+def prompted(folder: Path, tokenizer: Any) -> Any:
+    """The tiny model with the head of SST-2."""
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    return read_at_mask(model, label_words(TASKS["SST-2"], tokenizer))
+
+
+def test_the_head_reads_the_words_at_the_mask(folder: Path, tokenizer: Any) -> None:
+    batch, words = batch_of(tokenizer), label_words(TASKS["SST-2"], tokenizer)
+    labels = batch.pop("labels")
+    whole = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    all_logits = whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert batch["mask_pos"].tolist() == [1, 5, 8]
+    expected = torch.stack([all_logits[i, at][words] for i, at in enumerate((1, 5, 8))])
+    outputs = prompted(folder, tokenizer).eval()(**batch)
+    torch.testing.assert_close(outputs.logits, expected)
+    torch.testing.assert_close(
+        roberta.cross_entropy(outputs, labels),
+        -expected.log_softmax(1)[torch.arange(3), labels],
+    )
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(
+    folder: Path, tokenizer: Any, rank: int | None, engine: str
+) -> None:
+    model, batch = prompted(folder, tokenizer), batch_of(tokenizer)
+    assert model.lm_head.decoder.weight is model.roberta.embeddings.word_embeddings.weight
+    projectors = projectors_for(model, rank)
+    losses, gradients = per_sample_gradients(
+        model, batch, projections=projectors, engine=engine, loss=roberta.cross_entropy
+    )
+    expected_losses, expected = single_sample_gradients(
+        model, batch, projectors, roberta.cross_entropy
+    )
+    torch.testing.assert_close(losses, expected_losses)
+    assert_gradients_equal(gradients, expected)
+    tied = expected["roberta.embeddings.word_embeddings.weight"]
+    words, read = label_words(TASKS["SST-2"], tokenizer), batch["input_ids"][0]
+    assert not set(words) & set(read.tolist())
+    assert (tied[0, words].norm(dim=1) > 0).all()  # by the head alone
+    assert (tied[0, read[:8]].norm(dim=1) > 0).all()  # by the table, beside the head
+
+
+def test_every_layer_has_its_rule_and_the_vocabulary_meets_one_position(
+    folder: Path, tokenizer: Any
+) -> None:
+    model, batch = prompted(folder, tokenizer), batch_of(tokenizer)
+    engine = LayerwiseEngine(model, roberta.cross_entropy)
+    engine(batch, {})
+    assert [site.path for site in engine._sites if site.rule is None] == []
+    with Largest() as largest:
+        engine(batch, {})
+    positions = batch["input_ids"].numel()
+    assert largest.numbers < positions * len(tokenizer)
+
+
+def test_the_presets_project_the_linear_layers_of_the_encoder(folder: Path, tokenizer: Any) -> None:
+    model = prompted(folder, tokenizer)
+    trainable = dict(model.named_parameters())
+    _, args = parse(roberta.FAMILY, ["--task", "RTE", "--eps", "2", "--use_cpu"])
+    found = projection_targets(model, trainable, args.optim_target_modules)
+    assert len(found) == LAYERS
+    assert not any("lm_head" in name or "embeddings" in name for name in found)
+
+
+def test_a_model_without_one_vocabulary_head_is_refused() -> None:
+    config = DistilBertConfig(vocab_size=9, dim=8, hidden_dim=8, n_layers=1, n_heads=1)
+    with pytest.raises(ValueError, match="DistilBertForMaskedLM computes its vocabulary's logits"):
+        read_at_mask(DistilBertForMaskedLM(config), [1, 2])
+
+
+# ---- Runs ----
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with sentences that are easily told apart; validation is the test split."""
+    words = {0: "bad", 1: "good"}
+    rows = [{"sentence": f"{'a ' * (i % 7)}{words[i % 2]} film", "label": i % 2} for i in range(40)]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "validation.jsonl", rows[:11])
+    return tmp_path
+
+
+def words_of(folder: Path, data: Path, *others: str) -> list[str]:
+    """The command line of a short run."""
+    given = {
+        **{"config": "ours", "task": "SST-2", "model_name_or_path": folder, "dataset_path": data},
+        **{"k": 8, "expected_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 2},
+        **{
+            "accountant": "rdp",
+            "eps": 6,
+            "output_dir": data / "run",
+            "result_dir": data / "results",
+        },
+    }
+    if "--method=adam" in others:
+        del given["eps"]
+    options = [f"--{name}={value}" for name, value in given.items()]
+    return [*options, "--use_cpu", "--disable_tqdm=True", "--dataloader_pin_memory=False", *others]
+
+
+def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, data: Path) -> None:
+    others = ["--save_strategy=steps", "--save_steps=1", "--learning_rate=1e-2"]
+    result = main(roberta.FAMILY, words_of(folder, data, *others))
+    assert result["splits"] == {"train": 16, "dev": 16, "test": 11}
+    assert result["privacy"]["sample_rate"] == 8 / 16
+    assert result["privacy"]["epsilon"] <= 6.0
+    assert set(result["metrics"]["test"]) == {"accuracy"}
+    saved = AutoModelForMaskedLM.from_pretrained(data / "run" / "checkpoint-2")
+    before = AutoModelForMaskedLM.from_pretrained(folder)
+    assert saved.lm_head.decoder.weight is saved.roberta.embeddings.word_embeddings.weight
+    moved = [not torch.equal(p, before.get_parameter(name)) for name, p in saved.named_parameters()]
+    assert all(moved)
+    script, _ = parse(roberta.FAMILY, words_of(folder, data))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    again = read_at_mask(saved, label_words(TASKS["SST-2"], tokenizer))
+    pool = roberta.rows_of(TASKS["SST-2"], script, "validation")
+    examples = roberta.encoded(pool[:], TASKS["SST-2"], tokenizer, script)
+    collator = roberta.Collator(tokenizer, finds_mask=True)
+    assert roberta.accuracy(again, examples, collator, 3) == result["metrics"]["test"]
+    assert any("not 512" in note for note in result["notes"])
+    assert any("local stand-in" in note for note in result["notes"])
+    stopped = data / "stopped" / "checkpoint-1"  # as if the run had ended there
+    shutil.copytree(data / "run" / "checkpoint-1", stopped)
+    others += [f"--resume_from_checkpoint={stopped}"]
+    elsewhere = [f"--output_dir={stopped.parent}", f"--result_dir={stopped.parent}"]
+    resumed = main(roberta.FAMILY, words_of(folder, data, *others, *elsewhere))
+    assert resumed["privacy"]["steps"] == 2
+
+
+@pytest.mark.parametrize("method", ["dp_lora", "dpzero", "adam"])
+def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, method: str) -> None:
+    result = main(roberta.FAMILY, words_of(folder, data, f"--method={method}"))
+    assert result["privacy"]["private"] == (method != "adam")
+    assert result["privacy"]["steps"] == 2
+
+
+@pytest.mark.parametrize("method", ["dp_grape", "dp_lora"])
+def test_an_encoder_like_bert_trains_with_a_new_head(
+    tokenizer: Any, data: Path, tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "bert"
+    tokenizer.save_pretrained(path)
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
+    BertForSequenceClassification(config).bert.save_pretrained(path)  # an encoder, no head
+    others = ["--head=classification", "--max_length=20", f"--method={method}"]
+    saving = ["--save_strategy=steps", "--save_steps=2"]
+    result = main(roberta.FAMILY, words_of(path, data, *others, *saving))
+    assert result["privacy"]["steps"] == 2
+    assert "A new classification head on the texts alone, no prompt." in result["notes"]
+    if method == "dp_grape":
+        AutoModelForSequenceClassification.from_pretrained(data / "run" / "checkpoint-2")
+
+
+def test_a_model_is_scored_by_prompt_before_it_is_trained(folder: Path, data: Path) -> None:
+    others = ["--zero_shot", "--method=adam", "--config=paper"]  # which does not know AdamW's
+    result = main(roberta.FAMILY, words_of(folder, data, *others))
+    assert result["privacy"] is None
+    assert 0 <= result["metrics"]["test"]["accuracy"] <= 100
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["--zero_shot", "--head=classification"], "zero_shot=True needs head='prompt'"),
+        (["--head=pooler"], "head='pooler' must be prompt or classification"),
+        (["--k=20"], "k=20 leaves no examples for dev: lower --k"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(
+    folder: Path, data: Path, others: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(roberta.FAMILY, words_of(folder, data, *others))
+
+
+def test_batches_are_scored_with_examples_of_like_lengths() -> None:
+    examples = [{"input_ids": [0] * n, "labels": n} for n in (5, 1, 4, 2, 3)]
+    found = [[e["labels"] for e in part] for part in roberta.by_length(examples, 2)]
+    assert found == [[1, 2], [3, 4], [5]]
+
+
+# ---- Presets ----
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_the_paper_and_the_code_differ_where_the_notes_say(task: str) -> None:
+    bounds = {"SST-2": 0.5, "SST-5": 20, "SNLI": 0.1, "MNLI": 10, "RTE": 0.5, "TREC": 0.5}
+    rates = {"paper": 1e-4, "reference_code": 5e-4, "ours": 1e-4}
+    for preset, rate in rates.items():
+        script, args = parse(
+            roberta.FAMILY, ["--config", preset, "--task", task, "--eps", "2", "--use_cpu"]
+        )
+        assert (args.learning_rate, args.max_grad_norm) == (rate, bounds[task])
+        assert (args.projection_rank, args.projection_update_steps) == (16, 100)
+        assert (args.max_steps, args.expected_batch_size) == (1000, 64)
+        assert (args.weight_decay, args.lr_scheduler_type.value) == (0.0, "constant")
+        assert (script.k, script.model_name_or_path) == (512, roberta.MODEL)
+        assert args.num_samples is None  # N is the length of the data, never k times the labels
+
+
+@pytest.mark.parametrize("method", ["adam", "dp_adam", "lora", "dp_lora", "mezo", "dpzero"])
+def test_the_paper_does_not_say_how_its_quoted_rows_were_made(method: str) -> None:
+    with pytest.raises(ValueError, match=r"does not know .*learning_rate"):
+        parse(roberta.FAMILY, ["--config=paper", "--task=SST-2", f"--method={method}"])
+    given = ["--config=ours", "--task=SST-2", f"--method={method}", "--use_cpu"]
+    given += ["--eps=6"] * METHODS[method].private
+    _, args = parse(roberta.FAMILY, given)
+    assert math.isfinite(args.learning_rate)

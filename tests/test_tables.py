@@ -1,0 +1,257 @@
+"""The paper's tables have our means and errors beside the paper's, and never one for the other."""
+
+import importlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from recipes import tables
+from recipes.experiment import parse, recorded
+from recipes.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
+from recipes.paper_match import read_paper, unlike, variant
+from recipes.sweep import Sweep
+from recipes.tables import render
+from tests.experiments import made_up, saved
+
+PAPER = read_paper()
+MINI = {"model_name_or_path": "x/MiniLM", "head": "classification", "dataset_path": "data/sst2"}
+
+
+def text_of(*results: dict[str, Any]) -> str:
+    return render(Findings([Run(result) for result in results]), PAPER)
+
+
+def rows(text: str, start: str) -> list[list[str]]:
+    """The cells of the lines that start like this."""
+    lines = [line for line in text.splitlines() if line.startswith(start)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def section(text: str, title: str) -> str:
+    """What is between a title and the next."""
+    return text.split(title, 1)[1].split("\n#", 1)[0]
+
+
+# ---- Numbers ----
+
+
+def test_ours_is_mean_and_standard_error_over_seeds_beside_the_papers() -> None:
+    text = text_of(*(made_up(s, seed=i) for i, s in enumerate((90.0, 92.0, 94.0))))
+    line = rows(section(text, "## RoBERTa"), "| DP-GRAPE | 6")[0]
+    # deviations -2, 0, 2: the standard deviation is 2, the error 2 / sqrt(3)
+    assert line[:6] == ["DP-GRAPE", "6", "93.3 ± 0.4", "92.0 ± 1.2 [3]", "49.1 ± 0.1", "not run"]
+    assert "3 runs with seeds 0, 1, 2" in text
+    assert rows(section(text_of(made_up(90.0)), "## RoBERTa"), "| DP-GRAPE | 6")[0][3] == "90.0 [1]"
+
+
+def test_without_results_all_of_ours_is_not_run() -> None:
+    text = text_of()
+    for spec in PAPER["tables"].values():
+        part = section(text, f"## {spec['title']}")
+        lines = [line for line in part.splitlines() if line.startswith("| ")]
+        cells = [line.strip("| ").split(" | ") for line in lines if "paper" not in line]
+        assert len(cells) >= len(spec["rows"])
+        assert all(cell == "not run" for line in cells for cell in line[3::2])
+    assert "stand-ins" not in text
+    assert rows(text, "| RoBERTa-large on SST-2")[0][2:6] == ["71.7", "not run", "0.6", "not run"]
+
+
+def test_what_is_not_private_and_what_is_not_trained_have_rows_of_their_own() -> None:
+    results = made_up(93.0, method="adam"), made_up(79.5, zero_shot=True, max_steps=-1)
+    text = section(text_of(*results), "## RoBERTa")
+    assert rows(text, "| Adam (non-private) | ∞")[0][3] == "93.0 [1]"
+    assert rows(text, "| Zero-shot | ∞")[0][2:4] == ["79.0", "79.5 [1]"]
+
+
+def test_a_budget_that_the_paper_does_not_have_is_a_row_without_its_numbers() -> None:
+    text = section(text_of(made_up(91.0, target_epsilon=4.0)), "## RoBERTa")
+    assert rows(text, "| DP-GRAPE | 4")[0][2:4] == ["n/a", "91.0 [1]"]
+
+
+# ---- What is not averaged ----
+
+
+def test_runs_that_differ_in_more_than_seeds_are_not_averaged() -> None:
+    results = [made_up(90.0, seed=1), made_up(80.0, seed=2, learning_rate=5e-4)]
+    text = section(text_of(*results), "## RoBERTa")
+    found = {line[0]: line[2:4] for line in rows(text, "| DP-GRAPE, learning_rate")}
+    assert found == {
+        "DP-GRAPE, learning_rate = 0.0001": ["93.3 ± 0.4", "90.0 [1]"],
+        "DP-GRAPE, learning_rate = 0.0005": ["93.3 ± 0.4", "80.0 [1]"],
+    }
+
+
+def test_a_variant_says_so_and_has_no_number_of_the_paper() -> None:
+    text = section(text_of(made_up(90.0, projection="stiefel")), "## RoBERTa")
+    plain, other = rows(text, "| DP-GRAPE | 6")[0], rows(text, "| DP-GRAPE, projection")[0]
+    assert plain[2:4] == ["93.3 ± 0.4", "not run"]
+    assert other[:4] == ["DP-GRAPE, projection = stiefel", "6", "", "90.0 [1]"]
+
+
+def test_what_only_a_machine_notices_is_averaged() -> None:
+    results = [made_up(90.0), made_up(92.0, per_device_train_batch_size=8, engine="functorch")]
+    assert "91.0 ± 1.0 [2]" in text_of(*results)
+
+
+def test_a_line_may_have_another_bound_on_each_task() -> None:
+    runs = [Run(made_up(90.0)), Run(made_up(80.0, task="RTE", max_grad_norm=9.0))]
+    (line,) = lines_of(groups_of(runs), ("task",), loose=True)
+    assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
+
+
+# ---- Stand-ins ----
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (MINI, "model_name_or_path: MiniLM; the paper: roberta-large"),
+        ({"head": "classification"}, "head: classification; the paper: prompt"),
+        ({"splits": {"train": 1024, "test": 1821}}, "test examples of SST-2: 1821; the paper: 872"),
+        ({"expected_batch_size": 32}, "expected_batch_size: 32; the paper: 64"),
+        ({"target_delta": 1e-3}, "target_delta: 0.001; the paper: 1e-05"),
+    ],
+)
+def test_another_experiment_is_never_in_the_papers_table(
+    change: dict[str, Any], reason: str
+) -> None:
+    text = text_of(made_up(55.5, notes=["cut short"], **change))
+    assert "55.5" not in section(text, "## RoBERTa")
+    model = change.get("model_name_or_path", "roberta-large").rsplit("/")[-1]
+    part = section(text, f"### The same experiment on stand-ins: {model}")
+    assert rows(part, "| DP-GRAPE | 6") == [["DP-GRAPE", "6", "55.5 [1]"]]
+    assert f"* {reason}" in part
+    assert "* cut short (SST-2)" in part
+    assert ("data from sst2" in part) == ("dataset_path" in change)
+
+
+def test_a_task_that_stands_in_is_shown() -> None:
+    text = text_of(made_up(70.0, "vit", task="FASHION-MNIST", from_scratch=True))
+    part = section(text, "### The same experiment on stand-ins: roberta-large")
+    assert "| Method | ε | FASHION-MNIST |" in part
+    assert "* task: FASHION-MNIST; the paper does not have it" in part
+
+
+# ---- Settings, epochs, time ----
+
+
+def test_settings_stand_beside_the_papers() -> None:
+    text = text_of(made_up(90.0, max_grad_norm=5.0, selection_runs=4))
+    assert rows(text, "| DP-GRAPE | max_grad_norm")[0][2:6] == ["0.5", "5", "20", "not run"]
+    assert "settings chosen from 4 runs for each task" in text
+
+
+def test_the_best_epoch_is_shown_apart_where_the_paper_has_it() -> None:
+    curve = [{"step": 1, "accuracy": 61.0}, {"step": 2, "accuracy": 59.0}]
+    options: dict[str, Any] = {
+        **{"task": "CIFAR-10", "from_scratch": True, "model_name_or_path": "vit-base"},
+        **{"expected_batch_size": 1000, "num_train_epochs": 60, "max_steps": -1},
+        **{"projection_rank": 64, "projection_update_steps": 250, "target_epsilon": 8.0},
+        **{"splits": {"train": 50000, "test": 10000}, "curve": curve},
+    }
+    text = section(text_of(made_up(60.0, "vit", **options)), "## ViT-Base from random")
+    assert rows(text, "| DP-GRAPE | 8")[0][4:6] == ["49.2", "60.0 [1]"]
+    assert rows(text, "| DP-GRAPE, best epoch")[0][4:6] == ["", "61.0 [1]"]
+
+
+def test_timings_are_of_the_largest_batch_that_fits() -> None:
+    shape, device = "RoBERTa-large, T=128", {"device": "H100"}
+    cells = {
+        f"{shape}, B=128, dp_grape": {"samples_per_second": 99.0, **device},
+        f"{shape}, B=32, dp_grape": {"samples_per_second": 80.0, **device},
+        f"{shape}, B=8, dp_grape": {"samples_per_second": 10.0, **device},
+        f"{shape}, B=64, dp_adam": {"out_of_memory": "a step", **device},
+    }
+    findings = Findings(reports={Path("r.json"): {"cells": cells, "simulations": {}}})
+    found = {line[1]: line[2:] for line in rows(render(findings, PAPER), "| RoBERTa-large on")}
+    # 64 x 1000 / 80 = 800 seconds
+    assert found["DP-GRAPE"] == ["75.9", "80.0", "0.6", "0.22", f"{shape}, B=32, dp_grape; H100"]
+    assert found["DP-Adam"][1:4:2] == ["OOM", "OOM"]
+    assert found["DPZero"] == ["268.1", "not run", "1.7", "not run", ""]
+
+
+# ---- Files ----
+
+
+def test_of_a_sweep_only_the_final_runs_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        **{"recipe": "roberta", "arguments": {}, "tasks": {"SST-2": {}}},
+        **{"search": {"epsilon": 6, "seed": 100}, "final": {"epsilons": [6], "seeds": [1, 2]}},
+        "rows": {
+            "ours": {"arguments": {"method": "dp_grape"}, "grid": {"learning_rate": [0.1, 0.2]}}
+        },
+    }
+    sweep = Sweep(config, tmp_path / "sweep")
+    for stage, score in ((sweep.search, 11.0), (sweep.final, 90.0)):
+        for number, cell in enumerate(stage()):
+            folder = sweep.folder / cell.folder
+            options = {**dict(cell.settings), "seed": cell.seed}
+            saved(folder, made_up(score + number, **options, selection_runs=cell.selection_runs))
+            (folder / "command.txt").write_text("python")
+    assert len(collect([tmp_path]).left_out) == 2  # until it is finished
+    (sweep.folder / "sweep.json").write_text(json.dumps(sweep.summary()))
+    tables.main(["--results", str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    text = capsys.readouterr().out
+    assert (tmp_path / "out" / "paper_tables.md").read_text(encoding="utf-8") == text
+    assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.5 ± 0.5 [2]"]
+    assert "2 runs with seeds 1, 2" in text
+    assert "not shown" not in text
+
+
+def test_a_result_that_is_found_twice_counts_once(tmp_path: Path) -> None:
+    result = made_up(90.0)
+    folders = [saved(tmp_path / name, result) for name in ("a", "b")]
+    assert len(collect([*folders, tmp_path]).runs) == 1
+
+
+def test_what_is_not_shown_is_named(tmp_path: Path) -> None:
+    untested = made_up(90.0) | {"metrics": {"dev": {"accuracy": 1.0}}}
+    text = text_of(made_up(90.0, "digits"), untested)
+    assert "* 1 belong to no table of the paper: digits on SST-2." in text
+    assert "* 1 have no test score" in text
+
+
+def test_a_wrong_folder_or_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+        collect([tmp_path / "nowhere"])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json is no JSON"):
+        collect([tmp_path])
+
+
+# ---- The paper's numbers, and the recipes ----
+
+
+def test_every_row_has_a_value_for_every_column() -> None:
+    for name, spec in PAPER["tables"].items():
+        for line in [*spec["rows"], *PAPER["settings"][name]["rows"]]:
+            assert len(line["values"]) == len(spec["columns"])
+            assert line["method"] in {*METHODS, ZERO_SHOT}
+
+
+@pytest.mark.parametrize("name", PAPER["tables"])
+def test_the_papers_preset_is_the_papers_experiment(name: str) -> None:
+    """So what keeps a run out of the paper's columns is never a name that no recipe has."""
+    spec = PAPER["tables"][name]
+    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
+    options = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
+    column = next(iter(spec["columns"].values()))
+    model = column.get("same", {}).get("model_name_or_path", spec["same"].get("model_name_or_path"))
+    wanted = spec["same"] | PAPER["usual"] | spec["usual"]["dp_grape"]
+    assert wanted.keys() <= options
+    words = ["--config=paper", f"--task={column['task']}", "--target_epsilon=2", "--use_cpu"]
+    if isinstance(model, str):
+        words.append(f"--model_name_or_path=x/{model}")
+    given = column.get("usual", {}).get("dp_grape", {}) | {"max_grad_norm": 1.0}
+    words += [f"--{option}={value}" for option, value in given.items()]  # by size of the model
+    script, args = parse(family, [*words, "--output_dir=x", "--method=dp_grape"])
+    found = made_up(1.0, spec["family"], splits=column["sizes"])
+    run = Run(found | {"script": asdict(script), "settings": recorded(args)})
+    assert unlike(run, spec) == {}
+    assert variant(run, spec) == {}

@@ -1,0 +1,323 @@
+"""Runs whose privacy unit is named by a column, against the plain definition and plain runs."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.unit_engine import UnitEngine
+from tests.models import only
+from tests.test_units import OWNERS, SIZES, owned
+from tests.trainers import (
+    Examples,
+    RecordingTrainer,
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    known_generators,
+    make_trainer,
+    points,
+    spy_releases,
+    tiny,
+    weights_of,
+)
+
+OWNED = {
+    "privacy_unit_column": "user",
+    "expected_batch_size": 3,
+    "per_device_train_batch_size": 8,
+    "max_steps": 4,
+}
+
+
+def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
+    """Returns a trainer after training with known coins and noise, and what was seen of it."""
+    watch = Watch()
+    settings = {"train_dataset": owned(), "test_generators": known_generators()} | settings
+    trainer = make_trainer(folder, callbacks=[watch], **OWNED | settings)
+    trainer.train()
+    return trainer, watch
+
+
+def _of_user(weights: dict[str, Tensor], examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Returns the gradient of the sum of the losses of a user's examples, by plain autograd."""
+    model = TinyForSequenceClassification()
+    model.load_state_dict(weights)
+    x, labels = (torch.stack([example[name] for example in examples]) for name in ("x", "labels"))
+    functional.cross_entropy(model(x)["logits"], labels, reduction="sum").backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- The definition ----
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_a_release_is_the_clipped_sum_over_users(
+    as_dataset: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd per user, sum, clip, sum, divide by the expected number of users."""
+    releases, rows = spy_releases(monkeypatch), owned().examples
+    listed = [{**r, "x": r["x"].tolist(), "labels": int(r["labels"])} for r in rows]
+    trainer, watch = _run(
+        tmp_path,
+        cls=RecordingTrainer,
+        train_dataset=datasets.Dataset.from_list(listed) if as_dataset else Examples(rows),
+        method="dp_adam",
+        noise_multiplier=0,
+        max_grad_norm=2.0,
+    )
+    by_id, clipped = {row["id"]: row for row in rows}, []
+    for weights, drawn, release in zip(watch.weights, trainer.draws, releases, strict=False):
+        users = {by_id[i]["user"] for i in drawn}
+        expected = {name: torch.zeros_like(value) for name, value in weights.items()}
+        for user in users:
+            own = [row for row in rows if row["user"] == user]
+            assert {row["id"] for row in own} <= set(drawn)  # whole
+            gradient = _of_user(weights, own)
+            norm = torch.stack([value.square().sum() for value in gradient.values()]).sum().sqrt()
+            clipped.append(bool(norm > 2.0))
+            for name, value in gradient.items():
+                expected[name] += value * min(1.0, 2.0 / norm.item()) / 3
+        assert_same_weights(release, expected, atol=1e-6, rtol=1e-5)
+    assert {True, False} == set(clipped)
+    assert trainer.plan.num_samples == len(SIZES)
+    assert trainer.plan.sample_rate == 3 / len(SIZES)
+    assert trainer._checked
+
+
+@pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dp_lora", "dpzero", "dp_jl"])
+def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path: Path) -> None:
+    """The same coins, noise and weights, bit by bit."""
+    settings = {
+        "model": tiny(method),
+        "method": method,
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+    }
+    alone = owned(owners=[f"u{i}" for i in range(24)])
+    trainer, watch = _run(tmp_path / "users", train_dataset=alone, **settings)
+    settings["model"] = tiny(method)
+    column = {"privacy_unit_column": None}
+    _, plain = _run(tmp_path / "plain", train_dataset=alone, **settings | column)
+    assert isinstance(trainer._engine.per_sample, UnitEngine)
+    for one, other in zip(watch.weights, plain.weights, strict=True):
+        assert_same_weights(one, other)
+    assert any((watch.weights[-1][n] != w).any() for n, w in watch.weights[0].items())
+
+
+def _transformer(folder: Path, size: int, **settings: Any) -> Watch:
+    """Trains a transformer on 12 examples of 5 users."""
+    batch = only("roberta-classifier").batch(12)
+    rows = [{k: v[i] for k, v in batch.items()} | {"user": i % 5} for i in range(12)]
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return _run(
+        folder,
+        train_dataset=Examples(rows),
+        model=only("roberta-classifier").model(num_hidden_layers=1, **still),
+        method="dp_adam",
+        per_device_train_batch_size=size,
+        max_steps=3,
+        self_check=False,
+        **settings,
+    )[1]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watch]:
+    """Runs in which all users of a draw fit into one physical batch."""
+    folder = tmp_path_factory.mktemp("together")
+    return {name: _transformer(folder / name, 12, clipping=name) for name in ("flat", "per_layer")}
+
+
+@pytest.mark.parametrize(
+    ("clipping", "mode"),
+    [("flat", "auto"), ("flat", "ghost"), ("flat", "materialise"), ("per_layer", "book_keeping")],
+)
+def test_neither_physical_batches_nor_forms_change_a_run(
+    clipping: str, mode: str, together: dict[str, Watch], tmp_path: Path
+) -> None:
+    actual = _transformer(tmp_path, 3, clipping=clipping, grad_sample_mode=mode)
+    for one, other in zip(actual.moves(), together[clipping].moves(), strict=True):
+        assert_same_weights(one, other, atol=2e-5, rtol=1e-2)
+        assert max(move.abs().max() for move in other.values()) > 1e-3
+
+
+# ---- What a run promises ----
+
+
+def test_everything_is_counted_in_units(tmp_path: Path) -> None:
+    """An epoch has 1/q steps; q, the divisor and N are of units."""
+    settings = {"max_steps": -1, "num_train_epochs": 2, "target_epsilon": 6.0}
+    settings |= {"test_generators": None, "expected_batch_size": 2}
+    trainer, _ = _run(tmp_path, **settings)
+    spent = trainer.privacy_spent()
+    assert trainer.state.global_step == spent.steps == 2 * len(SIZES) / 2
+    assert spent.sample_rate == 2 / len(SIZES)
+    assert spent.expected_batch_size == 2
+    assert spent.epsilon <= 6.0
+
+
+def test_declared_and_capped_numbers_are_of_units(tmp_path: Path) -> None:
+    settings = {"sampling": "truncated_poisson", "max_batch_size": 3, "cls": RecordingTrainer}
+    trainer, _ = _run(tmp_path, num_samples=10, max_examples_per_unit=2, **settings)
+    assert trainer.plan.sample_rate == 0.3
+    users = {row["id"]: row["user"] for row in trainer.train_dataset.examples}
+    for drawn in trainer.draws:
+        owners = [users[i] for i in drawn]
+        assert len(set(owners)) <= 3
+        assert all(owners.count(user) <= 2 for user in owners)
+    assert any(trainer.draws)
+
+
+def test_empty_draws_release_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    releases = spy_releases(monkeypatch)
+    trainer, watch = _run(tmp_path, cls=RecordingTrainer, expected_batch_size=1, max_steps=12)
+    assert [] in trainer.draws
+    assert any(trainer.draws)
+    assert len(releases) == trainer.ledger.steps == 12
+    for draw, release in zip(trainer.draws, releases, strict=True):
+        assert all(value.abs().sum() > 0 for value in release.values()), draw
+    assert len(watch.weights) == 13
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    """One epoch, from the same coins: the draws before the checkpoint are made and skipped."""
+    settings: dict[str, Any] = OWNED | {
+        "train_dataset": owned(),
+        "expected_batch_size": len(SIZES) / 4,
+        "max_examples_per_unit": 2,
+        "noise_multiplier": 0,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "cls": RecordingTrainer,
+    }
+
+    def run(folder: str, *callbacks: Any, resume: bool = False) -> Any:
+        generators, callbacks = known_generators(), list(callbacks)
+        trainer = make_trainer(
+            tmp_path / folder, test_generators=generators, callbacks=callbacks, **settings
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole, stopped = run("whole"), run("parts", Watch(stop_at=2))
+    resumed = run("parts", resume=True)
+    assert resumed.ledger.steps == whole.ledger.steps == 4
+    assert stopped.draws + resumed.draws == whole.draws
+    assert any(resumed.draws)
+    assert_same_weights(weights_of(resumed.model), weights_of(whole.model))
+
+
+# ---- The column ----
+
+
+@pytest.mark.parametrize("remove_unused_columns", [True, False])
+@pytest.mark.parametrize("as_dataset", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_neither_collator_nor_model_sees_the_column(
+    remove_unused_columns: bool, as_dataset: bool, workers: int, tmp_path: Path
+) -> None:
+    """Text would be passed over by the default collator, numbers would reach the model."""
+    if workers and not as_dataset:
+        pytest.skip("one kind of data is enough to see that units pass through workers")
+    owners = [int(owner[1:]) for owner in OWNERS]
+    rows = [{"x": r["x"].tolist(), "labels": 1, "user": r["user"]} for r in owned(owners).examples]
+    seen: set[str] = set()
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        seen.update(*examples)
+        return {name: torch.tensor([e[name] for e in examples]) for name in ("x", "labels")}
+
+    trainer, _ = _run(
+        tmp_path,
+        train_dataset=datasets.Dataset.from_list(rows) if as_dataset else Examples(rows),
+        data_collator=collate,
+        remove_unused_columns=remove_unused_columns,
+        dataloader_num_workers=workers,
+        max_steps=2,
+    )
+    assert seen == {"x", "labels"}
+    assert trainer.ledger.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"privacy_unit_column": "owner"}, "privacy_unit_column='owner' is not in train_dataset"),
+        (
+            {"per_device_train_batch_size": 6},
+            r"has 7 examples.*per_device_train_batch_size=6.*max_examples_per_unit",
+        ),
+        (
+            {"per_device_train_batch_size": 2, "max_examples_per_unit": 3},
+            "has 3 examples",
+        ),
+        ({"expected_batch_size": 9}, "expected batch size 9 is larger than the 8"),
+        ({"target_delta": 0.2}, "not below 1/8"),
+        ({"train_dataset": iter(())}, "without random access"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_at_construction(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=reason):
+        make_trainer(tmp_path, **OWNED | {"train_dataset": owned()} | settings)
+
+
+def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
+    """Chats become tokens, and the same releases as of a plain trainer on those tokens."""
+    pytest.importorskip("trl", reason="TRL is an optional extra")
+    from tests import test_sft as host
+
+    data = host.prompts(12)
+    data = data.add_column("user", [f"u{i % 5}" for i in range(12)])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")
+        patch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
+        settings = OWNED | {"train_dataset": data, "max_steps": 2}
+        first = host.sft(tmp_path / "sft", test_generators=known_generators(), **settings)
+    rows = first.train_dataset
+    assert rows["user"] == data["user"]
+    first.train()
+    settings |= {"train_dataset": rows.select_columns(["input_ids", "labels", "user"])}
+    second, _ = _run(
+        tmp_path / "plain",
+        model=host.llama(),
+        data_collator=first.data_collator,
+        **settings | {"learning_rate": 1e-2},
+    )
+    assert first.plan.num_samples == second.plan.num_samples == 5
+    assert_same_weights(weights_of(first.model), weights_of(second.model))
+
+
+def test_a_sequence_to_sequence_trainer_draws_users(tmp_path: Path) -> None:
+    from tests import test_seq2seq as host
+
+    rows = [row | {"user": i % 3} for i, row in enumerate(host.sentences(9).examples)]
+    settings = OWNED | {"train_dataset": Examples(rows), "max_steps": 2, "expected_batch_size": 2}
+    trainer = host.seq2seq(tmp_path, **settings)
+    trainer.train()
+    assert (trainer.plan.num_samples, trainer.ledger.steps) == (3, 2)
+
+
+def test_a_cap_makes_large_units_fit(tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 2, "max_examples_per_unit": 2}
+    assert _run(tmp_path, **settings)[0].ledger.steps == 4
+
+
+def test_data_that_changed_is_read_again_or_refused(tmp_path: Path) -> None:
+    rows = list(owned().examples)
+    trainer = make_trainer(tmp_path, **OWNED, train_dataset=Examples(rows))
+    trainer.train_dataset = Examples([row | {"user": row["user"] + "!"} for row in rows[:-1]])
+    assert trainer._units.num_examples == len(rows) - 1
+    trainer.train_dataset = Examples(rows)
+    assert trainer._units.num_examples == len(rows)
+    rows.append(points(1).examples[0] | {"user": "late"})
+    with pytest.raises(PrivacyError, match="25 examples, and had 24 when privacy_unit_column"):
+        trainer.train()

@@ -1,0 +1,464 @@
+"""Privacy units of several examples: whose they are, draws, gradients, and runs of a trainer."""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForMultipleChoice
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.directions import DIRECTION
+from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import CLIPPING_MODES, Mechanism
+from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
+from dp_grape_hf.sampling import PoissonBatchSampler
+from dp_grape_hf.unit_engine import UnitEngine, UnitSum
+from dp_grape_hf.units import (
+    UNIT_OF_ROW,
+    UnitBatchSampler,
+    UnitCollator,
+    UnitDataset,
+    read_units,
+    without_units,
+)
+from dp_grape_hf.zeroth_order import ZerothOrderEngine
+from tests.models import only, row
+from tests.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+from tests.trainers import (
+    Examples,
+    TinyForSequenceClassification,
+    assert_same_weights,
+    points,
+)
+
+SIZES = (3, 1, 4, 1, 2, 5, 1, 7)  # of the units of the data below
+OWNERS = [f"u{unit}" for unit, size in enumerate(SIZES) for _ in range(size)]
+
+
+def owned(owners: Any = OWNERS, seed: int = 0) -> Examples:
+    """Returns the points of some owners, in an order that keeps none of them together."""
+    order = torch.randperm(len(owners), generator=torch.Generator().manual_seed(5)).tolist()
+    rows = points(len(owners), seed).examples
+    return Examples([rows[i] | {"user": owners[i], "id": i} for i in order])
+
+
+def _coins(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- Whose an example is ----
+
+
+def _frozen(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [{"user": u} for u in "abcacba"],
+        [{"user": n} for n in (7, 1, 9, 7, 9, 1, 7)],
+        [{"user": torch.tensor(n)} for n in (7, 1, 9, 7, 9, 1, 7)],
+        [{"user": np.int64(n)} for n in (7, 1, 9, 7, 9, 1, 7)],
+        [{"user": np.array(u)} for u in "abcacba"],
+        _frozen([{"user": u, "x": 0} for u in "abcacba"]),
+        _frozen([{"user": n} for n in (7, 1, 9, 7, 9, 1, 7)]).with_format("torch"),
+        _frozen([{"user": u, "x": [1.0]} for u in "abcacba"]).with_format("torch", columns=["x"]),
+        _frozen([{"user": u} for u in "abcacba"]).with_transform(lambda rows: {"text": ["a"]}),
+        _frozen([{"user": u} for u in "zabcacbaz"]).select(range(1, 8)),
+    ],
+)
+def test_equal_values_are_one_unit(dataset: Any) -> None:
+    """Whatever holds them: two tensors of one number are not equal by themselves."""
+    units = read_units(dataset, "user")
+    assert [units.examples(unit).tolist() for unit in range(len(units))] == [
+        [0, 3, 6],
+        [1, 5],
+        [2, 4],
+    ]
+    assert (len(units), units.num_examples, units.largest) == (3, 7, 3)
+
+
+def test_the_checksum_tells_who_owns_what() -> None:
+    one, same, other = (
+        read_units([{"user": u} for u in text], "user") for text in ("aab", "xxy", "aba")
+    )
+    assert one.checksum == same.checksum != other.checksum
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        (
+            [{"text": "x"}],
+            r"privacy_unit_column='user' is not in train_dataset\[0\], which has text",
+        ),
+        ([{"user": "a"}, {}], r"is not in train_dataset\[1\]"),
+        (_frozen([{"text": "x"}]), "is not in train_dataset, which has text"),
+        ([("a", 1)], r"train_dataset\[0\] is a tuple, which has no columns"),
+        ([{"user": "a"}, {"user": None}], r"train_dataset\[1\]\['user'\] is None"),
+        (_frozen([{"user": 1}, {"user": None}]), r"train_dataset\[1\]\['user'\] is None"),
+        ([{"user": math.nan}], "is nan: whose that example is is not known"),
+        ([{"user": torch.tensor(math.nan)}], "is nan"),
+        ([{"user": [1, 2]}], "is a list, which cannot be told"),
+        ([{"user": torch.tensor([1])}], "is a Tensor, which cannot be told"),
+        ([{"user": object()}], "is a object, which cannot be told"),
+        ([{"user": 1}, {"user": "1"}], r"train_dataset\[1\]\['user'\] is a str, and those before"),
+    ],
+)
+def test_a_column_that_does_not_say_whose_examples_are_is_refused(
+    dataset: Any, reason: str
+) -> None:
+    with pytest.raises(PrivacyError, match=reason):
+        read_units(dataset, "user")
+
+
+# ---- Draws ----
+
+UNITS = read_units([{"user": owner} for owner in OWNERS], "user")
+MEMBERS = [UNITS.examples(unit).tolist() for unit in range(len(UNITS))]
+
+
+def _draws(sample_rate: float, steps: int, seed: int = 0, cap: int | None = None, **place: Any):  # type: ignore[no-untyped-def]
+    draws = PoissonBatchSampler(len(UNITS), sample_rate, steps, _coins(seed), **place)
+    return list(UnitBatchSampler(draws, UNITS, cap))
+
+
+def _unit_of(examples: list[int]) -> int:
+    return next(unit for unit, members in enumerate(MEMBERS) if set(examples) <= set(members))
+
+
+def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
+    plain = PoissonBatchSampler(len(UNITS), 0.4, 200, _coins())
+    drawn = _draws(0.4, 200)
+    assert drawn == [[MEMBERS[unit] for unit in draw] for draw in plain]
+    assert [] in drawn
+    assert len(UnitBatchSampler(plain, UNITS)) == 200
+
+
+def test_a_capped_draw_of_units_is_capped_in_units() -> None:
+    capped, free = _draws(0.7, 50, max_batch_size=3), _draws(0.7, 50)
+    for kept, drawn in zip(capped, free, strict=True):
+        assert len(kept) == min(3, len(drawn))
+        assert all(unit in drawn for unit in kept)
+
+
+@pytest.mark.parametrize("cap", [None, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_a_draw_and_never_a_unit(world_size: int, cap: int | None) -> None:
+    """Also what a cap leaves of a unit is the same on all ranks, although one of them has it."""
+    whole = _draws(0.6, 60, cap=cap)
+    shares = [
+        _draws(0.6, 60, cap=cap, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    for step, draw in enumerate(whole):
+        parts = [share[step] for share in shares]
+        assert sorted(itertools.chain(*parts)) == sorted(draw)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_cap_leaves_each_unit_its_probability_and_independence() -> None:
+    """Counts within five standard deviations, correlations within 5.5: false alarm below 2e-6."""
+    steps, q = 3000, 0.3
+    table = torch.zeros(steps, len(UNITS), dtype=torch.float64)
+    for step, draw in enumerate(_draws(q, steps, cap=2)):
+        for examples in draw:
+            unit = _unit_of(examples)
+            assert len(examples) == len(set(examples)) == min(2, SIZES[unit])
+            table[step, unit] += 1
+    assert table.max() == 1
+    assert ((table.mean(0) - q).abs() < 5 * math.sqrt(q * (1 - q) / steps)).all()
+    assert torch.corrcoef(table.T).fill_diagonal_(0).abs().max() < 5.5 / math.sqrt(steps)
+    lagged = table[1:].T @ table[:-1] / (steps - 1) - q * q
+    assert lagged.abs().max() < 5.5 * q * (1 - q) / math.sqrt(steps)
+
+
+def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
+    """Chi-square of the 100 pairs of consecutive subsets, 2 of 5: false alarm below 1e-5."""
+    steps, kinds = 4001, set(itertools.combinations(range(5), 2))
+    one = read_units([{"user": 0}] * 5, "user")
+    draws = UnitBatchSampler(PoissonBatchSampler(1, 1.0, steps, _coins()), one, 2)
+    subsets = [tuple(draw[0]) for draw in draws]
+    assert set(subsets) == kinds
+    pairs = Counter(itertools.pairwise(subsets))
+    expected = (steps - 1) / len(kinds) ** 2
+    cells = itertools.product(kinds, kinds)
+    chi_square = sum((pairs[cell] - expected) ** 2 / expected for cell in cells)
+    assert abs(chi_square - 99) < 5 * math.sqrt(2 * 99)
+
+
+def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PrivacyError, match=r"num_samples=5 must be the number of units, 8"):
+        UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, _coins()), UNITS)
+    with pytest.raises(PrivacyError, match="max_examples_per_unit=0 must be at least 1"):
+        UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, _coins()), UNITS, 0)
+
+
+# ---- Physical batches ----
+
+
+def _collate(examples: list[int]) -> dict[str, Tensor]:
+    return {"id": torch.tensor(examples)}
+
+
+@pytest.mark.parametrize("physical_batch_size", [7, 8, 30])
+def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
+    batches = UnitCollator(_collate, physical_batch_size)(MEMBERS)
+    assert batches.sizes == tuple(len(batch["id"]) for batch in batches)
+    assert max(batches.sizes) <= physical_batch_size
+    assert len(batches) == math.ceil(sum(SIZES) / physical_batch_size)  # 24 examples fit tightly
+    seen = []
+    for batch in batches:
+        numbers = batch[UNIT_OF_ROW].tolist()
+        assert numbers == sorted(numbers)
+        for number in range(max(numbers) + 1):
+            seen.append(batch["id"][batch[UNIT_OF_ROW] == number].tolist())
+    assert sorted(seen) == sorted(MEMBERS)
+
+
+def test_single_examples_keep_their_order() -> None:
+    batches = UnitCollator(_collate, 3)([[i] for i in range(7)])
+    assert [batch["id"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_an_empty_share_has_no_physical_batch() -> None:
+    dataset = UnitDataset([{"user": 1}], "user")
+    assert dataset.__getitems__([]) == []
+    batches = UnitCollator(_collate, 3)([])
+    assert (list(batches), batches.sizes) == ([], ())
+
+
+def test_a_unit_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(PrivacyError, match=r"has 7 examples.*per_device_train_batch_size=6"):
+        UnitCollator(_collate, 6)(MEMBERS)
+
+
+def test_the_column_stays_behind() -> None:
+    dataset = UnitDataset([{"user": u, "x": i} for i, u in enumerate("aba")], "user")
+    assert dataset[1] == {"x": 1}
+    assert dataset.__getitems__([[0, 2], [1]]) == [[{"x": 0}, {"x": 2}], [{"x": 1}]]
+    assert len(dataset) == 3
+
+
+# ---- Gradients ----
+
+OF_ROWS = (3, 1, 1, 2)  # examples of the units of a batch of 7
+EACH = torch.arange(len(OF_ROWS)).repeat_interleave(torch.tensor(OF_ROWS))
+
+
+def _summed(values: Tensor) -> Tensor:
+    """The definition: the sum over the rows of a unit, (U, ...) of (B, ...)."""
+    return torch.stack([values[unit == EACH].sum(0) for unit in range(len(OF_ROWS))])
+
+
+def _of_units(name: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns a model without dropout, and a batch of units for it."""
+    case = only(name)
+    return case.model(**settings).eval(), case.batch(len(EACH)) | {UNIT_OF_ROW: EACH}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "rank"),
+    [
+        ("roberta-classifier", "layerwise", None),
+        ("roberta-classifier", "layerwise", 2),
+        ("roberta-classifier", "functorch", 2),
+        ("opt", "layerwise", None),
+        ("gpt2", "layerwise", 2),
+    ],
+)
+def test_a_units_gradient_is_the_sum_of_its_examples(
+    name: str, engine: str, rank: int | None
+) -> None:
+    """Norms and weighted sums of every form, against autograd on one example at a time."""
+    model, batch = _of_units(name, num_hidden_layers=1)
+    projectors = projectors_for(model, rank)
+    losses, expected = single_sample_gradients(model, without_units(batch), projectors)
+    expected = {name: _summed(gradient) for name, gradient in expected.items()}
+    unit_engine = UnitEngine(make_engine(engine, model))
+    found_losses, found = unit_engine(batch, projectors)
+    torch.testing.assert_close(found_losses, losses)
+    assert_gradients_equal(found, expected)
+    for parameter, gradient in found.items():
+        directions = torch.randn(3, *gradient.shape)
+        products = gradient.inner_products(directions)
+        exact = expected[parameter].double().flatten(1) @ directions.double().flatten(1).T
+        torch.testing.assert_close(products.double(), exact, atol=1e-4, rtol=1e-4)
+        unit_roundings = gradient.rounding() / gradient.squared_norm().sqrt().clamp(min=1e-30)
+        assert unit_roundings.shape == (len(OF_ROWS),)
+        assert (unit_roundings > 2**-24).all()
+    streamed: dict[str, Any] = {}
+    torch.testing.assert_close(unit_engine.stream(batch, projectors, streamed.update), losses)
+    assert_gradients_equal({name: streamed[name] for name in expected}, expected)
+    shapes = unit_engine.released_shapes(projectors)
+    assert shapes == {name: tuple(g.shape) for name, g in found.items()}
+
+
+def test_every_form_is_seen_by_the_test_above() -> None:
+    kinds: set[type] = set()
+    for name, rank in (("roberta-classifier", None), ("opt", None)):
+        model, batch = _of_units(name, num_hidden_layers=1)
+        _, found = UnitEngine(make_engine("layerwise", model))(batch, projectors_for(model, rank))
+        kinds |= {type(g.examples) if isinstance(g, UnitSum) else type(g) for g in found.values()}
+    assert {Dense, Factored, SparseRows, GradientSum} <= kinds
+
+
+def test_examples_of_several_rows_are_summed_as_well() -> None:
+    """An example of multiple choice is a row per option: the model sees B options rows."""
+    entry = row("BERT, multiple choice")
+    model, batch = entry.model().eval(), entry.batch(len(EACH))
+    assert isinstance(model, BertForMultipleChoice)
+    losses, expected = single_sample_gradients(model, batch)
+    found_losses, found = UnitEngine(make_engine("layerwise", model))(
+        batch | {UNIT_OF_ROW: EACH}, {}
+    )
+    torch.testing.assert_close(found_losses, losses)
+    summed = {name: _summed(gradient) for name, gradient in expected.items()}
+    assert_gradients_equal(found, summed, tolerance=1e-4)  # options cancel
+
+
+def test_a_part_of_the_units_can_be_selected() -> None:
+    model, batch = _of_units("opt", num_hidden_layers=1)
+    _, found = UnitEngine(make_engine("layerwise", model))(batch, {})
+    for mask in ([True, False, True, True], [False, True, False, False]):
+        chosen = torch.tensor(mask)
+        for gradient in found.values():
+            part = gradient.select(chosen)
+            torch.testing.assert_close(part.squared_norm(), gradient.squared_norm()[chosen])
+            factors = torch.rand(4)
+            expected = gradient.weighted_sum(torch.where(chosen, factors, 0.0))
+            torch.testing.assert_close(part.weighted_sum(factors[chosen]), expected)
+
+
+def test_a_unit_with_an_infinite_example_contributes_nothing_and_others_what_they_did() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = (torch.randn(7, 2, width, generator=generator) for width in (5, 6))
+    indices, values = torch.randint(0, 9, (7, 3), generator=generator), torch.randn(7, 3, 4)
+
+    def clipped(poison: float, first: int = 0) -> dict[str, Tensor]:
+        spoilt, total = rows.clone(), {}
+        spoilt[1] *= poison  # of unit 0
+        examples = {
+            "factored": Factored(spoilt, cols),
+            "sparse": SparseRows(indices, values, 9),
+            "dense": Dense(torch.ones(7, 3)),
+        }
+        kept = {name: e.select(slice(first, None)) for name, e in examples.items()}
+        sizes = OF_ROWS[1:] if first else OF_ROWS
+        units: dict[str, Any] = {n: UnitSum(e, sizes).cheapest() for n, e in kept.items()}
+        add_clipped_sum_(total, units, 0.5)
+        return total
+
+    for poison in (math.nan, math.inf):
+        assert_same_weights(clipped(poison), clipped(1.0, first=3), atol=1e-6, rtol=1e-5)
+
+
+def test_where_no_unit_is_finite_the_sum_is_zero() -> None:
+    total: dict[str, Tensor] = {}
+    examples = Factored(torch.full((7, 2, 5), math.nan), torch.ones(7, 2, 6))
+    add_clipped_sum_(total, {"factored": UnitSum(examples, OF_ROWS)}, 0.5)
+    assert_same_weights(total, {"factored": torch.zeros(5, 6)})
+
+
+def test_finite_differences_of_a_unit_add_up() -> None:
+    inner = ZerothOrderEngine(TinyForSequenceClassification(), seed=3, n_directions=2)
+    rows = points(len(EACH)).examples
+    batch = {
+        name: torch.stack([torch.as_tensor(r[name]) for r in rows]) for name in ("x", "labels")
+    }
+    unit_engine = UnitEngine(inner)
+    unit_engine.use(4)
+    losses, found = unit_engine(batch | {UNIT_OF_ROW: EACH}, {})
+    alone, each = inner(batch, {})
+    torch.testing.assert_close(losses, alone)
+    differences = each[DIRECTION]
+    assert isinstance(differences, Dense)
+    assert_gradients_equal(found, {DIRECTION: _summed(differences.values)})
+    assert unit_engine.released_shapes({}) == {DIRECTION: (2,)}
+    assert unit_engine.groups == [(DIRECTION,)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({UNIT_OF_ROW: None}, "has no 'privacy_unit_of_row'"),
+        ({UNIT_OF_ROW: torch.tensor([0, 1, 0, 1, 2, 2, 2])}, "does not count up from 0"),
+        ({UNIT_OF_ROW: EACH + 1}, "does not count up from 0"),
+        ({UNIT_OF_ROW: EACH[:6]}, "made 7 rows of 6 examples"),
+    ],
+)
+def test_a_batch_that_does_not_say_whose_its_rows_are_is_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    rows = points(7).examples
+    batch = {
+        name: torch.stack([torch.as_tensor(r[name]) for r in rows]) for name in ("x", "labels")
+    }
+    batch |= {name: value for name, value in changes.items() if value is not None}
+    engine = UnitEngine(make_engine("layerwise", TinyForSequenceClassification()))
+    with pytest.raises(PrivacyError, match=reason):
+        engine(batch, {})
+    with pytest.raises(PrivacyError, match=reason):
+        engine.stream(batch, {}, lambda grads: None)
+
+
+# ---- Sensitivity ----
+
+
+def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor:
+    """Returns the sum that the noise is added to, as one vector."""
+    with torch.random.fork_rng(devices=[]):
+        model = TinyForSequenceClassification()
+    mechanism = Mechanism(
+        noise_multiplier=0.0,
+        sample_rate=0.5,
+        max_grad_norm=bound,
+        expected_batch_size=1,
+        num_samples=10,
+        target_epsilon=None,
+        target_delta=1e-3,
+        accountant="rdp",
+        engine="layerwise",
+        projection="identity",
+        projection_rank=None,
+        projection_update_steps=None,
+        projection_seed=None,
+    )
+    private = PrivateEngine(
+        UnitEngine(make_engine("layerwise", model)),
+        max_grad_norm=bound,
+        noise_multiplier=0.0,
+        expected_batch_size=1,
+        ledger=Ledger.start(mechanism),
+        noise_generator=_coins(),
+        clipping=clipping,
+    )
+    private.begin({})
+    private.accumulate(batch)
+    return torch.cat([value.flatten() for value in private.release().values()])
+
+
+@pytest.mark.parametrize("clipping", CLIPPING_MODES)
+def test_a_user_moves_the_sum_by_no_more_than_one_example_may(clipping: str) -> None:
+    """Adding or removing all of a user's examples, alike and large; three examples reach 3 C."""
+    rows = points(7).examples
+    batch = {
+        name: torch.stack([torch.as_tensor(r[name]) for r in rows]) for name in ("x", "labels")
+    }
+    batch["x"][:3] = 20 * batch["x"][0]
+    batch["labels"][:3] = (batch["labels"][0] + 1) % 3
+    everyone = _release(clipping, batch | {UNIT_OF_ROW: EACH})
+    others = {name: value[3:] for name, value in batch.items()}
+    without = _release(clipping, others | {UNIT_OF_ROW: EACH[3:] - 1})
+    moved = (everyone - without).norm().item()
+    assert 0.29 < moved < 0.3 * (1 + 1e-5)
+    singly = _release(clipping, batch | {UNIT_OF_ROW: torch.arange(7)})
+    assert (singly - without).norm() > 0.7  # what the examples do by themselves

@@ -1,0 +1,584 @@
+"""The recipes on images: every loader, the batches, the presets, and a few steps of training."""
+
+import gzip
+import io
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+from PIL import Image as Picture
+from torch.nn import functional
+from transformers import ViTConfig, ViTForImageClassification
+
+from dp_grape_hf.methods import METHODS
+from recipes import vit, vit_singular_values
+from recipes.experiment import CONFIGS, main, parse
+from recipes.images import Batches, Images, Source, accuracy, held_out, load_images
+
+COLOUR = Source("someone/colour", "img", "fine_label", 10, {"train": 6, "test": 4})
+GREY = Source("someone/grey", "image", "label", 10, {"train": 6, "test": 4})
+PRESETS = sorted(path.stem.removeprefix("vit_") for path in CONFIGS.glob("vit_*.yaml"))
+
+
+def random_arrays(count: int, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
+    """Images (N, *shape) and labels (N,), both uint8."""
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
+    return images, random.integers(0, 10, count, dtype=np.uint8)
+
+
+def both_splits(shape: tuple[int, ...], counts: tuple[int, int] = (6, 4)) -> dict[str, Any]:
+    """Arrays of a training and a test split."""
+    names = ("train", "test")
+    return {n: random_arrays(c, shape, seed=c) for n, c in zip(names, counts, strict=True)}
+
+
+def assert_loaded(loaded: dict[str, Images], arrays: dict[str, Any]) -> None:
+    """What was loaded is what the arrays hold, pixel by pixel."""
+    assert loaded.keys() == arrays.keys()
+    for split, (pixels, labels) in arrays.items():
+        images = loaded[split]
+        assert images.pixels.dtype is torch.uint8
+        assert images.labels.tolist() == labels.tolist()
+        for found, array in zip(images.pixels, pixels, strict=True):
+            plain = array[..., None] if array.ndim == 2 else array  # (H, W, C)
+            assert all(
+                np.array_equal(found[c].numpy(), plain[..., c]) for c in range(plain.shape[2])
+            )
+            assert len(found) == plain.shape[2]
+
+
+# ---- Loading ----
+
+
+def write_idx(path: Path, array: Any) -> None:
+    """Writes bytes as an IDX file, by its description."""
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    packed = gzip.compress if path.suffix == ".gz" else bytes
+    path.write_bytes(packed(header + array.tobytes()))
+
+
+def write_mnist(folder: Path, arrays: dict[str, Any], ending: str = ".gz") -> None:
+    """Writes the four files of MNIST."""
+    for split, name in (("train", "train"), ("test", "t10k")):
+        pixels, labels = arrays[split]
+        write_idx(folder / f"{name}-images-idx3-ubyte{ending}", pixels)
+        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels)
+
+
+@pytest.mark.parametrize("ending", [".gz", ""])
+def test_idx_files_are_read(ending: str, tmp_path: Path) -> None:
+    arrays = both_splits((5, 7))
+    write_mnist(tmp_path, arrays, ending)
+    assert_loaded(load_images(GREY, str(tmp_path)), arrays)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
+def test_arrays_are_read(shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = both_splits(shape)
+    for split, (pixels, labels) in arrays.items():
+        np.savez(tmp_path / f"{split}.npz", img=pixels, label=labels)
+    assert_loaded(load_images(COLOUR, str(tmp_path)), arrays)
+
+
+def write_pictures(path: Path, pixels: Any, labels: Any, form: str = "PNG") -> None:
+    """Writes encoded images back to back; those in PNG come back as they were."""
+    files = []
+    for array in pixels:
+        buffer = io.BytesIO()
+        Picture.fromarray(array).save(buffer, format=form)
+        files.append(np.frombuffer(buffer.getvalue(), dtype=np.uint8))
+    offsets = np.cumsum([0, *(len(file) for file in files)])
+    np.savez(path, jpeg=np.concatenate(files), offsets=offsets, label=labels)
+
+
+def test_encoded_images_are_read_by_the_name_in_front(tmp_path: Path) -> None:
+    arrays, others = both_splits((5, 7, 3)), both_splits((5, 7, 3), counts=(3, 2))
+    for split in ("train", "test"):
+        write_pictures(tmp_path / f"full_{split}.npz", *arrays[split])
+        np.savez(tmp_path / f"part_{split}.npz", img=others[split][0], label=others[split][1])
+    assert_loaded(load_images(COLOUR, str(tmp_path / "full")), arrays)
+    assert_loaded(load_images(COLOUR, str(tmp_path / "part")), others)
+    with pytest.raises(ValueError, match=r"give one of: .*full, .*part"):
+        load_images(COLOUR, str(tmp_path))
+
+
+def test_what_jpeg_has_changed_is_marked(tmp_path: Path) -> None:
+    for split, form in (("train", "JPEG"), ("test", "PNG")):
+        write_pictures(tmp_path / f"{split}.npz", *random_arrays(4, (8, 8, 3), seed=0), form=form)
+    loaded = load_images(COLOUR, str(tmp_path))
+    assert [loaded[split].lossy for split in ("train", "test")] == [True, False]
+    assert held_out(loaded["train"], 0.25, seed=0)[0].lossy
+    script = vit.ViTArguments(task="CIFAR-10", model_name_or_path="vit-base")
+    said = [note for note in vit.notes(script, COLOUR, loaded) if "JPEG" in note]
+    assert said == ["train: images were stored as JPEG, which changes them a little"]
+
+
+def as_datasets(arrays: dict[str, Any]) -> DatasetDict:
+    """The arrays as CIFAR-100 is on the Hub."""
+    features = Features(
+        {
+            "img": Image(),
+            "fine_label": ClassLabel(num_classes=10),
+            "coarse_label": ClassLabel(num_classes=2),
+        }
+    )
+    return DatasetDict(
+        {
+            split: Dataset.from_dict(
+                {
+                    "img": [Picture.fromarray(array) for array in pixels],
+                    "fine_label": labels.astype(int),
+                    "coarse_label": np.zeros(len(labels), int),
+                },
+                features=features,
+            )
+            for split, (pixels, labels) in arrays.items()
+        }
+    )
+
+
+def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
+    arrays = both_splits((5, 7, 3))
+    as_datasets(arrays).save_to_disk(tmp_path / "saved")
+    assert_loaded(load_images(COLOUR, str(tmp_path / "saved")), arrays)
+
+
+def test_a_folder_in_the_form_of_the_hub_is_read(tmp_path: Path) -> None:
+    arrays = both_splits((5, 7, 3))
+    (tmp_path / "data").mkdir()
+    for split, data in as_datasets(arrays).items():
+        data.to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    assert_loaded(load_images(COLOUR, str(tmp_path)), arrays)
+
+
+def test_without_a_path_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, asked = both_splits((5, 7, 3)), []
+
+    def hub(name: str) -> DatasetDict:
+        asked.append(name)
+        return as_datasets(arrays)
+
+    monkeypatch.setattr("recipes.images.load_dataset", hub)
+    assert_loaded(load_images(COLOUR), arrays)
+    assert asked == ["someone/colour"]
+
+
+def test_other_colours_become_three_channels(tmp_path: Path) -> None:
+    picture = Picture.new("P", (2, 3), 0)
+    picture.putpalette([10, 20, 30])
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    file = np.frombuffer(buffer.getvalue(), dtype=np.uint8)
+    for split in ("train", "test"):
+        offsets, label = np.array([0, len(file)]), np.array([1])
+        np.savez(tmp_path / f"{split}.npz", jpeg=file, offsets=offsets, label=label)
+    pixels = load_images(COLOUR, str(tmp_path))["test"].pixels
+    assert pixels[0, :, 2, 1].tolist() == [10, 20, 30]
+    assert pixels.shape == (1, 3, 3, 2)
+
+
+def break_labels(folder: Path) -> None:
+    write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.array([0, 1, 2, 10], dtype=np.uint8))
+
+
+def break_count(folder: Path) -> None:
+    write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.zeros(3, dtype=np.uint8))
+
+
+def break_end(folder: Path) -> None:
+    path = folder / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
+
+
+def break_type(folder: Path) -> None:
+    path = folder / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(b"\x00\x00\x0d\x01" + bytes(8)))
+
+
+def remove_file(folder: Path) -> None:
+    (folder / "train-labels-idx1-ubyte.gz").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_labels, "go from 0 to 10, and those of the task from 0 to 9"),
+        (break_count, r"4 images have labels of shape \(3,\)"),
+        (break_end, r"says \(6, 5, 7\), and holds 209 numbers"),
+        (break_type, "no IDX file of unsigned bytes"),
+        (remove_file, r"must hold one train-labels-idx1-ubyte\*, and holds 0"),
+    ],
+)
+def test_damaged_files_are_refused(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    write_mnist(tmp_path, both_splits((5, 7)))
+    damage(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load_images(GREY, str(tmp_path))
+
+
+def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is no folder, and in front of no train and test"):
+        load_images(GREY, str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    "pixels", [torch.zeros(2, 1, 3, 3), torch.zeros(2, 2, 3, 3, dtype=torch.uint8)]
+)
+def test_what_is_no_image_is_refused(pixels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"Images must be \(N, 1 or 3, H, W\) of type uint8"):
+        Images(pixels, torch.zeros(2, dtype=torch.int64))
+
+
+def test_images_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    two = [np.zeros((2, 2, 3), np.uint8), np.zeros((2, 4, 3), np.uint8)]
+    for split in ("train", "test"):
+        write_pictures(tmp_path / f"{split}.npz", two, np.zeros(2, np.uint8))
+    with pytest.raises(ValueError, match="must all have one shape"):
+        load_images(COLOUR, str(tmp_path))
+
+
+# ---- Batches ----
+
+
+def one_image(rows: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+    """A grey example with the label 3."""
+    return [{"pixel_values": torch.tensor([rows], dtype=torch.uint8), "labels": torch.tensor(3)}]
+
+
+def test_bytes_are_normalised_and_grey_fills_all_channels() -> None:
+    batch = Batches(size=2, channels=3, mean=0.5, std=0.25)(one_image([[0, 255], [51, 204]]))
+    expected = torch.tensor([[-2.0, 2.0], [-1.2, 1.2]]).expand(1, 3, 2, 2)
+    torch.testing.assert_close(batch["pixel_values"], expected)
+    assert batch["labels"].tolist() == [3]
+
+
+def test_enlarging_interpolates_linearly() -> None:
+    batch = Batches(size=4, channels=1, mean=0.0, std=1.0)(one_image([[0, 255], [0, 255]]))
+    # Pixel centres of the result lie at -1/4, 1/4, 3/4 and 5/4 of the distance of the two.
+    expected = torch.tensor([0.0, 0.25, 0.75, 1.0]).expand(1, 1, 4, 4)
+    torch.testing.assert_close(batch["pixel_values"], expected)
+
+
+def test_shrinking_averages() -> None:
+    rows = [[0, 51, 102, 255]] * 4
+    batch = Batches(size=2, channels=1, mean=0.0, std=1.0)(one_image(rows))
+    # A triangle twice as wide as at full size: centres at distances 1/2, 1/2, 3/2 weigh 3, 3, 1.
+    left, right = (3 * 0 + 3 * 0.2 + 0.4) / 7, (3 * 1 + 3 * 0.4 + 0.2) / 7
+    torch.testing.assert_close(
+        batch["pixel_values"], torch.tensor([left, right]).expand(1, 1, 2, 2)
+    )
+
+
+def test_an_image_does_not_depend_on_its_batch() -> None:
+    pixels, labels = random_arrays(5, (3, 9, 9), seed=0)
+    images = Images(torch.tensor(pixels), torch.tensor(labels.astype(np.int64)))
+    batches = Batches(size=6, channels=3, mean=0.5, std=0.5)
+    together = batches([images[i] for i in range(5)])["pixel_values"]
+    alone = torch.cat([batches([images[i]])["pixel_values"] for i in range(5)])
+    assert torch.equal(together, alone)
+
+
+def test_colours_do_not_fit_one_channel() -> None:
+    images = Images(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="Images of 3 channels do not fit num_channels=1"):
+        Batches(size=2, channels=1, mean=0.5, std=0.5)([images[0]])
+
+
+def test_the_held_out_fifth_is_disjoint_and_repeatable() -> None:
+    labels = torch.arange(50)
+    images = Images(torch.zeros(50, 1, 1, 1, dtype=torch.uint8), labels)
+    rest, part = held_out(images, 0.2, seed=1)
+    assert (len(rest), len(part)) == (40, 10)
+    assert sorted([*rest.labels.tolist(), *part.labels.tolist()]) == labels.tolist()
+    assert held_out(images, 0.2, seed=1)[1].labels.tolist() == part.labels.tolist()
+    assert held_out(images, 0.2, seed=2)[1].labels.tolist() != part.labels.tolist()
+
+
+# ---- Runs ----
+
+SHAPE = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16}
+SMALL = {
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, **SHAPE},
+    **{"noise_multiplier": 1, "target_delta": 1e-3, "accountant": "rdp", "projection_rank": 4},
+    **{"max_steps": 2, "expected_batch_size": 8, "per_device_train_batch_size": 6},
+    **{"learning_rate": 0.1, "max_grad_norm": 1.0, "disable_tqdm": True, "use_cpu": True},
+    **{"dataloader_pin_memory": False, "per_device_eval_batch_size": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty training and twenty test images, as files of MNIST."""
+    folder = tmp_path_factory.mktemp("mnist")
+    write_mnist(folder, both_splits((8, 8), counts=(40, 20)))
+    return folder
+
+
+def words(folder: Path, data: Path, task: str = "MNIST", **changes: Any) -> list[str]:
+    """A command line; a value of None leaves an option out."""
+    options: dict[str, Any] = {
+        **SMALL,
+        **{"config": "paper", "task": task, "dataset_path": data},
+        **{"output_dir": folder / "out", "result_dir": folder / "results", **changes},
+    }
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def run(folder: Path, data: Path, **changes: Any) -> dict[str, Any]:
+    """The result of a run."""
+    return main(vit.FAMILY, words(folder, data, **changes))
+
+
+def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path: Path, data: Path) -> None:
+    result = run(tmp_path, data, curve_steps=1)
+    assert result["splits"] == {"train": 40, "test": 20}
+    assert [point["step"] for point in result["curve"]] == [1, 2]
+    assert result["metrics"] == {"test": {"accuracy": result["curve"][-1]["accuracy"]}}
+    assert result["privacy"]["private"]
+    assert result["privacy"]["steps"] == 2
+    assert {
+        "the curve is of test data: its best value is chosen on them",
+        "train: 40 of 60000 images",
+        "test: 20 of 10000 images",
+    } <= set(result["notes"])
+
+
+def test_a_search_holds_data_out_and_leaves_the_test_split_alone(
+    tmp_path: Path, data: Path
+) -> None:
+    result = run(tmp_path, data, held_out=True, task="FASHION-MNIST")
+    assert result["splits"] == {"train": 32, "dev": 8}
+    assert list(result["metrics"]) == ["dev"]
+    assert "Fashion-MNIST stands in for MNIST" in result["notes"]
+    assert any(note.startswith("a search: 20%") for note in result["notes"])
+
+
+@pytest.mark.filterwarnings(  # of PEFT
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
+@pytest.mark.parametrize("method", ["dp_adam", "dp_galore", "dp_lora", "adam"])
+def test_other_methods_train(method: str, tmp_path: Path, data: Path) -> None:
+    changes = {} if METHODS[method].private else {"noise_multiplier": None, "max_grad_norm": None}
+    result = run(tmp_path, data, method=method, max_steps=1, lora_rank=2, **changes)
+    assert result["settings"]["method"] == method
+    assert result["privacy"]["private"] == METHODS[method].private
+
+
+def checkpoint(folder: Path) -> ViTForImageClassification:
+    """A model of five labels, saved."""
+    shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
+    model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=5))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_fine_tuning_starts_from_the_checkpoint_with_another_head(
+    tmp_path: Path, data: Path
+) -> None:
+    saved = checkpoint(tmp_path / "model").state_dict()
+    script, _ = parse(vit.FAMILY, fine_tune(tmp_path, data))
+    model = vit.build_model(script, classes=10)
+    assert model.classifier.weight.shape == (10, 16)
+    for name, value in model.state_dict().items():
+        assert name.startswith("classifier.") or torch.equal(value, saved[name])
+    result = main(vit.FAMILY, fine_tune(tmp_path, data))
+    assert result["script"]["from_scratch"] is False
+    assert result["privacy"]["steps"] == 2
+
+
+def fine_tune(folder: Path, data: Path) -> list[str]:
+    """A command line whose model is a saved one."""
+    shape = {name: None for name in vit._SHAPE}
+    model = {"model_name_or_path": folder / "model"}
+    return words(folder, data, "CIFAR-10-fine-tune", **shape, **model)
+
+
+def test_a_task_that_fine_tunes_does_not_start_from_scratch(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ValueError, match=r"starts from a checkpoint.*or the task 'CIFAR-10'"):
+        run(tmp_path, data, task="CIFAR-10-fine-tune", from_scratch=True)
+
+
+def test_the_shape_of_a_checkpoint_is_not_changed(tmp_path: Path, data: Path) -> None:
+    script, _ = parse(vit.FAMILY, words(tmp_path, data, "CIFAR-10-fine-tune"))
+    with pytest.raises(ValueError, match=r"image_size=8, .* is that of its checkpoint"):
+        vit.build_model(script, classes=10)
+
+
+def test_a_configuration_in_a_folder_may_be_changed(tmp_path: Path, data: Path) -> None:
+    ViTConfig(num_hidden_layers=3, hidden_act="relu").save_pretrained(tmp_path)
+    given = words(tmp_path, data, model_name_or_path=tmp_path, num_hidden_layers=None)
+    config = vit.build_model(parse(vit.FAMILY, given)[0], classes=10).config
+    assert (config.hidden_act, config.num_hidden_layers) == ("relu", 3)
+    assert (config.hidden_size, config.intermediate_size, config.num_labels) == (16, 64, 10)
+
+
+def test_built_in_sizes_are_those_of_the_paper() -> None:
+    script = vit.ViTArguments(task="MNIST", model_name_or_path="vit-base", from_scratch=True)
+    with torch.device("meta"):
+        model = vit.build_model(script, classes=10)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 85.8
+    assert (model.config.image_size, model.config.patch_size) == (224, 16)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_class_token_and_position_table_may_be_frozen(
+    frozen: bool, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[Any] = []
+    build = vit.build_model
+    monkeypatch.setattr(
+        vit, "build_model", lambda *given: models.append(build(*given)) or models[0]
+    )
+    before: list[Any] = []
+    load = vit.load
+
+    def remembered(*given: Any) -> Any:
+        experiment = load(*given)
+        before.append({k: v.clone() for k, v in experiment.model.state_dict().items()})
+        return experiment
+
+    family = vit.Family("vit", vit.ViTArguments, ("MNIST",), remembered)
+    main(family, words(tmp_path, data, freeze_embeddings=frozen))
+    moved = {
+        name for name, value in models[0].state_dict().items() if not value.equal(before[0][name])
+    }
+    tables = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
+    assert tables <= before[0].keys()
+    assert moved == before[0].keys() - (tables if frozen else set())
+
+
+def test_accuracy_counts_every_image_once() -> None:
+    pixels, labels = random_arrays(23, (1, 8, 8), seed=3)
+    images = Images(torch.tensor(pixels), torch.tensor(labels.astype(np.int64)))
+    shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
+    model = ViTForImageClassification(ViTConfig(**shape, num_labels=10))
+    batches = Batches(size=8, channels=1, mean=0.5, std=0.5)
+    model.eval()
+    with torch.no_grad():
+        logits = model((torch.tensor(pixels).float() / 255 - 0.5) / 0.5).logits
+    expected = 100 * float((logits.argmax(1) == images.labels).float().mean())
+    for size in (1, 7, 23, 100):
+        assert accuracy(model.train(), images, batches, size) == pytest.approx(expected)
+
+
+# ---- Presets ----
+
+PRINTED = ("dp_grape", "dp_adam", "dp_galore")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_know_the_methods_of_the_paper(preset: str) -> None:
+    """All of them parse, and every delta is below one over the examples of any split in use."""
+    for task in vit.FAMILY.tasks:
+        for method in PRINTED:
+            words = [f"--config={preset}", f"--task={task}", f"--method={method}"]
+            script, args = parse(vit.FAMILY, [*words, "--target_epsilon=2", "--use_cpu"])
+            size = vit.SOURCES[task.removesuffix(vit.FINE_TUNE)].sizes["train"]
+            assert args.target_delta < 1 / size or script.held_out
+            assert args.target_delta < 1 / (size * (1 - vit.HELD_OUT))
+            assert script.from_scratch != task.endswith(vit.FINE_TUNE) or preset == "small"
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_what_the_paper_does_not_say_is_asked_for(method: str) -> None:
+    words = ["--config=paper", "--task=CIFAR-10", f"--method={method}", "--use_cpu"]
+    if METHODS[method].private:
+        words += ["--target_epsilon=2", "--max_grad_norm=1"]
+    rest = ["--lora_rank=4", *(["--perturbation=1e-3"] if METHODS[method].zeroth_order else [])]
+    if method not in PRINTED:
+        with pytest.raises(ValueError, match=r"does not know .*learning_rate"):
+            parse(vit.FAMILY, [*words, *rest])
+    _, args = parse(vit.FAMILY, [*words, *rest, "--learning_rate=0.5"])
+    assert args.learning_rate == 0.5
+
+
+def test_the_paper_preset_has_the_tables_of_the_paper() -> None:
+    selected = {}
+    for task in ("MNIST", "CIFAR-100", "CIFAR-10-fine-tune"):
+        words = ["--config=paper", f"--task={task}", "--target_epsilon=1", "--use_cpu"]
+        _, args = parse(vit.FAMILY, words)
+        selected[task] = (args.max_grad_norm, args.learning_rate, args.num_train_epochs)
+    assert selected == {
+        "MNIST": (0.1, 5e-3, 60),
+        "CIFAR-100": (10.0, 1e-3, 60),
+        "CIFAR-10-fine-tune": (0.1, 5e-4, 20),
+    }
+    assert (args.projection_rank, args.projection_update_steps) == (64, 250)
+    assert args.expected_batch_size == 1000
+
+
+# ---- Singular values ----
+
+
+def spectrum_words(folder: Path, data: Path) -> list[str]:
+    """A command line for a tiny spectrum."""
+    path = folder / "spectrum.json"
+    options = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
+    given = words(folder, data, noise_multiplier=None, max_steps=None)
+    return [*given, f"--spectrum_path={path}", *options]
+
+
+def test_singular_values_are_written(tmp_path: Path, data: Path) -> None:
+    result = vit_singular_values.main(spectrum_words(tmp_path, data))
+    assert json.loads((tmp_path / "spectrum.json").read_text()) == result
+    settings = [(row["C"], row["sigma"]) for row in result["spectra"]]
+    assert settings == [(None, 0.0), (0.5, 0.0), (0.5, 2.0), (1e9, 0.0), (1e9, 2.0)]
+    plain, clipped, noisy, unclipped, _ = (row["singular_values"] for row in result["spectra"])
+    assert plain == unclipped
+    assert all(len(row["singular_values"]) == 4 for row in result["spectra"])
+    assert sum(clipped) < sum(plain)
+    assert noisy[-1] / noisy[0] > 3 * clipped[-1] / clipped[0]  # noise fills the spectrum
+    assert result["notes"][0].startswith("not private")
+    assert vit.TRAINING_NOTE not in result["notes"]
+    with pytest.raises(FileExistsError, match=r"spectrum\.json exists"):
+        vit_singular_values.main(spectrum_words(tmp_path, data))
+
+
+def test_clipped_sums_are_those_of_one_sample_at_a_time() -> None:
+    shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
+    model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=10))
+    pixels, labels = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "classifier" not in n]
+    bounds = [math.inf, 1.0]
+    expected = {bound: dict.fromkeys(names, torch.tensor(0.0)) for bound in bounds}
+    for x, y in zip(pixels.split(1), labels.split(1), strict=True):
+        model.zero_grad()
+        functional.cross_entropy(model(x).logits, y).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+        for bound, sums in expected.items():
+            for name in names:
+                sums[name] = sums[name] + grads[name] * min(1.0, bound / float(norm))
+    batches = [
+        {"pixel_values": pixels[:4], "labels": labels[:4]},
+        {"pixel_values": pixels[4:], "labels": labels[4:]},
+    ]
+    found = vit_singular_values.clipped_sums(model, batches, bounds)
+    torch.testing.assert_close(found, expected)
+
+
+def test_singular_values_of_a_known_matrix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    total = torch.diag(torch.tensor([4.0, 8.0, 2.0]))
+    mean = vit_singular_values.privatised(total, math.inf, 0.0, 2, generator)
+    values = vit_singular_values.singular_values(mean, top=2)
+    torch.testing.assert_close(values, torch.tensor([4.0, 2.0]))
+    with pytest.raises(ValueError, match="top=4"):
+        vit_singular_values.singular_values(mean, top=4)
+
+
+def test_noise_of_a_privatised_gradient_has_the_deviation_it_should() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noisy = vit_singular_values.privatised(torch.zeros(300, 300), 3.0, 0.5, 10, generator)
+    # 90,000 draws: the estimate of the deviation is off by 1.5 % once in 10^9 times.
+    assert float(noisy.std()) == pytest.approx(0.5 * 3.0 / 10, rel=0.015)
