@@ -24,7 +24,12 @@ from dp_grape_hf.accounting import (
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import TRUNCATED_POISSON, Mechanism, refuse_estimates_by_layer
+from dp_grape_hf.mechanism import (
+    EXAMPLE,
+    TRUNCATED_POISSON,
+    Mechanism,
+    refuse_estimates_by_layer,
+)
 from dp_grape_hf.processes import require_agreement
 from dp_grape_hf.sampling import expected_steps_per_epoch
 
@@ -33,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent so far; ``epsilon`` is an upper bound, for ``adjacency``."""
+    """What a run has spent so far: ``epsilon``, an upper bound, protects a ``privacy_unit``."""
 
     epsilon: float
     delta: float | None
@@ -43,6 +48,7 @@ class PrivacySpent:
     expected_batch_size: float
     max_grad_norm: float
     adjacency: str
+    privacy_unit: str
     private: bool
 
 
@@ -266,6 +272,7 @@ class PrivacyPlan:
             expected_batch_size=self._args.logical_batch_size,
             max_grad_norm=self._args.max_grad_norm,
             adjacency=self._args.adjacency,
+            privacy_unit=self._args.privacy_unit_column or EXAMPLE,
             private=private,
         )
 

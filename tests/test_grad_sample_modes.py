@@ -305,6 +305,39 @@ def test_whether_a_pass_repeats_is_looked_at_until_there_are_gradients_to_see() 
         released(engine, [something])
 
 
+class _InPlace(torch.autograd.Function):
+    """Squares; made in the forward pass, its gradient is scaled in place, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.gradient = 2 * x
+        return x.square().sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return ctx.gradient.mul_(grad_output[:, None])
+
+
+class _Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return _InPlace.apply(self.layer(x)), weight
+
+
+def test_a_gradient_that_grows_when_it_is_computed_again_is_refused_in_any_batch() -> None:
+    """With weights of 1 the kernel repeats itself, and the first batch shows nothing."""
+    per_sample = make_engine(
+        "layerwise", _Squares(), lambda outputs, labels: outputs[0] * outputs[1], "ghost"
+    )
+    x = torch.randn(3, 4)
+    released(per_sample, [{"x": x, "weight": torch.ones(3)}])
+    with pytest.raises(UnsupportedModelError, match="grew when the backward pass was repeated"):
+        released(per_sample, [{"x": x, "weight": torch.full((3,), 5.0)}])
+
+
 # ---- Refusals ----
 
 

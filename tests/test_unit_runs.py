@@ -321,3 +321,62 @@ def test_data_that_changed_is_read_again_or_refused(tmp_path: Path) -> None:
     rows.append(points(1).examples[0] | {"user": "late"})
     with pytest.raises(PrivacyError, match="25 examples, and had 24 when privacy_unit_column"):
         trainer.train()
+
+
+# ---- Rows must stay where they are ----
+
+
+def _collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.stack([e[name] for e in examples]) for name in ("x", "labels")}
+
+
+def _sorted(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The first example of the data always comes first, so that no pair with it shows anything."""
+    first = owned().examples[0]["x"]
+    return _collate(sorted(examples, key=lambda example: float((example["x"] - first).norm())))
+
+
+def _shuffled(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return _collate([examples[i] for i in torch.randperm(len(examples))])
+
+
+def _noisy(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = _collate(examples)
+    return batch | {"x": batch["x"] + 0.01 * torch.randn_like(batch["x"])}
+
+
+@pytest.mark.parametrize(
+    ("collator", "message"),
+    [(_sorted, "rows in another order"), (_shuffled, "rows are random, or alike")],
+)
+def test_a_collator_that_moves_rows_is_refused(collator: Any, message: str, tmp_path: Path) -> None:
+    """It would clip one user's examples as several users'."""
+    with pytest.raises(PrivacyError, match=message):
+        _run(tmp_path, data_collator=collator)
+    _run(tmp_path, data_collator=_noisy)  # the labels show that rows stay
+
+
+def test_a_transform_that_moves_rows_of_a_batch_moves_none_of_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases = spy_releases(monkeypatch)
+    rows = [
+        {"user": row["user"], "x": row["x"].tolist(), "labels": int(row["labels"])}
+        for row in owned().examples
+    ]
+
+    def backwards(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {name: values[::-1] for name, values in batch.items()}
+
+    for transform in (lambda batch: batch, backwards):
+        data = datasets.Dataset.from_list(rows).with_transform(transform)
+        _run(tmp_path, train_dataset=data, remove_unused_columns=False, max_steps=1)
+    assert_same_weights(releases[1], releases[0], atol=1e-6, rtol=1e-5)
+
+
+def test_data_that_was_moved_in_place_is_refused(tmp_path: Path) -> None:
+    data = owned()
+    trainer = make_trainer(tmp_path, **OWNED | {"train_dataset": data})
+    data.examples.reverse()
+    with pytest.raises(PrivacyError, match="has changed since the trainer was made"):
+        trainer.train()
