@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_DIR := runs/digits
+TEST_JOBS ?= 2
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
@@ -27,7 +28,7 @@ demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half
 	@$(LAUNCH) -m recipes.digits --output_dir $(DEMO_DIR)
 
 test: $(VENV)/.installed-test  ## run the tests and the examples in the docstrings
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q tests
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
