@@ -6,7 +6,7 @@ What is run stands in ``recipes/configs/compare_<task>.yaml``. For each row a sm
 rates is searched once, at one budget and with a seed of its own, on a part of the training data
 that is held out; the final runs train on all of it and are tested once. The search is not covered
 by epsilon: its cost in runs is printed. Each finished run is a line of ``runs.jsonl``; started
-again, the recipe goes on where it was stopped. Hardware: two CPU cores, about a quarter of an hour.
+again, the recipe goes on where it was stopped. Hardware: two CPU cores, half an hour.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -280,38 +281,59 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
     )
 
 
+def panels_of(rows: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the rows of each panel: the methods, and the variants of those that have some.
+
+    A variant is called "method, what differs".
+    """
+    bases = Counter(row.split(",")[0] for row in rows)
+    varied = [base for base, count in bases.items() if count > 2 and base in rows]
+    methods = [row for row in rows if row in varied or row.split(",")[0] not in varied]
+    variants = {
+        f"variants of {base}": [row for row in rows if row.split(",")[0] == base] for base in varied
+    }
+    return {"methods": methods, **variants}
+
+
 def plot(config: dict[str, Any], record: dict[str, Any], path: Path) -> None:
     """Draws accuracy against epsilon; what is not private is a line across."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    markers = "osD^vP*Xph<>d"
-    for number, (name, row) in enumerate(record["rows"].items()):
-        cells = {float(key): value for key, value in row["accuracy"].items()}
-        if not _private(config, name):
-            axes.axhline(
-                100 * cells[math.inf][0], color=f"C{number % 10}", ls=":", lw=1, label=name
-            )
-            continue
-        means, errors = zip(*cells.values(), strict=True)
-        axes.errorbar(
-            list(cells),
-            [100 * mean for mean in means],
-            [100 * error for error in errors],
-            color=f"C{number % 10}",
-            marker=markers[number % len(markers)],
-            ls="-" if number < 10 else "--",
-            capsize=3,
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(config["epsilons"], labels=[f"{e:g}" for e in config["epsilons"]])
-    axes.set_xlabel(f"ε at δ = {config['shared']['target_delta']:g}")
-    axes.set_ylabel("test accuracy, %")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    panels = panels_of(list(record["rows"]))
+    figure = Figure(figsize=(9, 5 * len(panels)), layout="constrained")
+    for axes, (title, rows) in zip(
+        figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
+    ):
+        for number, name in enumerate(rows):
+            _draw(axes, name, number, record["rows"][name]["accuracy"])
+        axes.set_title(title)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(config["epsilons"], labels=[f"{e:g}" for e in config["epsilons"]])
+        axes.set_xlabel(f"ε at δ = {config['shared']['target_delta']:g}")
+        axes.set_ylabel("test accuracy, %")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, name: str, number: int, accuracy: dict[str, tuple[float, float]]) -> None:
+    cells = {float(key): value for key, value in accuracy.items()}
+    color = f"C{number % 10}"
+    if set(cells) == {math.inf}:
+        style = ":" if number < 10 else "-."
+        axes.axhline(100 * cells[math.inf][0], color=color, ls=style, lw=1, label=name)
+        return
+    means, errors = zip(*cells.values(), strict=True)
+    axes.errorbar(
+        list(cells),
+        [100 * mean for mean in means],
+        [100 * error for error in errors],
+        color=color,
+        marker="osD^vP*Xph<>d"[number % 13],
+        ls="-" if number < 10 else "--",
+        capsize=3,
+        label=name,
+    )
 
 
 if __name__ == "__main__":
