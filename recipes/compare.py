@@ -37,6 +37,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.digits import DigitsArguments, accuracy_of, build_model, load_data, versions
+from recipes.sweep import mean_and_error
 
 CONFIGS = Path(__file__).with_name("configs")
 TASKS = ("digits",)
@@ -230,7 +231,7 @@ def summary(
             found[0][name] for name in ("release_bytes", "state_bytes")
         )
         row["accuracy"] = {
-            key: _mean_and_error([result["accuracy"] for result in results])
+            key: mean_and_error([result["accuracy"] for result in results])[:2]
             for key, results in row.pop("cells").items()
         }
     searched = len(list(_search(config)))
@@ -241,11 +242,6 @@ def summary(
         "runs": {"search": searched, "final": len(list(_final(config, best)))},
         "rows": rows,
     }
-
-
-def _mean_and_error(values: list[float]) -> tuple[float, float]:
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return statistics.mean(values), error
 
 
 def table(config: dict[str, Any], record: dict[str, Any]) -> str:

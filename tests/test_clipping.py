@@ -27,17 +27,19 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 B, C = 5, 0.5
 
 
-def private(per_sample: Any, clipping: str = "per_layer", bound: float = C) -> PrivateEngine:
+def private(
+    per_sample: Any, clipping: str = "per_layer", bound: float = C, **options: Any
+) -> PrivateEngine:
     """Returns an engine without noise, whose release is the clipped sum itself."""
-    return PrivateEngine(
-        per_sample,
-        max_grad_norm=bound,
-        noise_multiplier=0.0,
-        expected_batch_size=1.0,
-        ledger=Ledger.start(replace(MECHANISM, noise_multiplier=0.0)),
-        noise_generator=torch.Generator(),
-        clipping=clipping,
-    )
+    settings: dict[str, Any] = {
+        "max_grad_norm": bound,
+        "noise_multiplier": 0.0,
+        "expected_batch_size": 1.0,
+        "ledger": Ledger.start(replace(MECHANISM, noise_multiplier=0.0)),
+        "noise_generator": torch.Generator(),
+        "clipping": clipping,
+    }
+    return PrivateEngine(per_sample, **settings | options)
 
 
 def released(

@@ -6,7 +6,6 @@ Shapes: B samples in a batch, T positions, m x n a weight, k directions.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +16,14 @@ from torch import Tensor
 from dp_grape_hf import forms, norms
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
 from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, PerSampleEngine, make_engine
-from dp_grape_hf.projection import Projector
 from dp_grape_hf.randomness import derived_generator, secret_generator
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows, add
 from tests.models import only
 from tests.oracles import Largest, projectors_for, relative_error, single_sample_gradients
-from tests.test_engine import MECHANISM, Given, joint_norm, sample_norms, split
+from tests.test_clipping import private
+from tests.test_engine import Given, joint_norm, released, sample_norms, split
 from tests.test_grad_sample_modes import MODELS, flat
 from tests.test_representations import COLS, FORMS, ROWS, B, materialised
 
@@ -41,27 +39,8 @@ def estimating(
     generator: torch.Generator | None = None,
 ) -> PrivateEngine:
     """Returns an engine without noise, whose release is the clipped sum itself."""
-    return PrivateEngine(
-        per_sample,
-        max_grad_norm=bound,
-        noise_multiplier=0.0,
-        expected_batch_size=1.0,
-        ledger=Ledger.start(replace(MECHANISM, noise_multiplier=0.0)),
-        noise_generator=generator or torch.Generator().manual_seed(3),
-        clipping=clipping,
-        norm_directions=k,
-    )
-
-
-def released(
-    engine: PrivateEngine,
-    batches: list[Mapping[str, Any]],
-    projectors: Mapping[str, Projector] | None = None,
-) -> dict[str, Tensor]:
-    engine.begin(projectors or {})
-    for batch in batches:
-        engine.accumulate(batch)
-    return engine.release()
+    source = generator or torch.Generator().manual_seed(3)
+    return private(per_sample, clipping, bound, noise_generator=source, norm_directions=k)
 
 
 def directions(gradients: Mapping[str, Tensor], k: int = K) -> dict[str, Tensor]:
