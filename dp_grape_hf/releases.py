@@ -54,10 +54,19 @@ def block_of(
     if adjacency not in ADJACENCIES:
         raise PrivacyError(f"{adjacency=} is unknown; choose one of {list(ADJACENCIES)}.")
     replaces = adjacency == REPLACE_ONE
-    if sum((max_batch_size is not None, norm_directions is not None, replaces)) > 1:
+    unusual = [
+        f"{name}={value!r}"
+        for name, value, given in (
+            ("max_batch_size", max_batch_size, max_batch_size is not None),
+            ("norm_directions", norm_directions, norm_directions is not None),
+            ("adjacency", adjacency, replaces),
+        )
+        if given
+    ]
+    if len(unusual) > 1:
         raise PrivacyError(
-            f"{max_batch_size=}, {norm_directions=} and {adjacency=} have no joint analysis: use "
-            "at most one of a cap, estimated norms and replace_one."
+            f"{' and '.join(unusual)} have no joint analysis: use at most one of a cap (sampling="
+            "'truncated_poisson'), estimated norms (method='dp_jl') and adjacency='replace_one'."
         )
     law: Sensitivities = ONCE
     if max_batch_size is not None:

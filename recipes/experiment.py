@@ -160,7 +160,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     peak = peak_memory()
     result = {
         "family": family.name,
-        "script": asdict(script),
+        "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
         "settings": recorded(args),
         "metrics": {split: experiment.score(model, split) for split in experiment.splits},
         "curve": curve.points,

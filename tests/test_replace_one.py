@@ -187,7 +187,7 @@ def test_calibration_inverts_accounting() -> None:
     ("wrong", "message"),
     [
         ({"adjacency": "substitute"}, "adjacency='substitute' is unknown; choose one of"),
-        ({"max_batch_size": 20, "num_samples": 100}, "max_batch_size=20, .* no joint analysis"),
+        ({"max_batch_size": 20, "num_samples": 100}, "max_batch_size=20 and .* no joint analysis"),
     ],
     ids=str,
 )
