@@ -23,7 +23,12 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import AUTOMATIC, CLIPPING_MODES, PER_LAYER
+from dp_grape_hf.mechanism import (
+    AUTOMATIC,
+    CLIPPING_MODES,
+    PER_LAYER,
+    refuse_estimates_by_layer,
+)
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
 from dp_grape_hf.per_sample import GHOST, Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
@@ -109,11 +114,7 @@ class PrivateEngine:
                 f"{clipping=} frees the gradients of each layer in one backward pass, so it has no "
                 f"use for the second one of grad_sample_mode={GHOST!r}. Leave one of them out."
             )
-        if clipping == PER_LAYER and norm_directions is not None:
-            raise PrivacyError(
-                f"{norm_directions=} estimates the norm over all parameters of a sample, and "
-                f"{clipping=} takes one for each layer. Use clipping='flat'."
-            )
+        refuse_estimates_by_layer(norm_directions, clipping)
         self.per_sample = per_sample
         self.clipping = clipping
         self.max_grad_norm = max_grad_norm

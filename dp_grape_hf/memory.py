@@ -317,7 +317,7 @@ class Step:
         if isinstance(per_sample, LayerwiseEngine):
             per_sample.learn_calls(self.inputs)
         elif isinstance(per_sample, ZerothOrderEngine):
-            per_sample._probed = 2
+            per_sample.skip_probe()
         timeline.phase = "setup"
         if timeline.recording and not row.private:
             for parameter in trainable.values():

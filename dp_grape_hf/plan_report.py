@@ -261,17 +261,10 @@ class Comparison:
         lines = []
         for choice in choices(self.rows):
             same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
-            lines.append(
-                f"{ROWS[choice.method].title} auto{same}: "
-                + _compared("peak", "the smallest", choice.smallest, choice.peak)
-                + ("" if choice.time is None else "; ")
-                + (
-                    ""
-                    if choice.time is None
-                    else _compared("time", "the shortest", choice.fastest, choice.time)
-                )
-                + ".\n"
-            )
+            found = [_compared("peak", "the smallest", choice.smallest, choice.peak)]
+            if choice.time is not None:
+                found.append(_compared("time", "the shortest", choice.fastest, choice.time))
+            lines.append(f"{ROWS[choice.method].title} auto{same}: {'; '.join(found)}.\n")
         return lines
 
 

@@ -145,6 +145,10 @@ class ZerothOrderEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
+    def skip_probe(self) -> None:
+        """Leaves out what is done with the first batch only: nothing is checked."""
+        self._probed = 2
+
     def _probe(self, inputs: Inputs, step: int) -> int:
         """Refuses a model that couples samples or hides a parameter.
 

@@ -28,21 +28,20 @@ from typing import Any
 
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from sklearn.model_selection import train_test_split
-from torch import nn
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.digits import DigitsArguments, accuracy_of, build_model, load_data, versions
+from recipes.experiment import with_adapter
 from recipes.sweep import mean_and_error
 
 CONFIGS = Path(__file__).with_name("configs")
 TASKS = ("digits",)
 HELD_OUT = 0.2  # of the training data, for the search
-LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,9 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
     if run.tuning:
         examples, test = train_test_split(examples, test_size=HELD_OUT, random_state=run.seed)
     set_seed(run.seed)
-    model = model_for(options["method"])
+    model = with_adapter(
+        build_model(DigitsArguments()), options["method"], LORA_RANK, head=["classifier"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         args = DPGrapeTrainingArguments(
             **options,
@@ -202,14 +203,6 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
         "release_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
         "state_bytes": trainer.optimizer.optimizer.state_bytes(),
     }
-
-
-def model_for(method: str) -> nn.Module:
-    """Returns the untrained model, with an adapter and a head to train if the method needs one."""
-    model = build_model(DigitsArguments())
-    if not METHODS[method].adapter:
-        return model
-    return get_peft_model(model, LoraConfig(**LORA, modules_to_save=["classifier"]))
 
 
 # ---- Rendering ----

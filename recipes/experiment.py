@@ -184,22 +184,20 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     return result
 
 
-def with_adapter(
-    model: Any, method: str, script: ExperimentArguments, head: Sequence[str] = ()
-) -> Any:
+def with_adapter(model: Any, method: str, rank: int, head: Sequence[str] = ()) -> Any:
     """Returns the model, in a LoRA adapter on all its linear layers if the method trains one.
 
     Args:
         model: a pretrained model of transformers.
         method: a name in ``METHODS``.
-        script: has the rank.
+        rank: of the adapter, and its alpha.
         head: names of modules that are new, and trained whole beside the adapter.
     """
     if not METHODS[method].adapter:
         return model
     config = LoraConfig(
-        r=script.lora_rank,
-        lora_alpha=script.lora_rank,
+        r=rank,
+        lora_alpha=rank,
         target_modules="all-linear",
         modules_to_save=list(head) or None,
     )

@@ -211,7 +211,7 @@ def load_model(script: OPTArguments, args: DPGrapeTrainingArguments) -> AnswerSc
             raise ValueError(f"frozen={script.frozen!r} finds no parameter. Leave it out.")
         for parameter in found:
             parameter.requires_grad_(False)
-    scorer = AnswerScorer(with_adapter(model, args.method, script))
+    scorer = AnswerScorer(with_adapter(model, args.method, script.lora_rank))
     return scorer.to(args.device)
 
 

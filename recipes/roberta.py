@@ -221,9 +221,11 @@ def model_for(
     path = script.model_name_or_path
     if script.head == PROMPT:
         model = AutoModelForMaskedLM.from_pretrained(path)
-        return with_adapter(read_at_mask(model, label_words(task, tokenizer)), args.method, script)
+        return with_adapter(
+            read_at_mask(model, label_words(task, tokenizer)), args.method, script.lora_rank
+        )
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(task.words))
-    return with_adapter(model, args.method, script, head=["classifier"])
+    return with_adapter(model, args.method, script.lora_rank, head=["classifier"])
 
 
 def cross_entropy(outputs: Any, labels: Tensor | None) -> Tensor:

@@ -286,7 +286,7 @@ def table(summary: Mapping[str, Any]) -> str:
         ]
         if any(found):
             shown = budget.replace("inf", "∞")
-            lines.append(f"| {name} | {shown} | " + " | ".join(map(_cell_text, found)) + " |")
+            lines.append(f"| {name} | {shown} | " + " | ".join(map(score_text, found)) + " |")
     cost = sum(row["search_runs"] for rows in summary["tasks"].values() for row in rows.values())
     return "\n".join(
         [
@@ -299,7 +299,8 @@ def table(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _cell_text(found: tuple[float, float, int] | None) -> str:
+def score_text(found: tuple[float, float, int] | None) -> str:
+    """Returns what ``mean_and_error`` found, as the cell of a table."""
     if found is None:
         return "not run"
     mean, error, count = found

@@ -42,6 +42,7 @@ from recipes.paper_match import (
     unlike,
     variant,
 )
+from recipes.sweep import score_text
 
 NOT_RUN, BLANK = "not run", ""
 PLACE = ("task", "model_name_or_path")  # what is in one column
@@ -317,8 +318,7 @@ def shown(value: Any, missing: str = "n/a") -> str:
     if isinstance(value, list):
         return f"{value[0]} ± {value[1]}"
     if isinstance(value, tuple):
-        mean, error, count = value
-        return f"{mean:.1f} [1]" if count == 1 else f"{mean:.1f} ± {error:.1f} [{count}]"
+        return score_text(value)
     return str(value)
 
 

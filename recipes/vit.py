@@ -134,7 +134,7 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
     return Experiment(
-        model=with_adapter(model, args.method, script, head=["classifier"]),
+        model=with_adapter(model, args.method, script.lora_rank, head=["classifier"]),
         train=train,
         collator=batches,
         score=lambda model, _: {
