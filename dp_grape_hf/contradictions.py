@@ -94,6 +94,12 @@ def _refuse_units(args: Any) -> None:
             f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
             "and its default counts examples. Give the expected number of units of a step."
         )
+    if args.train_sampling_strategy != "random":
+        raise PrivacyError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} with "
+            f"privacy_unit_column={column!r}: physical batches hold whole units, whatever their "
+            "lengths. Leave it at 'random'."
+        )
     if args.log_unnoised_statistics:
         raise PrivacyError(
             f"log_unnoised_statistics=True with privacy_unit_column={column!r} logs numbers by "

@@ -14,6 +14,7 @@ from dp_grape_hf.plan import check_dataset
 from dp_grape_hf.randomness import shared_sampling_generator
 from dp_grape_hf.sampling import (
     EmptyDrawDataset,
+    LengthOf,
     LogicalBatchCollator,
     PoissonBatchSampler,
     expected_steps_per_epoch,
@@ -83,6 +84,13 @@ class DrawingMixin(_Host):
         counted: Any = self.train_dataset if self._units is None else self._units
         return len(counted)
 
+    @property
+    def _length_of(self) -> LengthOf | None:
+        """How to tell the length of an example, if physical batches are to have like lengths."""
+        if self.args.train_sampling_strategy != "group_by_length":
+            return None
+        return LengthOf(getattr(self.model, "main_input_name", "input_ids"))
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns a loader of Poisson draws.
 
@@ -115,7 +123,9 @@ class DrawingMixin(_Host):
             parts = {
                 "dataset": EmptyDrawDataset(dataset),
                 "batch_sampler": draws,
-                "collate_fn": LogicalBatchCollator(collator, args.per_device_train_batch_size),
+                "collate_fn": LogicalBatchCollator(
+                    collator, args.per_device_train_batch_size, self._length_of
+                ),
             }
         else:
             parts = {

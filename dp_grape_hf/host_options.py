@@ -60,10 +60,11 @@ def refuse_host_options(
             f"label_smoothing_factor={args.label_smoothing_factor!r} must be at least 0 and less "
             "than 1."
         )
-    if args.train_sampling_strategy != "random":
+    if args.train_sampling_strategy not in ("random", "group_by_length"):
         raise PrivacyError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} is refused: batches are "
-            "Poisson draws, in which each example enters independently. Leave it at 'random'."
+            "Poisson draws, in which each example enters independently. Leave it at 'random', or "
+            "take 'group_by_length', which splits each draw by lengths."
         )
     optim = OptimizerNames(args.optim).value
     if optim not in ("adamw_torch", "adamw_torch_fused"):

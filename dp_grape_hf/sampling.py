@@ -14,6 +14,7 @@ a data loader yields one ``LogicalBatch`` per step.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -182,23 +183,59 @@ class LogicalBatchCollator:
     Args:
         collator: Makes one batch of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
+        length_of: If given, tells the length of an example; examples of like lengths then come
+            into one physical batch, the longest first. The draw, and with it the guarantee, is
+            the same: a sum over a draw does not depend on how it was split.
 
     Raises:
         PrivacyError: ``physical_batch_size`` is not positive.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Any], physical_batch_size: int) -> None:
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Any],
+        physical_batch_size: int,
+        length_of: Callable[[Any], int] | None = None,
+    ) -> None:
         """Keeps the arguments."""
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
         self.collator = collator
         self.physical_batch_size = physical_batch_size
+        self.length_of = length_of
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:
-        """Collates the examples of one share, in their order."""
+        """Collates the examples of one share, in their order or by their lengths."""
+        if self.length_of is not None:
+            examples = sorted(examples, key=self.length_of, reverse=True)
         starts = range(0, len(examples), self.physical_batch_size)
         chunks = [examples[start : start + self.physical_batch_size] for start in starts]
         sizes = [len(chunk) for chunk in chunks]  # before a collator changes its list in place
         return LogicalBatch([self.collator(chunk) for chunk in chunks], sizes)
+
+
+@dataclass(frozen=True)
+class LengthOf:
+    """Tells the length of an example: of what the model reads.
+
+    Args:
+        name: of the model's main input, such as ``input_ids``.
+    """
+
+    name: str
+
+    def __call__(self, example: Any) -> int:
+        """Returns the length.
+
+        Raises:
+            PrivacyError: the example has no such input.
+        """
+        try:
+            return len(example[self.name])
+        except (KeyError, TypeError, IndexError) as error:
+            raise PrivacyError(
+                f"train_sampling_strategy='group_by_length' needs examples with {self.name!r}, "
+                f"which have a length; got {type(example).__name__}. Leave it at 'random'."
+            ) from error
 
 
 class EmptyDrawDataset(Dataset[Any]):

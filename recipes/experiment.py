@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -47,6 +48,7 @@ from recipes.digits import settings, versions
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
+NOISE = ("target_epsilon", "noise_multiplier")
 
 Scores = dict[str, float]
 
@@ -57,6 +59,9 @@ class ExperimentArguments:
 
     task: str = field(metadata={"help": "The name of the task."})
     model_name_or_path: str = field(metadata={"help": "A model of the Hub, or a folder."})
+    config: str = field(
+        default="ours", metadata={"help": "A preset by name, or a YAML file of settings."}
+    )
     dataset_path: str | None = field(
         default=None, metadata={"help": "A folder with the task's data. Default: from the Hub."}
     )
@@ -72,6 +77,10 @@ class ExperimentArguments:
     selection_runs: int = field(
         default=0,
         metadata={"help": "From how many runs the settings were chosen; for the record."},
+    )
+    frozen: str | None = field(
+        default=None,
+        metadata={"help": "A regular expression; parameters with such names are not trained."},
     )
     lora_rank: int = field(
         default=16, metadata={"help": "The rank of the adapter, of methods that train one."}
@@ -137,6 +146,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         )
     set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
     experiment = family.load(script, args)
+    freeze(experiment.model, script.frozen)
     curve = Curve(experiment, script.curve_steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -182,6 +192,21 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     whole.unlink()
     sys.stdout.write(f"{report(result)}\n{path}\n")
     return result
+
+
+def freeze(model: nn.Module, pattern: str | None) -> None:
+    """Freezes the parameters whose names the pattern occurs in.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if pattern is None:
+        return
+    found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+    if not found:
+        raise ValueError(f"frozen={pattern!r} occurs in no parameter's name.")
+    for parameter in found:
+        parameter.requires_grad_(False)
 
 
 def with_adapter(model: Any, method: str, rank: int, head: Sequence[str] = ()) -> Any:
@@ -299,7 +324,6 @@ def parse(
         ValueError: if the preset sets what is no option, or does not know what the run needs.
     """
     parser = HfArgumentParser((family.script, DPGrapeTrainingArguments))
-    parser.add_argument("--config", default="ours", help="A preset by name, or a YAML file.")
     first = parser.parse_known_args(_with_placeholders(family, argv))[0]
     if first.task not in family.tasks:
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
@@ -312,6 +336,9 @@ def parse(
     if row is not None and not row.private:  # a budget or a clip would contradict it
         for name in ("target_epsilon", "max_grad_norm"):
             preset.pop(name, None)
+    for name, other in (NOISE, NOISE[::-1]):  # of which exactly one says how much noise there is
+        if getattr(first, name) is not None:
+            preset.pop(other, None)
     if first.zero_shot:
         preset = {name: value for name, value in preset.items() if value != UNKNOWN}
     for action in parser._actions:  # what the preset has need not be given
@@ -326,7 +353,7 @@ def parse(
             f"{path} does not know {', '.join(asked)} of method={first.method!r} on "
             f"task={first.task!r}: its source does not say. Give {options}."
         )
-    script, args, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    script, args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     return script, args
 
 

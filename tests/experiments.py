@@ -8,7 +8,7 @@ SIZES = {"train": 1024, "dev": 1024, "test": 872}
 SCRIPT = {
     **{"task": "SST-2", "model_name_or_path": "FacebookAI/roberta-large", "dataset_path": None},
     **{"result_dir": "runs", "curve_steps": 0, "zero_shot": False, "selection_runs": 0},
-    **{"lora_rank": 16, "head": "prompt", "k": 512},
+    **{"config": "paper", "frozen": None, "lora_rank": 16, "head": "prompt", "k": 512},
 }
 SETTINGS = {
     **{

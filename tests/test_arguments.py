@@ -379,7 +379,7 @@ OPTIONS = [
     ("neftune_noise_alpha", 5.0),
     ("optim_args", "amsgrad=True"),
     ("push_to_hub", True),
-    ("train_sampling_strategy", "group_by_length"),
+    ("train_sampling_strategy", "batch_rebalance"),
     ("train_sampling_strategy", "sequential"),
     ("optim", "sgd"),
     ("optim", "adafactor"),

@@ -17,6 +17,7 @@ from recipes.experiment import (
     Experiment,
     ExperimentArguments,
     Family,
+    freeze,
     main,
     parse,
     preset_for,
@@ -101,6 +102,24 @@ def test_what_a_preset_does_not_know_is_asked_for(preset: Path) -> None:
     assert args.max_grad_norm == 2.0
 
 
+def test_noise_from_the_command_line_replaces_the_budget_of_the_preset(preset: Path) -> None:
+    _, args = parse(FAMILY, words(preset, "--noise_multiplier", "1.5"))
+    assert (args.noise_multiplier, args.target_epsilon) == (1.5, None)
+
+
+def test_parameters_are_frozen_by_name() -> None:
+    model = TinyForSequenceClassification()
+    freeze(model, None)
+    assert all(p.requires_grad for p in model.parameters())
+    freeze(model, r"^body\.")
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        "head.weight",
+        "head.bias",
+    }
+    with pytest.raises(ValueError, match="frozen='tail' occurs in no parameter's name"):
+        freeze(model, "tail")
+
+
 def test_a_method_without_privacy_has_no_budget(preset: Path) -> None:
     _, args = parse(FAMILY, words(preset, "--method", "adam"))
     assert args.target_epsilon is None
@@ -140,6 +159,7 @@ def test_a_result_says_what_it_depends_on_and_is_never_overwritten(
     assert result["splits"] == {"train": 24, "dev": 24, "test": 24}
     assert result["peak_memory"]["max_resident"] > 2**20
     assert result["notes"] == ["made up"]
+    assert result["script"]["config"] == str(preset)
     with pytest.raises(FileExistsError, match="results are not overwritten"):
         main(FAMILY, words(preset, *others))
 

@@ -15,6 +15,7 @@ from dp_grape_hf.randomness import sampling_generator
 from dp_grape_hf.sampling import (
     EmptyDrawDataset,
     LogicalBatch,
+    LengthOf,
     LogicalBatchCollator,
     PoissonBatchSampler,
     expected_steps_per_epoch,
@@ -250,6 +251,23 @@ def test_physical_batches_cover_a_draw_exactly_once(size: int, physical: int) ->
     assert len(batch) == math.ceil(size / physical)
     assert batch.sizes == tuple(len(chunk) for chunk in batch)
     assert batch.num_examples == size
+
+
+def test_examples_of_like_lengths_come_together_the_longest_first() -> None:
+    lengths = [3, 9, 1, 8, 3, 2, 7]
+    examples = [{"input_ids": [0] * n, "id": i} for i, n in enumerate(lengths)]
+    batch = LogicalBatchCollator(_as_list, 3, LengthOf("input_ids"))(examples)
+    assert [[len(e["input_ids"]) for e in chunk] for chunk in batch] == [[9, 8, 7], [3, 3, 2], [1]]
+    assert sorted(e["id"] for chunk in batch for e in chunk) == list(range(len(lengths)))
+    assert batch.sizes == (3, 3, 1)
+
+
+@pytest.mark.parametrize("example", [{"x": [1, 2]}, {"input_ids": 3}, [1, 2], None])
+def test_an_example_without_a_length_is_refused(example: Any) -> None:
+    with pytest.raises(
+        PrivacyError, match=r"needs examples with 'input_ids'.*at 'random'"
+    ):
+        LogicalBatchCollator(_as_list, 3, LengthOf("input_ids"))([example])
 
 
 def test_a_collator_that_empties_its_list_does_not_change_the_sizes() -> None:

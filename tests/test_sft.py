@@ -281,7 +281,7 @@ REFUSED = [
     ("loss_type", "dft"),
     ("use_liger_kernel", True),
     ("fp16", True),
-    ("train_sampling_strategy", "group_by_length"),
+    ("train_sampling_strategy", "batch_rebalance"),
     ("neftune_noise_alpha", 5.0),
 ]
 

@@ -260,6 +260,10 @@ def test_neither_collator_nor_model_sees_the_column(
         ),
         ({"expected_batch_size": 9}, "expected batch size 9 is larger than the 8"),
         ({"target_delta": 0.2}, "not below 1/8"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "train_sampling_strategy='group_by_length' with privacy_unit_column='user'",
+        ),
         ({"train_dataset": iter(())}, "without random access"),
     ],
 )
