@@ -43,9 +43,17 @@ from transformers import (
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.experiment import Experiment, ExperimentArguments, Family, Scores, main, with_adapter
-from recipes.roberta_prompts import TASKS, Task, label_words, prompt, read_at_mask
+from recipes.roberta_prompts import (
+    TASKS,
+    Task,
+    label_words,
+    prompt,
+    read_at_mask,
+    read_the_mean,
+)
 
-PROMPT, CLASSIFICATION = "prompt", "classification"
+PROMPT, CLASSIFICATION, MEAN = "prompt", "classification", "mean"
+HEADS = (PROMPT, CLASSIFICATION, MEAN)
 MODEL = "FacebookAI/roberta-large"  # of the paper
 K = 512
 TEST_ROWS, TEST_SEED = 1000, 42  # a larger test split is cut to so many rows, whatever the seed
@@ -61,7 +69,8 @@ class RobertaArguments(ExperimentArguments):
         default=PROMPT,
         metadata={
             "help": f"{PROMPT}: a masked language model fills in a template, as in the paper. "
-            f"{CLASSIFICATION}: a new head on the texts alone, for any encoder."
+            f"{CLASSIFICATION}: a new head on the texts alone, for any encoder, where the model "
+            f"has it. {MEAN}: a new head on the mean over positions, for sentence encoders."
         },
     )
     k: int = field(default=K, metadata={"help": "The number of training examples of a class."})
@@ -85,9 +94,9 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         ValueError: if there is no such head, a new head is asked for its zero-shot accuracy, or
             nothing is left for the dev split.
     """
-    if script.head not in (PROMPT, CLASSIFICATION):
-        raise ValueError(f"head={script.head!r} must be {PROMPT} or {CLASSIFICATION}.")
-    if script.zero_shot and script.head == CLASSIFICATION:
+    if script.head not in HEADS:
+        raise ValueError(f"head={script.head!r} must be one of: {', '.join(HEADS)}.")
+    if script.zero_shot and script.head != PROMPT:
         raise ValueError(f"zero_shot=True needs head={PROMPT!r}: a new head knows nothing yet.")
     task = TASKS[script.task]
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
@@ -113,7 +122,7 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         collator=collator,
         score=score,
         splits={name: len(splits[name]) for name in ("dev", "test")},
-        loss=cross_entropy if script.head == PROMPT else None,
+        loss=None if script.head == CLASSIFICATION else cross_entropy,
         notes=notes(task, script, splits),
     )
 
@@ -225,6 +234,8 @@ def model_for(
             read_at_mask(model, label_words(task, tokenizer)), args.method, script.lora_rank
         )
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(task.words))
+    if script.head == MEAN:
+        model = read_the_mean(model, len(task.words))
     return with_adapter(model, args.method, script.lora_rank, head=["classifier"])
 
 
@@ -271,7 +282,8 @@ def notes(task: Task, script: RobertaArguments, splits: dict[str, list[Example]]
     if script.model_name_or_path != MODEL:
         found.append(f"The model is {Path(script.model_name_or_path).name}, not {MODEL}.")
     if script.head != PROMPT:
-        found.append("A new classification head on the texts alone, no prompt.")
+        where = ", on the mean over positions" if script.head == MEAN else ""
+        found.append(f"A new classification head on the texts alone{where}, no prompt.")
     if script.k != K:
         found.append(f"k={script.k}, not {K}.")
     if script.max_length not in (None, task.max_length):

@@ -1,4 +1,4 @@
-"""The six few-shot tasks as prompts: data, templates, label words, and a head that reads the mask.
+"""The six few-shot tasks as prompts: data, templates, label words, and heads.
 
 The templates are those of LM-BFF (Gao et al. 2021), which MeZO, DPZero and the paper use. A model
 fills in the mask, and the logits of a few words there, one per label, are the logits of the labels.
@@ -286,6 +286,47 @@ def logits_at_mask(
     hidden = torch.take_along_dim(encoded[0], mask_pos[:, None, None], 1)  # (B, 1, h)
     vocabulary = _vocabulary_head(self)(hidden)[:, 0]  # (B, V)
     return SequenceClassifierOutput(logits=vocabulary.index_select(1, self.words_of_labels))
+
+
+def read_the_mean(model: Any, labels: int) -> Any:
+    """Makes a sequence classifier read the mean of its encoder's outputs; its head is new.
+
+    Sentence encoders are trained to have their meaning there, and not at the first position.
+
+    Args:
+        model: of ``AutoModelForSequenceClassification``.
+        labels: L, the number of labels.
+
+    Returns:
+        The same model.
+    """
+    model.classifier = nn.Linear(model.config.hidden_size, labels)
+    nn.init.normal_(model.classifier.weight, std=model.config.initializer_range)
+    nn.init.zeros_(model.classifier.bias)
+    if getattr(model.base_model, "pooler", None) is not None:
+        model.base_model.pooler = None
+    model.forward = MethodType(logits_of_mean, model)
+    return model
+
+
+def logits_of_mean(
+    self: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    token_type_ids: Tensor | None = None,
+) -> SequenceClassifierOutput:
+    """Returns the logits of the labels, (B, L), of the mean over the positions of each sample.
+
+    Args:
+        self: the model.
+        input_ids: (B, T).
+        attention_mask: (B, T).
+        token_type_ids: (B, T).
+    """
+    types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+    hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types)[0]
+    weights = (attention_mask / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)  # (B, T)
+    return SequenceClassifierOutput(logits=self.classifier((hidden * weights[..., None]).sum(1)))
 
 
 def _vocabulary_head(model: Any) -> nn.Module:

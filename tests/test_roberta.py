@@ -35,7 +35,7 @@ from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.targets import projection_targets
 from recipes import roberta
 from recipes.experiment import main, parse
-from recipes.roberta_prompts import TASKS, label_words, prompt, read_at_mask
+from recipes.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
 from tests.oracles import (
     Largest,
     assert_gradients_equal,
@@ -405,19 +405,38 @@ def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, me
     assert result["privacy"]["steps"] == 2
 
 
-@pytest.mark.parametrize("method", ["dp_grape", "dp_lora"])
+def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer: Any) -> None:
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
+    model = read_the_mean(BertForSequenceClassification(config).eval(), 3)
+    words = torch.tensor([[5, 6, 7, 1, 1], [5, 6, 7, 8, 9]])
+    mask = (words != 1).long()
+    hidden = model.bert(input_ids=words, attention_mask=mask).last_hidden_state
+    means = torch.stack([hidden[0, :3].mean(0), hidden[1].mean(0)])
+    torch.testing.assert_close(model(words, mask).logits, model.classifier(means))
+    assert all("pooler" not in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "where"),
+    [
+        ("dp_grape", "classification", ""),
+        ("dp_lora", "classification", ""),
+        ("dp_grape", "mean", ", on the mean over positions"),
+        ("dp_lora", "mean", ", on the mean over positions"),
+    ],
+)
 def test_an_encoder_like_bert_trains_with_a_new_head(
-    tokenizer: Any, data: Path, tmp_path: Path, method: str
+    tokenizer: Any, data: Path, tmp_path: Path, method: str, head: str, where: str
 ) -> None:
     path = tmp_path / "bert"
     tokenizer.save_pretrained(path)
     config = BertConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
     BertForSequenceClassification(config).bert.save_pretrained(path)  # an encoder, no head
-    others = ["--head=classification", "--max_length=20", f"--method={method}"]
+    others = [f"--head={head}", "--max_length=20", f"--method={method}"]
     saving = ["--save_strategy=steps", "--save_steps=2"]
     result = main(roberta.FAMILY, words_of(path, data, *others, *saving))
     assert result["privacy"]["steps"] == 2
-    assert "A new classification head on the texts alone, no prompt." in result["notes"]
+    assert f"A new classification head on the texts alone{where}, no prompt." in result["notes"]
     if method == "dp_grape":
         AutoModelForSequenceClassification.from_pretrained(data / "run" / "checkpoint-2")
 
@@ -433,7 +452,7 @@ def test_a_model_is_scored_by_prompt_before_it_is_trained(folder: Path, data: Pa
     ("others", "message"),
     [
         (["--zero_shot", "--head=classification"], "zero_shot=True needs head='prompt'"),
-        (["--head=pooler"], "head='pooler' must be prompt or classification"),
+        (["--head=pooler"], "head='pooler' must be one of: prompt, classification, mean"),
         (["--k=20"], "k=20 leaves no examples for dev: lower --k"),
     ],
 )
