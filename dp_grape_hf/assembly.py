@@ -5,7 +5,7 @@ The one place where a method's row decides which parts work together; ``mixin`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine, make_engine
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.ranks import auto_ranks, ranks_for
+from dp_grape_hf.ranks import auto_ranks, first_matches, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
 from dp_grape_hf.unit_engine import UnitEngine
@@ -239,6 +239,41 @@ class Projections:
             {weights[name]: projector for name, projector in projectors.items()},
             noise_std={weights[name]: std for name, std in stds.items()},
         )
+
+
+def rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, float]:
+    """Returns the factor of the learning rate of each parameter that a pattern matches.
+
+    Args:
+        args: of the run; of its ``learning_rate_factors`` the first pattern that matches counts.
+        names: of all parameters that are trained.
+
+    Raises:
+        PrivacyError: for a pattern that is never the first to match.
+    """
+    factors: Any = args.learning_rate_factors or {}
+    first = first_matches(
+        list(names), factors, "learning_rate_factors", "the parameters that are trained"
+    )
+    return {name: factors[match] for name, match in first.items() if match is not None}
+
+
+def scale_rates(
+    optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]
+) -> None:
+    """Gives some parameters learning rates of their own, in parameter groups of their own.
+
+    Updates are functions of private gradients, so their lengths are free to choose.
+
+    Args:
+        optimizer: just made, before its scheduler.
+        factor_of: parameter -> factor.
+    """
+    for group in list(optimizer.param_groups):
+        for factor in dict.fromkeys(factor_of[p] for p in group["params"] if p in factor_of):
+            own = [p for p in group["params"] if factor_of.get(p) == factor]
+            group["params"] = [p for p in group["params"] if factor_of.get(p) != factor]
+            optimizer.param_groups.append({**group, "params": own, "lr": group["lr"] * factor})
 
 
 def _ranks(

@@ -35,6 +35,7 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", _projects),
     "project_embeddings": ("a projection", _projects),
     "projection_ranks": ("a projection", _projects),
+    "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
     "regenerate_projections": ("a projection at capture", lambda row: row.projected == AT_CAPTURE),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
@@ -108,6 +109,14 @@ class MethodArguments(_Host):
     update_rule: str | None = field(
         default=None,
         metadata={"help": "How private gradients move weights. Default: that of the method."},
+    )
+    learning_rate_factors: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the learning rate is multiplied by for some parameters: a mapping of "
+            "name patterns to factors (as JSON on the command line), such as "
+            '{"classifier": 20} for a head that is new.'
+        },
     )
     perturbation: float = field(
         default=1e-3,
@@ -262,6 +271,7 @@ class MethodArguments(_Host):
             optional=True,
         )
         self._read_ranks()
+        self._read_factors()
         defaults = {f.name: f.default for f in fields(self)}
         for name, (what, makes) in _ONLY_FOR.items():
             value = getattr(self, name)
@@ -319,14 +329,19 @@ class MethodArguments(_Host):
             if not asked.removeprefix(AUTO).isdecimal():
                 raise wrong
             return
-        try:
-            ranks = json.loads(asked) if isinstance(asked, str) else dict(asked)
-            good = all(type(r) is int and r >= 1 for r in ranks.values()) and bool(ranks)
-        except (ValueError, TypeError, AttributeError):
-            raise wrong from None
-        if not good:
-            raise wrong
-        self.projection_ranks = ranks
+        self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
+
+    def _read_factors(self) -> None:
+        asked: Any = self.learning_rate_factors
+        if asked is None:
+            return
+        wrong = PrivacyError(
+            f"learning_rate_factors={asked!r} must map name patterns to factors that are "
+            'positive and finite, like {"classifier": 20}.'
+        )
+        self.learning_rate_factors = _mapping(
+            asked, wrong, lambda v: type(v) in (int, float) and 0 < v < math.inf
+        )
 
     def _set_not_private(self) -> None:
         """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
@@ -345,6 +360,18 @@ class MethodArguments(_Host):
                 )
         for name, value in (("noise_multiplier", 0.0), ("max_grad_norm", math.inf)):
             setattr(self, name, value)
+
+
+def _mapping(asked: Any, wrong: Exception, good: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns a mapping, which the command line gives as JSON; raises ``wrong`` if it is not so."""
+    try:
+        found = json.loads(asked) if isinstance(asked, str) else dict(asked)
+        holds = bool(found) and all(good(value) for value in found.values())
+    except (ValueError, TypeError, AttributeError):
+        raise wrong from None
+    if not holds or not all(type(name) is str for name in found):
+        raise wrong
+    return found
 
 
 def families_of(method: Method) -> set[str]:

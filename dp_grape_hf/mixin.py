@@ -32,7 +32,9 @@ from dp_grape_hf.assembly import (
     make_engine_of_run,
     optimizer_of_run,
     per_sample_of_run,
+    rate_factors,
     save_with,
+    scale_rates,
 )
 from dp_grape_hf.callbacks import (
     PrivacyProgress,
@@ -141,6 +143,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self._per_sample = self._make_per_sample()
         self.optimizer_cls_and_kwargs = optimizer_of_run(args, self._per_sample)
         Projections(args, self.model, self._per_sample.trainable, args.device)  # refuses bad ranks
+        rate_factors(args, self._per_sample.trainable)  # refuses patterns that match nothing
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
@@ -236,7 +239,12 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer of the method; the projection may be a part of its state."""
+        new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
+        if new:
+            trained = self._per_sample.trainable
+            factors = rate_factors(self.args, trained)
+            scale_rates(optimizer, {trained[name]: factor for name, factor in factors.items()})
         if self._projections is not None:
             parts: dict[str, Savable] = {}
             if self._projections.released is not None:

@@ -7,7 +7,7 @@ Ranks are public: they are made of names, shapes and numbers that the user gave,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from dp_grape_hf.errors import PrivacyError, require
@@ -42,23 +42,42 @@ def ranks_for(
     for pattern, value in patterns.items():
         require(value >= 1, f"projection_rank={value} of {pattern!r} must be at least 1.")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    first = {name: _first_match(name, patterns) for name in matrices}
-    for pattern in (pattern for pattern in patterns if pattern not in first.values()):
-        if any(_matches(name, pattern) for name in matrices):
-            raise PrivacyError(
-                f"projection_rank={pattern!r}: all that this pattern matches is matched by one "
-                "before it. The first match counts: put the narrower pattern first."
-            )
-        listed = ", ".join(matrices[:_MOST_LISTED])
-        more = len(matrices) - _MOST_LISTED
-        raise PrivacyError(
-            f"projection_rank={pattern!r}: this pattern matches none of the projected weights: "
-            f"{listed}{f' and {more} more' if more > 0 else ''}."
-        )
+    first = first_matches(matrices, patterns, "projection_rank", "the projected weights")
     return {name: rank if match is None else patterns[match] for name, match in first.items()}
 
 
-def _first_match(name: str, patterns: Mapping[str, int]) -> str | None:
+def first_matches(
+    names: Sequence[str], patterns: Iterable[str], option: str, what: str
+) -> dict[str, str | None]:
+    """Returns the first pattern that matches each name, as ``ranks_for`` matches them, or None.
+
+    Args:
+        names: of parameters.
+        patterns: in the order in which they are tried.
+        option: what the patterns were given for, in an error.
+        what: the parameters are, in an error.
+
+    Raises:
+        PrivacyError: for a pattern that is never the first to match.
+    """
+    patterns = list(patterns)
+    first = {name: _first_match(name, patterns) for name in names}
+    for pattern in (pattern for pattern in patterns if pattern not in first.values()):
+        if any(_matches(name, pattern) for name in names):
+            raise PrivacyError(
+                f"{option}={pattern!r}: all that this pattern matches is matched by one "
+                "before it. The first match counts: put the narrower pattern first."
+            )
+        listed = ", ".join(names[:_MOST_LISTED])
+        more = len(names) - _MOST_LISTED
+        raise PrivacyError(
+            f"{option}={pattern!r}: this pattern matches none of {what}: "
+            f"{listed}{f' and {more} more' if more > 0 else ''}."
+        )
+    return first
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
     return next((pattern for pattern in patterns if _matches(name, pattern)), None)
 
 

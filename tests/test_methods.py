@@ -544,6 +544,17 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"method": "dp_adam", "projection_ranks": {"body": 2}}, "is about a projection, and"),
         ({"projection_ranks": {"query": 2}}, "'query': this pattern matches none"),
         ({"projection_ranks": "auto:3"}, "budget=3 is below"),
+        ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
+        ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
+        ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
+        (
+            {"learning_rate_factors": {"head": 2, "head.weight": 3}},
+            "'head.weight': all that this pattern matches is matched by one before it",
+        ),
+        (
+            {"method": "dpzero", "learning_rate_factors": {"head": 2}},
+            "is about gradients by parameter, and method='dpzero' makes none",
+        ),
         ({"released_iterate": "best"}, "released_iterate='best' must be one of"),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
@@ -636,6 +647,46 @@ def test_every_projected_row_has_a_family() -> None:
     for row in METHODS.values():
         assert (row.projection != "identity" or row.norm_estimates) == (row.projected is not None)
         assert row.projection != "svd" or row.projected == AFTER_RELEASE
+
+
+# ---- Learning rates ----
+
+
+@pytest.mark.parametrize("method", ["dp_grape", "dp_sgd", "adam"])
+@pytest.mark.parametrize("patterns", ['{"head": 3}', {"body.weight": 0.5, "*.bias": 2}, {"*": 4}])
+def test_parameters_that_match_move_so_many_times_as_far(
+    method: str, patterns: Any, tmp_path: Path
+) -> None:
+    """In the first step, where all starts from the same weights and gradients."""
+    start = weights_of(TinyForSequenceClassification())
+    settings = NOISY | {"method": method, "max_steps": 1, "weight_decay": 0.0}
+    if method == "adam":
+        del settings["noise_multiplier"], settings["max_grad_norm"]
+    moves = []
+    for factors in (None, patterns):
+        trainer = make_trainer(
+            tmp_path,
+            test_generators=known_generators(7),
+            **settings,
+            learning_rate_factors=factors,
+        )
+        trainer.train()
+        weights = weights_of(trainer.model)
+        moves.append({name: weights[name] - start[name] for name in start})
+    factor_of = dict.fromkeys(start, 1.0)
+    if isinstance(patterns, str):
+        factor_of |= {"head.weight": 3.0, "head.bias": 3.0}
+    elif "*" in patterns:
+        factor_of = dict.fromkeys(start, 4.0)
+    else:
+        factor_of |= {"body.weight": 0.5, "body.bias": 2.0, "head.bias": 2.0}
+    for name, factor in factor_of.items():
+        torch.testing.assert_close(moves[1][name], factor * moves[0][name], atol=1e-6, rtol=1e-4)
+
+
+def test_rates_of_their_own_survive_a_checkpoint(tmp_path: Path) -> None:
+    settings = {**EXACT, "method": "dp_grape", "max_steps": 6}
+    whole_and_resumed(tmp_path, 3, **settings, learning_rate_factors={"head": 3})
 
 
 # ---- Options of projections ----
