@@ -29,7 +29,7 @@ MACHINE = frozenset(
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
         *("grad_sample_mode", "max_batch_size", "self_check", "regenerate_projections"),
         *("log_unnoised_statistics", "eval_data_is_public"),
-        *("result_dir", "selection_runs", "curve_steps", ZERO_SHOT),
+        *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
 )
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
