@@ -25,6 +25,7 @@ from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine, make_engine
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
+from dp_grape_hf.randomness import SecretGenerator
 from dp_grape_hf.ranks import auto_ranks, first_matches, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
@@ -49,6 +50,8 @@ def make_engine_of_run(
         return BatchEngine(per_sample, ledger=ledger, distributed=distributed)
     if args.privacy_unit_column is not None:
         per_sample = UnitEngine(per_sample)
+    if isinstance(noise_generator, SecretGenerator):  # a test's own is left as it is
+        noise_generator.secure = args.secure_noise
     return PrivateEngine(
         per_sample,
         max_grad_norm=args.max_grad_norm,
@@ -258,9 +261,7 @@ def rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, floa
     return {name: factors[match] for name, match in first.items() if match is not None}
 
 
-def scale_rates(
-    optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]
-) -> None:
+def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]) -> None:
     """Gives some parameters learning rates of their own, in parameter groups of their own.
 
     Updates are functions of private gradients, so their lengths are free to choose.

@@ -1,17 +1,14 @@
-"""What happens around steps and runs: epsilon in the progress bar, stopping and resuming."""
+"""What happens around steps and runs: epsilon in the progress bar, stopping in time."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ProgressCallback, TrainerState
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.plan import PrivacySpent
@@ -110,15 +107,3 @@ def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -
             "no epsilon covers. Set eval_data_is_public=True if that data is public; else take "
             "the callback out."
         )
-
-
-def last_whole_checkpoint(output_dir: str) -> str | None:
-    """Returns the last checkpoint whose ``trainer_state.json``, saved last of all, is readable."""
-    for folder in reversed(sort_checkpoints(output_dir)):
-        try:
-            TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
-        except (OSError, ValueError, TypeError):
-            logger.warning("%s is not whole and is left out: a run was killed there.", folder)
-        else:
-            return folder
-    return None

@@ -17,7 +17,9 @@ from dp_grape_hf.accounting import (
     Variant,
     find_noise_multiplier,
 )
+from dp_grape_hf.card_command import add_card
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger_command import add_ledger, add_verify
 from dp_grape_hf.plan_command import add_plan
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
@@ -78,7 +80,10 @@ else learnt from it. Every epsilon is an upper bound and every noise multiplier 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``dp-grape`` and returns its exit code: 0, or 2 for a request that was refused."""
+    """Runs ``dp-grape`` and returns its exit code: 0, or 2 for a request that was refused.
+
+    A command returns what to print, and with it an exit code where a result is bad news.
+    """
     parser = argparse.ArgumentParser(
         prog="dp-grape", description="Private training with DP-GRAPE: the tools around it."
     )
@@ -86,13 +91,15 @@ def main(argv: list[str] | None = None) -> int:
     for add_command in COMMANDS:
         add_command(subparsers)
     args = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], str] = args.run
+    run: Callable[[argparse.Namespace], str | tuple[str, int]] = args.run
     try:
-        sys.stdout.write(run(args))
+        result = run(args)
     except PrivacyError as error:
         sys.stderr.write(f"dp-grape {args.command}: {error}\n")
         return 2
-    return 0
+    text, code = (result, 0) if isinstance(result, str) else result
+    sys.stdout.write(text)
+    return code
 
 
 # ---- calibrate ----
@@ -155,7 +162,7 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-COMMANDS = (add_calibrate, add_plan)
+COMMANDS = (add_calibrate, add_plan, add_card, add_verify, add_ledger)
 
 
 class _Row(NamedTuple):

@@ -6,23 +6,27 @@ sections follow ``transformers.Trainer``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.low_rank import LowRankUpdates
-from dp_grape_hf.model_card import render
+from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
+from dp_grape_hf.publishing import CARD_NAME, Repository, is_hub_name, refuse_other_uploads
 from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.weight_files import digests
 
 if TYPE_CHECKING:
     _Host = Trainer
@@ -47,9 +51,11 @@ class DisclosureMixin(_Host):
     model: nn.Module
     plan: PrivacyPlan
     ledger: Ledger | None = None  # made when training starts
+    _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
     _low_rank: LowRankUpdates | None = None  # while training with float32_updates
     _private_norm: Tensor = torch.zeros(())
+    _repository: Repository | None = None  # once something is to be published
     _test_generators: TestGenerators | None = None
 
     # ---- Training Utilities ----
@@ -106,15 +112,27 @@ class DisclosureMixin(_Host):
         super()._save(output_dir, state_dict)
         if self.args.should_save and self.ledger is not None:
             folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
-            self.ledger.snapshot(self.state.global_step).save(folder / LEDGER_NAME)
+            saved = digests(folder)
+            self.ledger.snapshot(self.state.global_step, saved).save(folder / LEDGER_NAME)
             self._write_card(folder)
 
     def _write_card(self, folder: Path) -> None:
         assert self.ledger is not None
-        base = getattr(getattr(self.model, "config", None), "_name_or_path", "") or None
-        if base is not None and os.path.exists(base):
-            base = None  # a local path is nobody else's business
-        (folder / "README.md").write_text(render(self.ledger, base), encoding="utf-8")
+        (folder / CARD_NAME).write_text(self._card(self.ledger), encoding="utf-8")
+
+    def _card(self, ledger: Ledger) -> str:
+        """Writes the card of a ledger, and of what is known of the model without its data."""
+        details, configs = self._card_details, getattr(self.model, "peft_config", {})
+        names = [c.base_model_name_or_path for c in configs.values()]
+        names.append(getattr(getattr(self.model, "config", None), "_name_or_path", None))
+        base = next((n for n in names if n and is_hub_name(n)), None)  # a path is ours alone
+        details = replace(
+            details,
+            base_model=details.base_model or base,
+            adapter=bool(configs),
+            repo_id=self.hub_model_id if self._repository is not None else None,
+        )
+        return render(ledger, details, updates=self.state.global_step)
 
     # ---- Logging & Metrics ----
 
@@ -145,17 +163,131 @@ class DisclosureMixin(_Host):
 
     # ---- Hub Integration ----
 
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes or opens the repository, once it is known that only ours uploads to it.
+
+        Raises:
+            PrivacyError: the host uploads in a place that is not known here.
+        """
+        for host in type(self).__mro__[type(self).__mro__.index(DisclosureMixin) + 1 :]:
+            if issubclass(host, Trainer):
+                refuse_other_uploads(host)
+        if not self.is_world_process_zero():
+            return
+        args = self.args
+        self._repository = Repository(
+            args.hub_model_id or Path(str(args.output_dir)).absolute().name,
+            token=token if token is not None else args.hub_token,
+            private=private if private is not None else args.hub_private_repo,
+        )
+        self.hub_model_id = self._repository.repo_id  # type: ignore[assignment]
+        self.push_in_progress = None  # of the original, which has nothing to push
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes our card; the original has a column of training losses."""
+        """Writes our card; the original has a column of training losses.
+
+        Takes what ``model_card.declare`` takes, which is kept for later cards of this trainer:
+        most arguments of the original, and ``metrics``, which appear with a word on whether their
+        data is public (``eval_data_is_public``).
+        """
+        public = self.args.eval_data_is_public
+        self._card_details = declare(self._card_details, public, *args, **kwargs)
         if self.is_world_process_zero() and self.ledger is not None:
             self._write_card(Path(str(self.args.output_dir)))
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: the original uploads the whole folder, logs and optimizer state included."""
-        raise PrivacyError(
-            "push_to_hub() is refused: it would upload optimizer state and logs with the weights. "
-            "Upload the weights, config, tokenizer, privacy_ledger.json and README.md of "
-            f"{self.args.output_dir} with huggingface_hub's upload_folder(allow_patterns=...)."
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves the model and publishes it; the original uploads the whole folder.
+
+        What is sent is on the list in `publishing.ALLOWED`: weights, configs, tokenizer or
+        processor, ledger and card. A run without a guarantee is published as such.
+
+        Args:
+            commit_message: as for the original, and so are the next four.
+            blocking: whether to wait for the upload.
+            token: instead of ``hub_token``.
+            revision: instead of ``hub_revision``.
+            private: instead of ``hub_private_repo``.
+            **kwargs: what ``create_model_card`` takes.
+
+        Returns:
+            The commit, or a future of it unless ``blocking``; None in all processes but the first.
+
+        Raises:
+            PrivacyError: nothing was trained, or what was saved may not be published.
+            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
+        """
+        if self.ledger is None:
+            raise PrivacyError(
+                "push_to_hub() before train(): there is no ledger yet, so no card could say what "
+                "was spent. Train first."
+            )
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self._repository is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        folder = Path(str(self.args.output_dir))
+        message = commit_message or "End of training"
+        return self._publish(folder, message, token=token, revision=revision, wait=blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
+
+        With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as well, and with
+        "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
+        """
+        strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
+        if not self.is_world_process_zero() or strategy is HubStrategy.END:
+            return
+        if self._repository is None:
+            self.init_hf_repo()
+        assert self._repository is not None
+        if self._repository.busy and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        copies = {
+            HubStrategy.CHECKPOINT: ("last-checkpoint",),
+            HubStrategy.ALL_CHECKPOINTS: (folder.name,),
+        }
+        message = f"Training in progress, step {self.state.global_step}"
+        self._publish(folder, message, copies.get(strategy, ()), wait=False)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the uploads in the background."""
+        if self._repository is not None:
+            self._repository.wait()
+
+    def _publish(
+        self,
+        folder: Path,
+        message: str,
+        copies: tuple[str, ...] = (),
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+        wait: bool,
+    ) -> CommitInfo | Future[CommitInfo]:
+        assert self._repository is not None
+        return self._repository.publish(
+            folder,
+            self._card,
+            workspace=Path(str(self.args.output_dir)),
+            message=message,
+            places=("", *copies),
+            token=token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            background=not wait,
         )
 
     # ---- Hyperparameter Search ----

@@ -11,6 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.processes import group_size
+from dp_grape_hf.publishing import refuse_other_uploads
 
 _SHARDED = "sharded weights are not supported yet; use plain multi-process launch"
 _COMPILED = "it would not see the engine's per-layer forwards; leave it out"
@@ -33,8 +34,6 @@ REFUSED_IF_SET = {
     "plain Trainer",
     "optim_args": "the optimizer is Adam in projected coordinates; set learning_rate, adam_beta1, "
     "adam_beta2, adam_epsilon and weight_decay",
-    "push_to_hub": "uploads are not filtered yet, and a checkpoint folder holds optimizer state "
-    "and logs; upload weights, config, tokenizer, ledger and card yourself",
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
 
@@ -50,6 +49,8 @@ def refuse_host_options(
     for name, reason in REFUSED_IF_SET.items():
         if getattr(args, name):
             raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
+    if args.push_to_hub:
+        refuse_other_uploads(Trainer)
     if not args.skip_memory_metrics:
         raise PrivacyError(
             "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws. Leave "

@@ -1,44 +1,52 @@
 """The append-only record of what a run released; epsilon is derived from it, never stored.
 
 The live ledger lies in the output folder and is written before each release, so after a crash it
-may hold one release too many and never one too few. Each checkpoint holds a copy that also says
-how many updates its weights contain. Releases made after a checkpoint stay spent when training
-resumes from it: the live ledger's count wins.
+may hold one release too many and never one too few. Each folder with weights holds a copy that
+ends with their digests; the live one contains what each copy says, as its entries are chained
+(`chain` says what that shows, and what it cannot). Releases made after a checkpoint stay spent
+when training resumes from it: the live ledger's count wins.
 
-A ledger knows its own run only. Whoever trains twice on the same data, or resumes copies of one
-checkpoint in several folders, has to add the runs up.
+A ledger knows its own run, and the runs that it was started to continue. Whoever trains on the same
+data without saying so has to add the runs up.
 """
 
-import json
 import math
-import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
-from importlib import metadata
-from itertools import product
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from dp_grape_hf import accounting
 from dp_grape_hf.accounting import Variant, compose_epsilon
+from dp_grape_hf.chain import Link, beyond, broken, extended, is_prefix, with_releases
+from dp_grape_hf.entries import (
+    LEDGER_NAME,
+    OTHER_DATA,
+    SAME_DATA,
+    SCHEMA_VERSION,
+    Entry,
+    Imported,
+    NotPrivate,
+    Resume,
+    Run,
+    Start,
+    Weights,
+    now,
+    runs_of,
+    software_versions,
+)
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger_file import read_links, to_text, write_text
 from dp_grape_hf.mechanism import (
-    ADDED_IN_VERSION,
+    MAY_CHANGE_ON_RESUME,
     Mechanism,
     Release,
-    check_fields,
-    kinds_of,
     require_same_mechanism,
 )
 from dp_grape_hf.processes import from_first, is_first
 
-LEDGER_NAME = "privacy_ledger.json"
-SCHEMA_VERSION = 4
-_PACKAGES = ("dp_grape_hf", "torch", "transformers", "prv-accountant")
-
-_TEXTS = {"valid": ("non-empty texts", lambda x: all(type(t) is str and t for t in x))}
-_TEXT_BY_KEY = {"valid": ("non-empty texts", lambda x: all(type(t) is str for t in x.values()))}
+__all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]
 
 
 @dataclass
@@ -48,29 +56,20 @@ class Ledger:
     Guarantee:
         ``steps`` never falls, and a reason why the run is not private never goes away. The file
         holds public parameters and counts: no secret seed, coins, noise, batch sizes or losses.
+
+    Attributes:
+        links: the entries, each with its digest, oldest first.
+        path: the live file, if there is one.
     """
 
-    mechanism: Mechanism
-    run_id: str
-    started_at: str
-    versions: dict[str, str] = field(metadata=_TEXT_BY_KEY)
-    releases: tuple[Release, ...] = ()
-    updates: int | None = None
-    not_private_reasons: list[str] = field(default_factory=list, metadata=_TEXTS)
+    links: tuple[Link, ...]
     path: Path | None = None
+    _on_disk: tuple[str, ...] = field(default=(), repr=False, compare=False)  # what may be there
+    _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks that the parts belong together; adds the mechanism's own reasons."""
-        check_fields(self)
-        for release, name in product(self.releases, ("noise_multiplier", "sample_rate")):
-            ours, theirs = getattr(self.mechanism, name), getattr(release, name)
-            require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
-        require(
-            self.updates is None or 0 <= self.updates <= self.steps,
-            f"updates={self.updates} must be a number from 0 to the {self.steps} releases.",
-        )
-        reasons = self.mechanism.reasons_not_private() + self.not_private_reasons
-        self.not_private_reasons = list(dict.fromkeys(reasons))
+        """Checks that the entries belong together."""
+        self._runs = runs_of(link.entry for link in self.links)
 
     # ---- Making one ----
 
@@ -81,6 +80,8 @@ class Ledger:
         path: str | Path | None = None,
         private: bool = True,
         reason: str = "",
+        continues: Self | None = None,
+        same_data: bool = True,
     ) -> Self:
         """Starts the empty ledger of a new run, and writes it if there is a ``path``.
 
@@ -92,17 +93,27 @@ class Ledger:
             path: The live file; ``None`` counts in memory only, as all ranks but the first do.
             private: Whether the run claims a guarantee.
             reason: Why it does not; empty if it does.
+            continues: The ledger of the run whose weights this one starts from, if any. The new
+                one holds all that it holds.
+            same_data: Whether any of those earlier runs used data of this one. Then the releases
+                of all add up; otherwise those of the earlier runs are recorded only.
+
+        Raises:
+            PrivacyError: ``private`` and ``reason`` contradict each other, or the runs are about
+                neighbours of different kinds, whose epsilons do not add up.
         """
         require(private != bool(reason), f"{private=} contradicts {reason=}: give a reason if not")
-        path = None if path is None else Path(path)
-        ledger = cls(
-            mechanism,
+        start = Start(
             run_id=secrets.token_hex(16),
-            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={package: _version(package) for package in _PACKAGES},
-            not_private_reasons=[reason] if reason else [],
-            path=path,
+            at=now(),
+            versions=software_versions(),
+            mechanism=mechanism,
+            continues=None if continues is None else SAME_DATA if same_data else OTHER_DATA,
         )
+        path = None if path is None else Path(path)
+        ledger = cls(extended(() if continues is None else continues.links, start), path)
+        if reason:
+            ledger._append(NotPrivate(reason))
         if path is not None and path.exists():
             path.rename(path.with_name(f"{path.stem}.before-{ledger.run_id}{path.suffix}"))
         ledger._persist()
@@ -118,18 +129,20 @@ class Ledger:
                 raises is raised in every process.
         """
         ledger = from_first(make)
-        return ledger if is_first() else replace(ledger, path=None)
+        return ledger if is_first() else cls(ledger.links)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a ledger. What is recorded in it afterwards is not written back.
 
         Raises:
-            PrivacyError: The file is missing, damaged or says something impossible.
+            PrivacyError: The file is missing, damaged, was edited or says something impossible.
         """
         try:
-            return cls(**_decode(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, OverflowError, RecursionError) as error:
+            links = read_links(path)
+            require((problem := broken(links)) is None, f"{problem}.")
+            return cls(links)
+        except PrivacyError as error:
             raise PrivacyError(
                 f"no valid privacy ledger at {path}: {error} Without it the privacy spent is "
                 "unknown. Restore the file from a copy, or start a new run elsewhere."
@@ -166,10 +179,10 @@ class Ledger:
             f"{updates=}, but {checkpoint_path} belongs to weights with {ledger.updates} updates. "
             "Resume from a folder whose files were saved together.",
         )
-        reasons = ledger.not_private_reasons
+        reasons, newest = ledger.not_private_reasons, Path(checkpoint_path)
         for path in cls._live_files(live_path, checkpoint_path, ledger.run_id):
             live = cls.load(path)
-            both = f"{path} and {checkpoint_path}"
+            both = f"{path} and {newest}"
             require(
                 live.run_id == ledger.run_id,
                 f"{both} are of different runs, {live.run_id} and {ledger.run_id}. Resume in the "
@@ -181,9 +194,17 @@ class Ledger:
                 f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
                 "Restore its newest copy.",
             )
+            live._refuse_branches(ledger, both)
             reasons += live.not_private_reasons
-            ledger = replace(live, updates=updates, not_private_reasons=reasons)
-        ledger = replace(ledger, mechanism=mechanism, path=Path(live_path))
+            ledger, newest = live, path
+        ours, theirs = asdict(mechanism), asdict(ledger.mechanism)
+        changes = {name: ours[name] for name in MAY_CHANGE_ON_RESUME if ours[name] != theirs[name]}
+        missing = [r for r in dict.fromkeys(reasons) if r not in ledger.not_private_reasons]
+        ledger._append(
+            *map(NotPrivate, missing),
+            Resume(secrets.token_hex(8), updates, now(), software_versions(), changes),
+        )
+        ledger.path = Path(live_path)
         ledger._persist()
         return ledger
 
@@ -202,38 +223,103 @@ class Ledger:
             found.append(old)
         return sorted(found, key=lambda path: cls.load(path).steps)
 
+    def _refuse_branches(self, other: Self, both: str) -> None:
+        """Refuses a ledger that lacks releases of another one of its run, however many it has."""
+        if any(isinstance(ledger.links[-1].entry, Imported) for ledger in (self, other)):
+            return  # without a chain, only the counts can be compared
+        require(
+            is_prefix(other.links, self.links)
+            or not any(isinstance(one.entry, Release) for one in beyond(other.links, self.links)),
+            f"{both} are branches of one run: each holds releases that the other lacks, so neither "
+            "counts all. Start a new run that continues one, and add up the privacy of both.",
+        )
+
     # ---- Reading it ----
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs that are recorded, this one last."""
+        return tuple(self._runs)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The parameters of this run, as they are since it was last resumed."""
+        return self._runs[-1].mechanism
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from all others."""
+        return self._runs[-1].start.run_id
+
+    @property
+    def started_at(self) -> str:
+        """When this run began, in UTC, to the second."""
+        return self._runs[-1].start.at
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the software that this run began with, by package."""
+        return dict(self._runs[-1].start.versions)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The releases of this run, run-length coded."""
+        return self._runs[-1].releases
+
+    @property
     def steps(self) -> int:
-        """Number of releases recorded."""
-        return sum(release.count for release in self.releases)
+        """Number of releases of this run."""
+        return self._runs[-1].steps
+
+    @property
+    def updates(self) -> int | None:
+        """How many updates the weights contain that were last saved, or resumed from."""
+        return self._runs[-1].updates
+
+    @property
+    def head(self) -> str:
+        """The digest of the last entry, which all entries before it determine."""
+        return self.links[-1].digest
+
+    @property
+    def composed_runs(self) -> tuple[Run, ...]:
+        """The runs whose releases add up with those of this one, which is the last of them."""
+        same = self._runs[-1].start.continues == SAME_DATA
+        return tuple(self._runs) if same else (self._runs[-1],)
+
+    @property
+    def not_private_reasons(self) -> list[str]:
+        """Why no finite epsilon holds for this run and those that add up with it, if so."""
+        reasons = [reason for run in self.composed_runs for reason in run.reasons]
+        return list(dict.fromkeys(reasons))
 
     @property
     def private(self) -> bool:
         """Whether a finite epsilon holds."""
         return not self.not_private_reasons
 
+    @property
+    def composed(self) -> list[accounting.Release]:
+        """All releases that add up, as `accounting` wants them."""
+        return [
+            (r.noise_multiplier, r.sample_rate, r.count, _variant(run.mechanism))
+            for run in self.composed_runs
+            for r in run.releases
+        ]
+
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.
 
-        It holds at ``delta``, or at ``target_delta`` if that is ``None``. It is infinite if the
-        run is not private, and 0 before the first release.
+        Those of earlier runs on the same data are among them. It holds at ``delta``, or at
+        ``target_delta`` if that is ``None``. It is infinite if the run is not private, and 0 before
+        the first release.
         """
         if not self.private:
             return math.inf
         delta = self.mechanism.target_delta if delta is None else delta
         if delta is None:
             raise PrivacyError("target_delta=None: epsilon needs a delta. Pass one, such as 1e-5.")
-        own = self.mechanism
-        variant = Variant(
-            max_batch_size=own.max_batch_size,
-            num_samples=own.num_samples,
-            norm_directions=own.norm_directions,
-            adjacency=own.adjacency,
-        )
-        releases = [(r.noise_multiplier, r.sample_rate, r.count, variant) for r in self.releases]
-        return compose_epsilon(releases, delta=delta, accountant=self.mechanism.accountant)
+        return compose_epsilon(self.composed, delta=delta, accountant=self.mechanism.accountant)
 
     # ---- Writing it ----
 
@@ -244,24 +330,36 @@ class Ledger:
             When it returns, the file, if there is one, holds them. If it raises, do not release.
         """
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
-        sigma, q = self.mechanism.noise_multiplier, self.mechanism.sample_rate
-        self.releases = (Release(sigma, q, self.steps + steps),)
+        own = self.mechanism
+        self.links = with_releases(
+            self.links, Release(own.noise_multiplier, own.sample_rate, steps)
+        )
+        self._runs[-1].steps += steps
         self._persist()
 
     def mark_not_private(self, reason: str) -> None:
         """Notes for good that this run has no guarantee, and why."""
         require(reason != "", f"{reason=} must say why the run is not private.")
         if reason not in self.not_private_reasons:
-            self.not_private_reasons.append(reason)
+            self._append(NotPrivate(reason))
             self._persist()
 
-    def snapshot(self, updates: int) -> Self:
-        """Notes how many updates the weights being saved contain, and returns the ledger.
+    def snapshot(self, updates: int, files: dict[str, str] | None = None) -> Self:
+        """Notes that weights were saved, and returns the ledger, whose copy belongs beside them.
 
-        For a checkpoint: ``ledger.snapshot(step).save(folder / LEDGER_NAME)``. Raises
-        ``PrivacyError`` if there are more updates than releases: some were never recorded.
+        For a checkpoint: ``ledger.snapshot(step, digests(folder)).save(folder / LEDGER_NAME)``.
+
+        Args:
+            updates: How many updates the weights contain.
+            files: SHA-256 of each weight file by name (``weight_files.digests``).
+
+        Raises:
+            PrivacyError: There are more updates than releases: some were never recorded.
         """
-        self.updates = replace(self, updates=updates).updates
+        weights = Weights(updates, files or {})
+        if self.links[-1].entry != weights:
+            self._append(weights)
+            self._persist()
         return self
 
     def save(self, path: str | Path) -> None:
@@ -270,78 +368,33 @@ class Ledger:
         The folder is made if need be. A process that is killed may leave the hidden file
         ``.<name>.tmp`` beside it, which the next save replaces.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(_encode(self))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        if os.name == "posix":  # elsewhere a folder cannot be opened
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        write_text(Path(path), to_text(self.links))
+
+    def _append(self, *entries: Entry) -> None:
+        links = extended(self.links, *entries)
+        self._runs = runs_of(link.entry for link in links)
+        self.links = links
 
     def _persist(self) -> None:
-        if self.path is not None:
-            self.save(self.path)
+        """Writes the live file, unless somebody else did since this run last wrote it."""
+        if self.path is None:
+            return
+        if self._on_disk and self.path.exists():
+            require(
+                self.path.read_text(encoding="utf-8") in self._on_disk,
+                f"{self.path} is not as this run wrote it last: another run was started in its "
+                "folder, or the file was edited. Give each run an output_dir of its own.",
+            )
+        text = to_text(self.links, self._texts)
+        self._on_disk += (text,)  # if writing fails, either may be there
+        write_text(self.path, text)
+        self._on_disk = (text,)
 
 
-# ---- The file: strict JSON ----
-
-
-def _encode(ledger: Ledger) -> str:
-    content = {"schema_version": SCHEMA_VERSION} | asdict(ledger)
-    del content["path"]
-    values = content["mechanism"].items()
-    content["mechanism"] = {k: "Infinity" if value == math.inf else value for k, value in values}
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def _decode(text: str) -> dict[str, Any]:
-    # NaN and Infinity are not JSON: they become texts, which no number may be.
-    content = json.loads(text, parse_constant=repr)
-    version: Any = content.get("schema_version") if isinstance(content, dict) else None
-    known = type(version) is int and 1 <= version <= SCHEMA_VERSION
-    require(
-        known,
-        f"schema_version={version!r} is not one of 1 ... {SCHEMA_VERSION}, the ones read here. A "
-        "newer file needs a newer dp_grape_hf.",
+def _variant(mechanism: Mechanism) -> Variant:
+    return Variant(
+        max_batch_size=mechanism.max_batch_size,
+        num_samples=mechanism.num_samples,
+        norm_directions=mechanism.norm_directions,
+        adjacency=mechanism.adjacency,
     )
-    del content["schema_version"]
-    _require_keys(content, {f.name for f in fields(Ledger)} - {"path"}, "ledger")
-    releases = content["releases"]
-    require(isinstance(releases, list), f"releases={releases!r} must be a list.")
-    content["releases"] = tuple(_build(Release, release, "releases") for release in releases)
-    newer = (added for later, added in ADDED_IN_VERSION.items() if later > version)
-    unsaid = {name: value for added in newer for name, value in added.items()}
-    content["mechanism"] = _build(Mechanism, content["mechanism"], "mechanism", unsaid)
-    return content
-
-
-def _build(cls: type[Any], content: Any, where: str, unsaid: Mapping[str, Any] = {}) -> Any:
-    _require_keys(content, {f.name for f in fields(cls)} - unsaid.keys(), where)
-    content = {**content, **unsaid}
-    for f in fields(cls):
-        if content[f.name] == "Infinity" and float in kinds_of(f):
-            content[f.name] = math.inf
-    return cls(**content)
-
-
-def _require_keys(content: Any, names: set[str], where: str) -> None:
-    require(isinstance(content, dict), f"{where}={content!r} must be an object.")
-    for name in sorted(content.keys() ^ names):
-        problem = f"={content[name]!r} is unknown." if name in content else " is missing."
-        raise PrivacyError(f"{where}: {name}{problem}")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -36,13 +36,18 @@ from dp_grape_hf.assembly import (
     save_with,
     scale_rates,
 )
+from dp_grape_hf.bad_data import explaining_bad_data
 from dp_grape_hf.callbacks import (
     PrivacyProgress,
     SeeIterates,
     StopAtBudget,
     WatchMovement,
-    last_whole_checkpoint,
     refuse_early_stopping,
+)
+from dp_grape_hf.checkpoints import (
+    last_whole_checkpoint,
+    require_whole_checkpoint,
+    saving_a_checkpoint,
 )
 from dp_grape_hf.disclosure import DisclosureMixin, TestGenerators, refuse_training_data
 from dp_grape_hf.drawing import DrawingMixin
@@ -194,6 +199,8 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         if resume_from_checkpoint is True:
             folder = str(self.args.output_dir)
             resume_from_checkpoint = from_first(lambda: last_whole_checkpoint(folder)) or True
+        elif resume_from_checkpoint:
+            require_whole_checkpoint(resume_from_checkpoint)
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -226,7 +233,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self._start_engine(self._start_ledger(resume_from_checkpoint))
         if train_dataloader is not None and METHODS[self.args.method].private:
             low = self._low_precision()
-            examine_collator(self._losses_in_evaluation, train_dataloader, low, units is not None)
+            with explaining_bad_data(self.train_dataset, "Trying the first examples"):
+                examine_collator(
+                    self._losses_in_evaluation, train_dataloader, low, units is not None
+                )
         if self._test_generators is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
@@ -312,8 +322,16 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""
         assert self._engine is not None
-        with failing_together(self._engine.abandon):
+        with (
+            failing_together(self._engine.abandon),
+            explaining_bad_data(self.train_dataset, "Fetching a batch"),
+        ):
             return super().get_batch_samples(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Says what to do where the original would fail for want of space."""
+        with saving_a_checkpoint(str(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
 
     def training_step(
         self,
@@ -327,7 +345,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         training loss, which is an un-noised function of the data.
         """
         assert self._engine is not None
-        with failing_together(self._engine.abandon):
+        with (
+            failing_together(self._engine.abandon),
+            explaining_bad_data(self.train_dataset, "Computing the gradients of a batch"),
+        ):
             return self._release(self._engine, model, inputs)
 
     def _release(self, engine: Engine, model: nn.Module, inputs: LogicalBatch) -> Tensor:

@@ -291,7 +291,8 @@ def check_dataset(dataset: Any) -> None:
     """Refuses a training dataset that Poisson sampling cannot draw from by index."""
     if dataset is None:
         return
-    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+    by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not (by_index and has_length(dataset)):
         raise PrivacyError(
             f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling "
             "draws each example by its index. Load it as a map-style dataset "

@@ -119,7 +119,10 @@ def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
                 f"The data collator made {len(left)} rows of 2 examples, so a row is not an "
                 "example and its clipping bounds nothing. Turn packing off."
             )
-        if left.shape == right.shape and not torch.equal(left[0], right[0]):
+        # Equal numbers; NaN, which is not equal to itself, is no sign of mixing.
+        if left.shape == right.shape and not torch.allclose(
+            left[0], right[0], rtol=0, atol=0, equal_nan=True
+        ):
             raise PrivacyError(
                 f"The data collator makes {key!r} of one example depend on the other examples of "
                 "its batch (mixup, say). An example would then contribute to several rows, and "

@@ -9,8 +9,8 @@ import hashlib
 import os
 import random
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.noise import (
+    SECURE_DRAWS,
+    add_noise_at_once_,
+    add_noise_in_slices_,
+    add_secure_noise_,
+    run_in_threads,
+)
 
+_DRAWS = 2  # independent ones that add up to a number of noise; see ``add_noise_``
 _SLICE = 2**15  # numbers of one operation on a CPU: torch starts no threads for so few
 _LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
 _DRAWN_BY_A_THREAD = 2**17  # in one call; after fewer, threads mostly wait for one another
@@ -141,11 +149,25 @@ def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:
 class SecretGenerator(torch.Generator):
     """A generator whose state must stay in this process; pickling or copying it is refused.
 
+    Attributes:
+        secure: whether ``add_noise_`` adds what ``noise`` calls secure.
+
     Guarantee:
         ``pickle``, ``torch.save`` and ``copy.deepcopy`` of it, or of anything that holds it,
         raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed. ``get_state`` still
-        works: nothing but the exchange between ranks may call it.
+        works: nothing but the exchange between ranks may call it. A fork of the process gets
+        fresh entropy, or both would draw the same numbers; in a fork no other device than the
+        CPU can be used.
     """
+
+    secure = False
+
+    def refill(self) -> None:
+        """Replaces the state by fresh entropy of the operating system."""
+        if self.device.type == "cpu":
+            self.set_state(_twister_state(os.urandom(4 * _TWISTER_WORDS)))
+        else:
+            self.manual_seed(int.from_bytes(os.urandom(8), "little"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be serialised."""
@@ -156,7 +178,7 @@ class SecretGenerator(torch.Generator):
         )
 
     def streams(self, count: int) -> list[torch.Generator]:
-        """Returns this generator and others, equally fresh and secret, for as many threads.
+        """Returns this generator and others, equally fresh and secret: as many as are asked for.
 
         The others are made once; calls with the same count return the same generators.
         """
@@ -174,15 +196,27 @@ def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
     Guarantee:
         On the CPU all 19937 bits of the Mersenne Twister are fresh; seeding it would keep only
         32 bits, which can be tried one by one. On any other device the 64-bit seed is fresh,
-        which is the whole key of CUDA's Philox. Both are statistical generators, not
-        cryptographic ones: the guarantee assumes that nobody inverts them from their output.
+        which is the whole key of CUDA's Philox: noise there adds up two of them or more. Both are
+        statistical generators, not cryptographic ones: the guarantee assumes that nobody inverts
+        them from their output.
     """
     generator = SecretGenerator(device=device)
-    if generator.device.type == "cpu":
-        generator.set_state(_twister_state(generator, os.urandom(4 * _TWISTER_WORDS)))
-    else:
-        generator.manual_seed(int.from_bytes(os.urandom(8), "little"))
+    generator.refill()
+    _secret.add(generator)
     return generator
+
+
+_secret: weakref.WeakSet[SecretGenerator] = weakref.WeakSet()
+
+
+def _refill_after_fork() -> None:
+    for generator in list(_secret):
+        if generator.device.type == "cpu":
+            generator.refill()
+
+
+if hasattr(os, "register_at_fork"):  # there are no forks on Windows
+    os.register_at_fork(after_in_child=_refill_after_fork)
 
 
 def derived_generator(key: bytes, name: str, device: str | torch.device) -> torch.Generator:
@@ -198,7 +232,7 @@ def derived_generator(key: bytes, name: str, device: str | torch.device) -> torc
     generator = torch.Generator(device)
     digest = hashlib.shake_256(key + name.encode()).digest(4 * _TWISTER_WORDS)
     if generator.device.type == "cpu":
-        generator.set_state(_twister_state(generator, digest))
+        generator.set_state(_twister_state(digest))
     else:
         generator.manual_seed(int.from_bytes(digest[:8], "little"))
     return generator
@@ -229,14 +263,16 @@ def sampling_generator() -> SecretGenerator:
     return secret_generator("cpu")
 
 
-def noise_generator(device: str | torch.device = "cpu") -> SecretGenerator:
-    """Returns a fresh secret stream of noise on ``device``.
+def noise_generator(device: str | torch.device = "cpu", secure: bool = False) -> SecretGenerator:
+    """Returns a fresh secret stream of noise on ``device``; ``secure`` as in ``noise``.
 
     Guarantee:
         That of ``secret_generator``. It differs on every rank, so the noise of a release is
         drawn on one rank only.
     """
-    return secret_generator(device)
+    generator = secret_generator(device)
+    generator.secure = secure
+    return generator
 
 
 def add_noise_(
@@ -247,9 +283,16 @@ def add_noise_(
 ) -> None:
     """Makes each value ``(value + N(0, std^2)) / divisor`` in place.
 
-    The result is a function of the values and the state of the generator. On a CPU, a
-    ``SecretGenerator`` lends a stream of its own to every thread of torch; any other generator
-    serves one thread, and the noise is then what ``normal_`` draws for one value after the other.
+    The noise of a ``SecretGenerator`` is the sum of two draws from streams of their own, each of
+    variance ``std^2 / 2``. PyTorch's float32 normals end at 5.77 standard deviations on a CPU, as
+    their radius is of a uniform number with 24 bits: what lies beyond would betray a gradient along
+    one coordinate with probability 9e-7 a release at ``std = C``. Two of them reach 8.16, where it
+    is 4e-13. On a GPU each of the two has a 64-bit key, so that the noise has 128. If the
+    generator is ``secure``, there are four draws, and ``noise`` says how they are added.
+
+    On a CPU, a ``SecretGenerator`` lends streams of their own to every thread of torch. Any other
+    generator, a test's, serves one thread with one draw: the noise is then what ``normal_`` draws
+    for one value after the other.
 
     Args:
         values: Float32 tensors, contiguous, all on the device of the generator.
@@ -261,70 +304,38 @@ def add_noise_(
         No two numbers share noise, and an error in any thread is raised here.
     """
     flat = [value.view(-1) for value in values]
-    if generator.device.type != "cpu":
-        parts = [part for value in flat for part in value.split(_DRAWN_AT_ONCE)]
-        _add_noise_at_once_(parts, std, generator, divisor, _DRAWN_AT_ONCE)
-        return
-    parts = [part for value in flat for part in value.split(_SLICE) if len(part)]
-    if std == 0 or not isinstance(generator, SecretGenerator):
-        _add_noise_in_slices_(parts, std, generator, divisor)
-        return
-    total = sum(len(part) for part in parts)
-    threads = max(1, min(torch.get_num_threads(), total // _LEAST_PER_THREAD))
+    cpu, secret = generator.device.type == "cpu", isinstance(generator, SecretGenerator)
+    parts = [part for v in flat for part in v.split(_SLICE if cpu else _DRAWN_AT_ONCE) if len(part)]
+    if cpu and (std == 0 or not secret):
+        add_noise_in_slices_(parts, std, generator, divisor)
+    elif std == 0 or not isinstance(generator, SecretGenerator):
+        add_noise_at_once_(parts, std, [generator], divisor, _DRAWN_AT_ONCE)
+    else:
+        _add_secret_noise_(parts, std, generator, divisor)
+
+
+def _add_secret_noise_(
+    parts: list[torch.Tensor], std: float, generator: SecretGenerator, divisor: float
+) -> None:
+    """Spreads the parts over threads, each of which has streams of its own."""
+    cpu, total = generator.device.type == "cpu", sum(len(part) for part in parts)
+    threads = max(1, min(torch.get_num_threads(), total // _LEAST_PER_THREAD)) if cpu else 1
     shares: list[list[torch.Tensor]] = [[] for _ in range(threads)]
     position = 0
     for part in parts:
         shares[position * threads // max(1, total)].append(part)
         position += len(part)
-    work = [
-        partial(_add_noise_at_once_, share, std, stream, divisor, _DRAWN_BY_A_THREAD)
-        for share, stream in zip(shares, generator.streams(threads), strict=True)
-    ]
-    _run_in_threads(work)
-
-
-def _run_in_threads(work: Sequence[Callable[[], None]]) -> None:
-    """Runs each function in a thread of its own, the first in this one."""
-    if len(work) == 1:
-        work[0]()
-        return
-    with ThreadPoolExecutor(len(work) - 1) as pool:
-        running = [pool.submit(one) for one in work[1:]]
-        work[0]()
-    for future in running:
-        future.result()  # raises what the thread raised
-
-
-def _add_noise_in_slices_(
-    parts: list[torch.Tensor], std: float, generator: torch.Generator, divisor: float
-) -> None:
-    """Works on slices that stay in the cache from the draw to the division."""
-    for part in parts:
-        if std:
-            part.add_(torch.empty_like(part).normal_(0, std, generator=generator))
-        part.div_(divisor)
-
-
-def _add_noise_at_once_(
-    parts: list[torch.Tensor],
-    std: float,
-    generator: torch.Generator,
-    divisor: float,
-    at_once: int,
-) -> None:
-    """Draws for many values in one call: it is the number of calls that takes time."""
-    total = sum(len(part) for part in parts)
-    buffer = torch.empty(min(total, at_once) if std else 0, device=generator.device)
-    while parts:
-        count, size = 0, 0
-        while count < len(parts) and (count == 0 or size + len(parts[count]) <= at_once):
-            size += len(parts[count])
-            count += 1
-        some, parts = parts[:count], parts[count:]
-        if std:
-            noise = buffer[:size].normal_(0, std, generator=generator)
-            torch._foreach_add_(some, list(noise.split([len(part) for part in some])))
-        torch._foreach_div_(some, divisor)
+    at_once = _DRAWN_BY_A_THREAD if cpu else _DRAWN_AT_ONCE
+    draws = SECURE_DRAWS if generator.secure else _DRAWS
+    streams = generator.streams(threads * draws)
+    work: list[Callable[[], None]] = []
+    for i, share in enumerate(shares):
+        own = streams[i * draws : (i + 1) * draws]
+        if generator.secure:
+            work.append(partial(add_secure_noise_, share, std, own, divisor))
+        else:
+            work.append(partial(add_noise_at_once_, share, std, own, divisor, at_once))
+    run_in_threads(work)
 
 
 def shared_sampling_generator(
@@ -363,9 +374,9 @@ _WORDS = struct.Struct(f"<{_TWISTER_WORDS}Q")  # 32 bits used of each
 _STATE_BYTES = 5056
 
 
-def _twister_state(generator: torch.Generator, entropy: bytes) -> torch.Tensor:
+def _twister_state(entropy: bytes) -> torch.Tensor:
     """Returns the state (5056 bytes) that holds ``entropy`` and twists before its first number."""
-    current = generator.get_state().numpy().tobytes()
+    current = torch.Generator().get_state().numpy().tobytes()
     _, left, seeded, position = _HEADER.unpack_from(current)
     if len(current) != _STATE_BYTES or (left, seeded, position) != (1, 1, 0):
         raise PrivacyError(

@@ -17,18 +17,21 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A module imports only from the lines above its own.
 TIERS = (
-    ("errors", "forms"),
+    ("errors", "forms", "noise"),
     (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
-        *("rows", "placement", "iterates", "methods"),
+        *("bad_data", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one"),
     ),
     ("accountants", "ranks"),
     ("releases",),
     ("projection", "layer_rules", "heads", "probing", "accounting", "sampling", "processes"),
     ("losses", "mechanism", "sites", "targets", "coordinates", "units"),
+    ("entries",),
+    ("chain", "weight_files"),
+    ("ledger_file",),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
-    ("per_sample", "optimizer"),
+    ("per_sample", "optimizer", "publishing", "verify"),
     ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
     ("layerwise", "selfcheck"),
     ("engine", "batch_engine"),
@@ -36,14 +39,15 @@ TIERS = (
     ("host_options", "model_card", "method_arguments", "contradictions"),
     ("arguments",),
     ("plan",),
-    ("callbacks", "disclosure", "drawing", "assembly"),
+    ("callbacks", "checkpoints", "disclosure", "drawing", "assembly"),
     ("mixin",),
     ("trainer", "seq2seq", "sft"),
     ("memory",),
     ("memory_report",),
     ("plan_methods",),
     ("plan_report",),
-    ("plan_command",),
+    ("plan_command", "card_command"),
+    ("ledger_command",),
     ("cli",),
     ("__init__",),
 )
@@ -54,7 +58,8 @@ ONLY_IN = {
     "transformers": {
         *("layer_rules", "vectorise", "targets"),
         *("host_options", "arguments", "method_arguments", "model_card", "plan"),
-        *("callbacks", "disclosure", "drawing", "mixin", "trainer", "seq2seq", "plan_command"),
+        *("callbacks", "checkpoints", "disclosure", "drawing", "mixin", "trainer", "seq2seq"),
+        "plan_command",
         "selfcheck",
     },
     "trl": {"sft"},
@@ -168,6 +173,7 @@ def test_every_import_is_declared_in_setup_cfg(path: Path) -> None:
         config["options"]["install_requires"]
         + config["options.extras_require"]["pld"]
         + config["options.extras_require"]["sft"]
+        + config["options.extras_require"]["plot"]
     ).splitlines()
     known = {re.split(r"[<>=!~;\[ ]", line)[0].replace("-", "_") for line in declared if line}
     used = {name.partition(".")[0] for name in imports(path.read_text())}

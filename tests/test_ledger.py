@@ -12,33 +12,21 @@ from typing import Any
 
 import pytest
 
+from dp_grape_hf import entries, ledger_file
 from dp_grape_hf import ledger as ledger_module
-from dp_grape_hf.accounting import PRV
+from dp_grape_hf.accounting import PRV, compose_epsilon
+from dp_grape_hf.chain import broken, extended, has_been_head, is_prefix
+from dp_grape_hf.entries import Imported, Resume, Start
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
 from dp_grape_hf.mechanism import ADDED_IN_VERSION, MAY_CHANGE_ON_RESUME, Mechanism, Release
 from dp_grape_hf.plan import PrivacyPlan
+from tests.ledgers import MECHANISM, edit, rewrite, write_old
 from tests.trainers import make_args
-
-MECHANISM = Mechanism(
-    noise_multiplier=1.5,
-    sample_rate=0.0625,
-    max_grad_norm=0.5,
-    expected_batch_size=64,
-    num_samples=1024,
-    target_epsilon=6.0,
-    target_delta=1e-5,
-    accountant="prv",
-    engine="layerwise",
-    projection="gaussian",
-    projection_rank=16,
-    projection_update_steps=100,
-    projection_seed=0,
-)
 
 
 def _unplaced(ledger: Ledger) -> Ledger:
-    return replace(ledger, path=None)
+    return Ledger(ledger.links)
 
 
 # ---- Round trip ----
@@ -76,22 +64,37 @@ def test_the_file_is_strict_json_whatever_the_numbers(tmp_path: Path) -> None:
         raise AssertionError(name)
 
     content = json.loads(path.read_text(encoding="ascii"), parse_constant=refuse)
-    assert content["mechanism"]["max_grad_norm"] == "Infinity"
+    assert content["entries"][0]["mechanism"]["max_grad_norm"] == "Infinity"
 
 
 def test_the_file_holds_public_facts_only(tmp_path: Path) -> None:
     """Every key is listed here, so that a new one is looked at before it is published."""
     path = tmp_path / LEDGER_NAME
-    Ledger.start(MECHANISM, path).record(3)
+    ledger = Ledger.start(MECHANISM, path)
+    ledger.record(3)
+    ledger.snapshot(3, {"model.safetensors": "0" * 64}).save(tmp_path / "checkpoint-3" / "copy")
+    other = replace(MECHANISM, accountant="rdp")
+    Ledger.resume(path, tmp_path / "checkpoint-3" / "copy", other, updates=3).mark_not_private("so")
     content = json.loads(path.read_text())
-    assert set(content) == {
-        *("schema_version", "mechanism", "run_id", "started_at", "versions"),
-        *("releases", "updates", "not_private_reasons"),
-    }
-    assert set(content["mechanism"]) == {f.name for f in fields(Mechanism)}
-    assert {name for name in content["mechanism"] if "seed" in name} == {"projection_seed"}
-    assert set(content["versions"]) == {"dp_grape_hf", "torch", "transformers", "prv-accountant"}
-    assert content["releases"] == [asdict(Release(1.5, 0.0625, 3))]
+    assert set(content) == {"schema_version", "entries"}
+    start, releases, weights, resume, not_private = content["entries"]
+    assert [list(entry) for entry in content["entries"]] == [
+        ["kind", "run_id", "at", "versions", "mechanism", "schema", "digest"],
+        ["kind", "noise_multiplier", "sample_rate", "count", "digest"],
+        ["kind", "updates", "files", "digest"],
+        ["kind", "session", "updates", "at", "versions", "changes", "digest"],
+        ["kind", "reason", "digest"],
+    ]
+    assert set(start["mechanism"]) == {f.name for f in fields(Mechanism)}
+    assert {name for name in start["mechanism"] if "seed" in name} == {"projection_seed"}
+    packages = {"dp_grape_hf", "torch", "transformers", "prv-accountant", "dp-accounting"}
+    assert set(start["versions"]) == set(resume["versions"]) == packages
+    assert (releases["noise_multiplier"], releases["count"]) == (1.5, 3)
+    assert (weights["files"], resume["changes"]) == (
+        {"model.safetensors": "0" * 64},
+        {"accountant": "rdp"},
+    )
+    assert not_private["reason"] == "so"
 
 
 def test_runs_have_ids_of_their_own() -> None:
@@ -299,7 +302,7 @@ def test_a_mechanism_without_a_guarantee_is_never_private(
     assert not ledger.private
     assert ledger.epsilon() == math.inf
     assert reason in ledger.not_private_reasons[0]
-    _edit(path, lambda content: content.update(not_private_reasons=[]))
+    rewrite(path, lambda content: content["entries"][1:].clear())
     assert Ledger.load(path).epsilon() == math.inf
 
 
@@ -400,12 +403,13 @@ def test_the_ledger_of_another_run_beside_a_checkpoint_does_not_count(
     assert Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20).steps == 20
 
 
-def test_not_private_in_either_file_stays_not_private(run: tuple[Path, Path]) -> None:
+def test_not_private_in_the_live_file_stays_not_private(run: tuple[Path, Path]) -> None:
     live, copy = run
-    _edit(live, lambda content: content.update(not_private_reasons=["live"]))
-    _edit(copy, lambda content: content.update(not_private_reasons=["copy", "live"]))
+    writer = Ledger.load(live)
+    writer.mark_not_private("live")
+    writer.save(live)
     ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
-    assert ledger.not_private_reasons == ["copy", "live"]
+    assert ledger.not_private_reasons == Ledger.load(live).not_private_reasons == ["live"]
 
 
 OTHER_VALUES: dict[str, Any] = {
@@ -490,10 +494,32 @@ def test_resuming_inside_another_run_is_refused(run: tuple[Path, Path]) -> None:
 
 def test_a_live_ledger_behind_its_checkpoint_is_refused(run: tuple[Path, Path]) -> None:
     live, copy = run
-    _edit(live, lambda content: content.update(updates=None))
-    _edit(live, lambda content: content["releases"][0].update(count=19))
+    behind = Ledger(Ledger.load(copy).links[:1])
+    behind.record(19)
+    behind.save(live)
     with pytest.raises(PrivacyError, match="19 and 20 releases"):
         Ledger.resume(live, copy, MECHANISM, updates=20)
+
+
+def test_branches_that_both_released_are_refused(run: tuple[Path, Path], tmp_path: Path) -> None:
+    """Either alone would count its own releases, and the larger count is not all of them."""
+    elsewhere = tmp_path / "elsewhere" / LEDGER_NAME
+    Ledger.resume(elsewhere, run[1], MECHANISM, updates=20).record(3)
+    Ledger.resume(run[0], run[1], MECHANISM, updates=20).record(4)
+    with pytest.raises(PrivacyError, match="branches of one run"):
+        Ledger.resume(elsewhere, run[1], MECHANISM, updates=20)
+
+
+def test_releases_of_another_branch_are_not_taken_for_those_of_this_one(
+    run: tuple[Path, Path],
+) -> None:
+    """The copy holds 2 releases after the 20th, the live file 5, none of which are the same."""
+    live, copy = run
+    branch = Ledger.load(copy)
+    branch.record(2)
+    branch.snapshot(22).save(copy)
+    with pytest.raises(PrivacyError, match="branches of one run"):
+        Ledger.resume(live, copy, MECHANISM, updates=22)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["live", "checkpoint"])
@@ -531,50 +557,294 @@ def test_a_run_names_the_accountant_that_answers(
 # ---- Files of older versions ----
 
 
-def _as_version_1(content: dict[str, Any]) -> None:
-    content["schema_version"] = 1
-    for added in ADDED_IN_VERSION.values():
-        for name in added:
-            del content["mechanism"][name]
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_a_file_from_before_the_chain_says_so(version: int, tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_NAME
+    write_old(path, version, updates=12, not_private_reasons=["so"])
+    ledger = Ledger.load(path)
+    assert (ledger.mechanism, ledger.steps, ledger.updates) == (MECHANISM, 20, 12)
+    assert ledger.not_private_reasons == ["so"]
+    assert ledger.links[-1].entry == Imported(version)
+    ledger.save(path)
+    assert Ledger.load(path) == ledger
 
 
-def test_a_file_without_a_clipping_mode_was_clipped_flat(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    for path in run:
-        _edit(path, _as_version_1)
-    assert Ledger.load(copy).mechanism == MECHANISM
+def test_a_run_from_before_the_chain_goes_on_with_one(tmp_path: Path) -> None:
+    live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-20" / LEDGER_NAME
+    write_old(copy, version=1, updates=20)
+    write_old(live, version=1, releases=[asdict(Release(1.5, 0.0625, 25))])
     with pytest.raises(PrivacyError, match=r"clipping='per_layer' \(recorded: 'flat'\)"):
         Ledger.resume(live, copy, replace(MECHANISM, clipping="per_layer"), updates=20)
+    Ledger.resume(live, copy, MECHANISM, updates=20).record(2)
+    Ledger.resume(live, copy, MECHANISM, updates=20).record(3)
+    kinds = [type(link.entry) for link in Ledger.load(live).links]
+    assert kinds == [Start, Release, Imported, Resume, Release, Resume, Release]
+    assert (Ledger.load(live).steps, json.loads(live.read_text())["schema_version"]) == (
+        30,
+        SCHEMA_VERSION,
+    )
+
+
+def test_reasons_in_either_file_from_before_the_chain_are_kept(tmp_path: Path) -> None:
+    live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-20" / LEDGER_NAME
+    write_old(copy, updates=20, not_private_reasons=["copy", "live"])
+    write_old(live, not_private_reasons=["live"])
     ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
-    assert (ledger.steps, json.loads(live.read_text())["schema_version"]) == (25, SCHEMA_VERSION)
+    assert ledger.not_private_reasons == ["live", "copy"]
 
 
 def test_an_old_file_is_held_to_its_own_version(tmp_path: Path) -> None:
     """A name that its version did not know is as unknown as any other."""
     path = tmp_path / LEDGER_NAME
-    Ledger.start(MECHANISM, path)
-    _edit(path, lambda content: content.update(schema_version=1))
-    with pytest.raises(PrivacyError, match="clipping='flat' is unknown"):
-        Ledger.load(path)
-    _edit(path, lambda content: content.update(schema_version=2))
-    with pytest.raises(PrivacyError, match="max_batch_size=None is unknown"):
-        Ledger.load(path)
-    _edit(path, lambda content: content.update(schema_version=3))
-    with pytest.raises(PrivacyError, match="max_examples_per_unit=None is unknown"):
-        Ledger.load(path)
-    _edit(path, _as_version_1)
-    _edit(path, lambda content: content.update(schema_version=2))
+    mechanism = asdict(MECHANISM)
+    for version, name in ((1, "clipping='flat'"), (2, "max_batch_size=None")):
+        write_old(path, version, mechanism=mechanism)
+        with pytest.raises(PrivacyError, match=f"{name} is unknown"):
+            Ledger.load(path)
+    write_old(path, 2, mechanism={k: v for k, v in mechanism.items() if k != "clipping"})
     with pytest.raises(PrivacyError, match="clipping is missing"):
         Ledger.load(path)
 
 
-# ---- Validation ----
-
-
-def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_mechanism_that_grows_later_leaves_old_digests_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What version 5 wrote without a parameter keeps its digest when version 6 adds one."""
+    monkeypatch.setattr(entries, "SCHEMA_VERSION", 6)
+    monkeypatch.setattr(ledger_file, "SCHEMA_VERSION", 6)
+    monkeypatch.setitem(ADDED_IN_VERSION, 6, {"max_examples_per_unit": None})
+    path = tmp_path / LEDGER_NAME
+    ledger = Ledger(extended((), Start("run", "now", {}, MECHANISM, schema=5)))
+    ledger.record(3)
+    ledger.save(path)
     content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+    assert "max_examples_per_unit" not in content["entries"][0]["mechanism"]
+    assert Ledger.load(path) == ledger
+    rewrite(path, lambda content: content["entries"][0].update(schema=6))
+    with pytest.raises(PrivacyError, match="max_examples_per_unit is missing"):
+        Ledger.load(path)
+
+
+# ---- The chain ----
+
+
+def _story(path: Path) -> Ledger:
+    """A run with an entry of nearly every kind."""
+    ledger = Ledger.start(MECHANISM, path)
+    ledger.record(20)
+    copy = path.parent / "checkpoint-20" / LEDGER_NAME
+    ledger.snapshot(20, {"model.safetensors": "1" * 64}).save(copy)
+    ledger.record(5)
+    ledger = Ledger.resume(path, copy, replace(MECHANISM, accountant="rdp"), updates=20)
+    ledger.record(7)
+    ledger.mark_not_private("a story")
+    return ledger
+
+
+TAMPERING: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "a count": lambda e: e[1].update(count=19),
+    "a later count": lambda e: e[5].update(count=1),
+    "the last entry": lambda e: e[6].update(reason="another"),
+    "a digest of weights": lambda e: e[2]["files"].update({"model.safetensors": "2" * 64}),
+    "updates": lambda e: e[2].update(updates=19),
+    "a resumption": lambda e: e[4].update(changes={}),
+    "delta": lambda e: e[0]["mechanism"].update(target_delta=1e-6),
+    "sigma everywhere": lambda e: [
+        one.update(noise_multiplier=2.0) for one in (e[0]["mechanism"], e[1], e[3], e[5])
+    ],
+    "a digest": lambda e: e[3].update(digest="3" * 64),
+    "order": lambda e: e.insert(3, e.pop(4)),
+    "an entry is gone": lambda e: e.pop(3),
+    "an entry is there twice": lambda e: e.insert(3, e[3]),
+    "another first entry": lambda e: e[0].update(run_id="another"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERING)
+def test_an_edit_breaks_the_chain(what: str, tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_NAME
+    _story(path)
+    Ledger.load(path)
+    edit(path, lambda content: TAMPERING[what](content["entries"]))
+    with pytest.raises(PrivacyError, match="does not fit its digest"):
+        Ledger.load(path)
+
+
+def test_what_a_chain_cannot_show(tmp_path: Path) -> None:
+    """It shows edits, not lies: these have to be found by other means, if at all."""
+    path = tmp_path / LEDGER_NAME
+    honest = _story(path)
+    edit(path, lambda content: content["entries"].pop())
+    rolled_back = Ledger.load(path)
+    assert rolled_back.private
+    assert rolled_back.links == honest.links[:-1]
+    assert has_been_head(rolled_back.head, honest.links)
+    assert not has_been_head(honest.head, rolled_back.links)
+    rewrite(path, lambda content: content["entries"][1].update(count=20_000))
+    assert Ledger.load(path).steps == 20_012
+
+
+def test_each_head_that_a_chain_had_can_be_checked_later(tmp_path: Path) -> None:
+    ledger = Ledger.start(MECHANISM)
+    heads = [ledger.head]
+    for _ in range(4):
+        ledger.record()
+        heads.append(ledger.head)
+    middle = Ledger(ledger.links)
+    ledger.snapshot(4)
+    ledger.record(3)
+    heads.append(ledger.head)
+    assert all(has_been_head(head, ledger.links) for head in heads)
+    assert len(set(heads)) == 6
+    assert is_prefix(middle.links, ledger.links)
+    assert not is_prefix(ledger.links, middle.links)
+    middle.record()
+    assert not is_prefix(middle.links, ledger.links), "5 releases and then weights is not 4"
+    assert not has_been_head(middle.head, ledger.links)
+
+
+def test_how_often_releases_are_recorded_does_not_matter() -> None:
+    start = Ledger.start(MECHANISM)
+    one, many = Ledger(start.links), Ledger(start.links)
+    one.record(9)
+    for _ in range(9):
+        many.record()
+    assert one == many
+    assert broken(one.links) is None
+
+
+def test_saving_the_same_weights_again_is_one_entry() -> None:
+    ledger = Ledger.start(MECHANISM)
+    ledger.record(2)
+    ledger.snapshot(2, {"a.bin": "1" * 64})
+    head = ledger.head
+    assert ledger.snapshot(2, {"a.bin": "1" * 64}).head == head
+    assert ledger.snapshot(2, {"a.bin": "2" * 64}).head != head
+
+
+def test_the_live_file_holds_what_every_copy_says(run: tuple[Path, Path]) -> None:
+    live, copy = run
+    assert is_prefix(Ledger.load(copy).links, Ledger.load(live).links)
+    Ledger.resume(live, copy, MECHANISM, updates=20).record()
+    assert is_prefix(Ledger.load(copy).links, Ledger.load(live).links)
+
+
+# ---- Two runs in one folder ----
+
+
+def test_a_run_stops_when_another_one_starts_in_its_folder(tmp_path: Path) -> None:
+    """Its next record would write over what the other one released."""
+    path = tmp_path / LEDGER_NAME
+    first = Ledger.start(MECHANISM, path)
+    first.record()
+    second = Ledger.start(MECHANISM, path)
+    second.record(5)
+    with pytest.raises(PrivacyError, match=r"not as this run wrote it last.*output_dir of its own"):
+        first.record()
+    second.record()
+    assert Ledger.load(path) == _unplaced(second)
+
+
+def test_a_run_stops_when_another_process_resumes_it(run: tuple[Path, Path]) -> None:
+    one = Ledger.resume(*run, MECHANISM, updates=20)
+    another = Ledger.resume(*run, MECHANISM, updates=20)
+    with pytest.raises(PrivacyError, match="not as this run wrote it last"):
+        one.record()
+    another.record()
+    assert Ledger.load(run[0]).steps == 26
+
+
+def test_a_live_file_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_NAME
+    ledger = Ledger.start(MECHANISM, path)
+    ledger.record(3)
+    path.unlink()
+    ledger.record()
+    assert Ledger.load(path).steps == 4
+
+
+def test_a_run_goes_on_after_a_write_that_may_have_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / LEDGER_NAME
+    ledger = Ledger.start(MECHANISM, path)
+    done = os.replace
+
+    def replaced(*names: Any) -> None:
+        done(*names)
+        raise OSError("power failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replaced)
+        with pytest.raises(OSError, match="power failed"):
+            ledger.record()
+    ledger.record()
+    assert Ledger.load(path).steps == 2
+
+
+# ---- Runs that continue others ----
+
+
+def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: Path) -> None:
+    first = Ledger.start(MECHANISM, tmp_path / "first" / LEDGER_NAME)
+    first.record(100)
+    other = replace(MECHANISM, noise_multiplier=3.0, sample_rate=0.01, num_samples=6400)
+    path = tmp_path / "second" / LEDGER_NAME
+    second = Ledger.start(other, path, continues=first)
+    assert (second.steps, second.releases, second.updates) == (0, (), None)
+    second.record(50)
+    assert (second.steps, second.mechanism) == (50, other)
+    assert is_prefix(first.links, second.links)
+    whole = compose_epsilon([(1.5, 0.0625, 100), (3.0, 0.01, 50)], delta=1e-5)
+    assert second.epsilon() == pytest.approx(whole)
+    assert second.epsilon() > first.epsilon() > 0
+    assert Ledger.load(path) == _unplaced(second)
+    assert [run.steps for run in Ledger.load(path).runs] == [100, 50]
+
+
+def test_releases_on_other_data_are_recorded_and_do_not_add_up() -> None:
+    first, alone = Ledger.start(MECHANISM), Ledger.start(MECHANISM)
+    first.record(100)
+    first.mark_not_private("the first")
+    alone.record(50)
+    second = Ledger.start(MECHANISM, continues=first, same_data=False)
+    second.record(50)
+    assert second.private
+    assert second.epsilon() == alone.epsilon()
+    assert [run.steps for run in second.runs] == [100, 50]
+    third = Ledger.start(MECHANISM, continues=second)
+    assert third.not_private_reasons == ["the first"], "the same data as any run before it"
+
+
+def test_a_run_that_continues_one_without_a_guarantee_has_none() -> None:
+    first = Ledger.start(MECHANISM, private=False, reason="the baseline")
+    second = Ledger.start(MECHANISM, continues=first)
+    assert second.not_private_reasons == ["the baseline"]
+    assert second.epsilon() == math.inf
+
+
+@pytest.mark.parametrize("change", [{"adjacency": "replace_one"}, {"privacy_unit": "author"}])
+def test_runs_about_different_neighbours_do_not_add_up(change: dict[str, Any]) -> None:
+    first = Ledger.start(MECHANISM)
+    with pytest.raises(PrivacyError, match=f"{next(iter(change))}=.* do not add up"):
+        Ledger.start(replace(MECHANISM, **change), continues=first)
+    Ledger.start(replace(MECHANISM, **change), continues=first, same_data=False)
+
+
+def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
+    first = Ledger.start(MECHANISM)
+    first.record(100)
+    live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-4" / LEDGER_NAME
+    second = Ledger.start(MECHANISM, live, continues=first)
+    second.record(4)
+    second.snapshot(4).save(copy)
+    second.record()
+    resumed = Ledger.resume(live, copy, MECHANISM, updates=4)
+    assert (resumed.steps, resumed.updates) == (5, 4)
+    assert [run.steps for run in resumed.composed_runs] == [100, 5]
+
+
+# ---- Validation ----
 
 
 @pytest.mark.parametrize(
@@ -584,81 +854,112 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ((), "schema_version", SCHEMA_VERSION + 1),
         ((), "schema_version", True),
         ((), "epsilon", 0.1),
-        ((), "run_id", 5),
-        ((), "started_at", ""),
-        ((), "versions", {"torch": 2}),
-        ((), "updates", 21),
-        ((), "updates", -1),
-        ((), "updates", True),
-        ((), "not_private_reasons", "none"),
-        ((), "not_private_reasons", [""]),
-        ((), "releases", {}),
-        ((), "mechanism", []),
-        (("releases", 0), "count", -1),
-        (("releases", 0), "count", 0),
-        (("releases", 0), "count", 20.0),
-        (("releases", 0), "count", True),
-        (("releases", 0), "count", "20"),
-        (("releases", 0), "noise_multiplier", 100.0),
-        (("releases", 0), "sample_rate", 1e-6),
-        (("releases", 0), "order", 1),
-        (("mechanism",), "noise_multiplier", -1.5),
-        (("mechanism",), "noise_multiplier", "Infinity"),
-        (("mechanism",), "noise_multiplier", "1.5"),
-        (("mechanism",), "sample_rate", 0),
-        (("mechanism",), "sample_rate", True),
-        (("mechanism",), "sample_rate", None),
-        (("mechanism",), "target_delta", 1.0),
-        (("mechanism",), "target_epsilon", 0.0),
-        (("mechanism",), "max_grad_norm", 0.0),
-        (("mechanism",), "expected_batch_size", "Infinity"),
-        (("mechanism",), "num_samples", 0),
-        (("mechanism",), "projection_rank", 0),
-        (("mechanism",), "projection_seed", 1.5),
-        (("mechanism",), "method", ""),
-        (("mechanism",), "clipping", "ghost"),
-        (("mechanism",), "clipping", None),
-        (("mechanism",), "seed", 42),
+        ((), "entries", {}),
+        (("entries",), 0, []),
+        ((0,), "kind", "end"),
+        ((0,), "kind", ["start"]),
+        ((0,), "run_id", 5),
+        ((0,), "at", ""),
+        ((0,), "versions", {"torch": 2}),
+        ((0,), "schema", 4),
+        ((0,), "schema", SCHEMA_VERSION + 1),
+        ((0,), "continues", "same data"),
+        ((0,), "mechanism", []),
+        ((2,), "updates", 21),
+        ((2,), "updates", -1),
+        ((2,), "updates", True),
+        ((2,), "files", []),
+        ((2,), "files", {"model.safetensors": "1" * 63}),
+        ((2,), "files", {"model.safetensors": 1}),
+        ((6,), "reason", ""),
+        ((6,), "reason", None),
+        ((4,), "changes", {"noise_multiplier": "1"}),
+        ((4,), "changes", {"accountant": 5}),
+        ((1,), "count", -1),
+        ((1,), "count", 0),
+        ((1,), "count", 20.0),
+        ((1,), "count", True),
+        ((1,), "count", "20"),
+        ((1,), "noise_multiplier", 100.0),
+        ((1,), "sample_rate", 1e-6),
+        ((1,), "order", 1),
+        ((1,), "digest", "1" * 63),
+        ((1,), "digest", None),
+        ((0, "mechanism"), "noise_multiplier", -1.5),
+        ((0, "mechanism"), "noise_multiplier", "Infinity"),
+        ((0, "mechanism"), "noise_multiplier", "1.5"),
+        ((0, "mechanism"), "sample_rate", 0),
+        ((0, "mechanism"), "sample_rate", True),
+        ((0, "mechanism"), "sample_rate", None),
+        ((0, "mechanism"), "target_delta", 1.0),
+        ((0, "mechanism"), "target_epsilon", 0.0),
+        ((0, "mechanism"), "max_grad_norm", 0.0),
+        ((0, "mechanism"), "expected_batch_size", "Infinity"),
+        ((0, "mechanism"), "num_samples", 0),
+        ((0, "mechanism"), "projection_rank", 0),
+        ((0, "mechanism"), "projection_seed", 1.5),
+        ((0, "mechanism"), "method", ""),
+        ((0, "mechanism"), "clipping", "ghost"),
+        ((0, "mechanism"), "clipping", None),
+        ((0, "mechanism"), "seed", 42),
     ],
     ids=lambda value: str(value),
 )
 def test_a_file_that_says_something_impossible_is_refused(
-    place: tuple[str | int, ...], key: str, value: Any, tmp_path: Path
+    place: tuple[Any, ...], key: Any, value: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / LEDGER_NAME
-    Ledger.start(MECHANISM, path).record(20)
+    _story(path)
 
     def change(content: Any) -> None:
-        for step in place:
+        for step in ("entries", *place) if place and place[0] != "entries" else place:
             content = content[step]
         content[key] = value
 
-    _edit(path, change)
+    (edit if key in (0, "digest") else rewrite)(path, change)
     with pytest.raises(PrivacyError) as refusal:
         Ledger.load(path)
-    for part in (str(path), key, str(value) if value != "Infinity" else "inf"):
+    assert "does not fit its digest" not in str(refusal.value)
+    shown = next(iter(value.values()), "") if isinstance(value, dict) else value
+    parts = (str(path), str(key), str(shown).replace("Infinity", "inf"))
+    for part in parts if key != 0 else parts[:1]:
         assert part in str(refusal.value)
 
 
-@pytest.mark.parametrize("place", [(), ("mechanism",), ("releases", 0)], ids=str)
-def test_a_missing_key_is_refused(place: tuple[str | int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [None, 0, 1, 2, 4, 6], ids=str)
+def test_a_missing_key_is_refused(place: int | None, tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
-    ledger = Ledger.start(MECHANISM, path)
-    ledger.record(20)
-    part: Any = json.loads(path.read_text())
-    for step in place:
-        part = part[step]
-    for key in part:
+    ledger = _story(path)
+    whole = json.loads(path.read_text())
+    for key in whole if place is None else whole["entries"][place]:
 
         def drop(content: Any, key: str = key) -> None:
-            for step in place:
-                content = content[step]
-            del content[key]
+            del (content if place is None else content["entries"][place])[key]
 
         ledger.save(path)
-        _edit(path, drop)
+        edit(path, drop)
         with pytest.raises(PrivacyError, match=key):
             Ledger.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: e.clear(), "must begin with a 'start'"),
+        (lambda e: e.pop(0), "'releases' comes before any 'start'"),
+        (lambda e: e.append(dict(e[0])), "continues=None, but 1 runs come before"),
+        (lambda e: e.append(e[0] | {"continues": "same data"}), "is that of a run before it"),
+        (lambda e: e.append({"kind": "imported", "from_schema": 5}), "from_schema=5"),
+    ],
+)
+def test_entries_that_do_not_belong_together_are_refused(
+    change: Callable[[list[Any]], object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / LEDGER_NAME
+    _story(path)
+    rewrite(path, lambda content: change(content["entries"]))
+    with pytest.raises(PrivacyError, match=message):
+        Ledger.load(path)
 
 
 @pytest.mark.parametrize(
@@ -668,9 +969,10 @@ def test_a_missing_key_is_refused(place: tuple[str | int, ...], tmp_path: Path) 
         ('"max_grad_norm": 0.5', '"max_grad_norm": Infinity'),
         ('"max_grad_norm": 0.5', '"max_grad_norm": 1' + "0" * 400),
         ('"count": 20', '"count": 2' + "0" * 5000),
-        ('"updates": null', '"updates": ' + "[" * 100_000),
+        ('"count": 20', '"count": ' + "[" * 100_000),
+        ('"count": 20', '"count": 2, "count": 20'),
     ],
-    ids=["nan", "inf", "huge", "endless", "deep"],
+    ids=["nan", "inf", "huge", "endless", "deep", "twice"],
 )
 def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 
+from dp_grape_hf.cli import main
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
-from dp_grape_hf.model_card import render
+from dp_grape_hf.model_card import CardDetails, declare, render
+from tests.hub_server import metadata_errors
 
 MECHANISM = Mechanism(
     noise_multiplier=1.0625,
@@ -34,13 +37,18 @@ def ledger(steps: int = 137, **changes: Any) -> Ledger:
     ledger = Ledger.start(replace(MECHANISM, **changes))
     if steps:
         ledger.record(steps)
-    return ledger
+    return ledger.snapshot(steps)
 
 
 def rows(card: str) -> dict[str, str]:
     """Returns the table of a card."""
-    found = re.findall(r"^\| (.+?) \| (.+?) \|$", card, re.MULTILINE)
+    found = re.findall(r"^\| (.+?) \| (.+?) \|$", section(card, "Privacy"), re.MULTILINE)
     return {name: value for name, value in found if name != "Quantity"}
+
+
+def section(card: str, title: str) -> str:
+    """Returns what stands under a heading; empty if there is none of that title."""
+    return next((p for p in card.split("\n## ") if p.startswith(f"{title}\n")), "")
 
 
 def claims_privacy(card: str) -> bool:
@@ -51,17 +59,57 @@ def claims_privacy(card: str) -> bool:
 # ---- Metadata ----
 
 
-@pytest.mark.parametrize("base_model", [None, "facebook/opt-125m", "roberta-base"])
-def test_the_metadata_are_those_of_the_hub(base_model: str | None) -> None:
-    card = ModelCard(render(ledger(), base_model))
-    expected = {
-        "library_name": "transformers",
-        "tags": ["dp-grape", "differential-privacy"],
-    }
-    if base_model is not None:
-        expected["base_model"] = base_model
-    assert card.data.to_dict() == expected
+@pytest.mark.parametrize(
+    ("details", "more"),
+    [
+        ({}, {}),
+        (
+            {"base_model": "facebook/opt-125m"},
+            {"base_model": "facebook/opt-125m", "base_model_relation": "finetune"},
+        ),
+        (
+            {"base_model": "roberta-base", "adapter": True},
+            {
+                "library_name": "peft",
+                "base_model": "roberta-base",
+                "base_model_relation": "adapter",
+            },
+        ),
+        (
+            {"language": ["en", "de"], "license": "mit", "datasets": ["nyu-mll/glue"]},
+            {"language": ["en", "de"], "license": "mit", "datasets": ["nyu-mll/glue"]},
+        ),
+        (
+            {"tags": ("vision", "dp-grape"), "pipeline_tag": "image-classification"},
+            {
+                "tags": ["dp-grape", "differential-privacy", "vision"],
+                "pipeline_tag": "image-classification",
+            },
+        ),
+    ],
+)
+def test_the_metadata_are_those_of_the_hub(details: dict[str, Any], more: dict[str, Any]) -> None:
+    text = render(ledger(), CardDetails(**details))
+    card = ModelCard(text)
+    tags = ["dp-grape", "differential-privacy"]
+    assert card.data.to_dict() == {"library_name": "transformers", "tags": tags} | more
+    assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
+    assert metadata_errors(text) == []
     assert card.text.lstrip().startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("card", "error"),
+    [
+        ("# no metadata", "no metadata"),
+        ("---\ntags: [\n---\n", "no YAML"),
+        ("---\ntags: fine\nloss: 1\n---\n", "loss is unknown"),
+        ("---\nlicense: MIT licence\n---\n", "license: 'MIT licence' is not valid"),
+        ("---\nbase_model: /data/model\n---\n", "base_model: '/data/model' is not valid"),
+    ],
+)
+def test_the_check_of_metadata_can_fail(card: str, error: str) -> None:
+    assert error in metadata_errors(card)[0]
 
 
 def test_no_base_model_is_made_up() -> None:
@@ -96,7 +144,16 @@ def test_every_number_is_that_of_the_ledger() -> None:
         "Projection seed (public)": "1234",
         "Method": "dp_grape",
         "Accountant": "rdp",
+        "Accountant's software": f"dp_grape_hf {one.versions['dp_grape_hf']}",
     }
+
+
+def test_the_accountant_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ledger(steps=1, accountant="prv")
+    name, version = "Accountant's software", one.versions["prv-accountant"]
+    assert rows(render(one))[name] == f"prv-accountant {version}"
+    monkeypatch.setattr(Ledger, "versions", {}, raising=False)
+    assert rows(render(one))[name] == "prv-accountant version not recorded"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +289,7 @@ def test_all_reasons_against_a_guarantee_are_given() -> None:
 @pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
 def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> None:
     one = ledger(**changes)
-    card = render(one, "facebook/opt-125m")
+    card = render(one, CardDetails(base_model="facebook/opt-125m"))
     words = set(re.findall(r"[a-z_]+", card.lower()))
     assert not words & {"loss", "losses", "accuracy", "perplexity", "f1", "eval", "grad_norm"}
     assert one.run_id not in card
@@ -244,20 +301,184 @@ def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> N
 def test_a_card_says_what_epsilon_does_not_cover_and_where_the_record_is() -> None:
     card = render(ledger())
     assert "Not covered by ε" in card
+    for what in ("hyper-parameters", "metrics", "preprocessing", "dataset size N", "base model"):
+        assert what in card
     assert "privacy_ledger.json" in card
     for package, version in ledger().versions.items():
         assert f"{package} {version}" in card
 
 
+# ---- What the publisher declares ----
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_metrics_appear_only_with_a_word_on_their_data(public: bool) -> None:
+    assert section(render(ledger()), "Metrics") == ""
+    with pytest.raises(PrivacyError, match="metrics_are_public=None"):
+        CardDetails(metrics={"accuracy": 0.5})
+    details = CardDetails(metrics={"accuracy": 0.91234}, metrics_are_public=public)
+    shown = section(render(ledger(), details), "Metrics")
+    assert "* accuracy: 0.9123\n" in shown
+    assert ("declares public" in shown) == public
+    assert ("no ε covers these figures" in shown) == (not public)
+
+
+def test_what_is_declared_adds_to_what_was() -> None:
+    first = declare(CardDetails(), True, "en", tags="a", tasks=["text-classification", "other"])
+    assert first == CardDetails(language="en", tags=("a",), pipeline_tag="text-classification")
+    second = declare(first, False, license="mit", metrics={"f1": 0.5}, dataset_name="d/e")
+    assert (second.language, second.license, second.datasets) == ("en", "mit", "d/e")
+    assert second.metrics_are_public is False
+    third = declare(second, True, model_name="Mine", finetuned_from="u/base", tags=["b", "c"])
+    assert third.metrics_are_public is False, "these metrics were declared before"
+    assert (third.model_name, third.base_model, third.tags) == ("Mine", "u/base", ("b", "c"))
+    assert declare(third, True, metrics={"f1": 0.6}).metrics_are_public is True
+
+
+def test_the_command_that_verifies_names_the_repository() -> None:
+    assert "\ndp-grape verify user/model\n" in render(ledger(), CardDetails(repo_id="user/model"))
+    assert "\ndp-grape verify .\n" in render(ledger())
+
+
+@pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
+def test_intended_use_and_citation_are_given(changes: dict[str, Any]) -> None:
+    card = render(ledger(**changes))
+    assert "arxiv.org/abs/2506.15588" in section(card, "How to cite")
+    use = section(card, "Intended use")
+    assert ("spends no more" in use) == (not changes)
+    assert "can reveal" in use
+    assert len(use.split()) > 20
+    assert ("Not covered by ε" in card) == (not changes), "there is no ε that could cover anything"
+
+
+def test_no_text_writes_the_card() -> None:
+    row = "x |\n| ε spent (upper bound) | 0.001 |\n## Privacy\n"
+    cards = [
+        render(ledger(steps=3, privacy_unit=row)),
+        render(ledger(steps=3), CardDetails(model_name=row)),
+        render(ledger(steps=3), CardDetails(metrics={row: 1}, metrics_are_public=True)),
+    ]
+    one = ledger(steps=3)
+    one.mark_not_private(row)
+    for card in (*cards, render(one)):
+        assert card.count("\n## Privacy\n") == 1
+        assert card.count("\n| ε spent (upper bound) |") == 1
+        assert rows(card)["ε spent (upper bound)"] != "0.001"
+        table = re.findall(r"^\|.*$", section(card, "Privacy"), re.MULTILINE)
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {3}
+
+
+# ---- What is no base for a card ----
+
+
+def test_a_ledger_without_weights_has_no_card() -> None:
+    one = Ledger.start(MECHANISM)
+    one.record(3)
+    with pytest.raises(PrivacyError, match="updates=None"):
+        render(one)
+    assert claims_privacy(render(one, updates=3))
+
+
+def test_a_ledger_without_delta_has_no_card() -> None:
+    with pytest.raises(PrivacyError, match="target_delta=None"):
+        render(ledger(target_delta=None))
+
+
+def test_an_infinite_epsilon_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "epsilon", lambda self: math.inf)
+    card = render(ledger())
+    assert not claims_privacy(card)
+    assert "no finite ε" in card
+    assert rows(card)["ε spent (upper bound)"] == "∞"
+
+
+# ---- dp-grape card ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    ledger().save(tmp_path / LEDGER_NAME)
+    return tmp_path
+
+
+def test_the_command_prints_the_card_of_a_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["card", str(folder)]) == 0
+    assert capsys.readouterr().out == render(Ledger.load(folder / LEDGER_NAME))
+    assert not (folder / "README.md").exists()
+
+
+def test_the_command_writes_what_is_declared(folder: Path) -> None:
+    options = "--repo_id user/m --license mit --language en --tags a b --datasets d/e --write"
+    more = "--base_model u/base --pipeline_tag text-classification --model_name Mine"
+    metrics = ["--metric", "test accuracy=0.908", "--metric", "f1=0.5", "--metrics_data", "private"]
+    (folder / "adapter_config.json").write_text("{}")
+    assert main(["card", str(folder), *options.split(), *more.split(), *metrics]) == 0
+    details = CardDetails(
+        repo_id="user/m",
+        model_name="Mine",
+        base_model="u/base",
+        adapter=True,
+        language=["en"],
+        license="mit",
+        pipeline_tag="text-classification",
+        datasets=["d/e"],
+        tags=("a", "b"),
+        metrics={"test accuracy": 0.908, "f1": 0.5},
+        metrics_are_public=False,
+    )
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert card == render(Ledger.load(folder / LEDGER_NAME), details)
+    assert metadata_errors(card) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--metric", "accuracy=0.9"], "metrics_are_public=None"),
+        (["--metric", "accuracy", "--metrics_data", "public"], "--metric 'accuracy'"),
+        (["--metric", "a=high", "--metrics_data", "public"], "--metric 'a=high'"),
+        (["--metric", "=1", "--metrics_data", "public"], "--metric '=1'"),
+    ],
+)
+def test_the_command_refuses_a_metric_that_says_too_little(
+    options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["card", str(folder), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_needs_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["card", str(tmp_path)]) == 2
+    assert LEDGER_NAME in capsys.readouterr().err
+
+
 # ---- The cards that are committed ----
 
 CARDS = sorted((Path(__file__).parent.parent / "model_cards").glob("*/README.md"))
+DECLARED = {
+    "digits_described": CardDetails(
+        repo_id="user/digits-vit-dp",
+        model_name="A small Vision Transformer for handwritten digits",
+        language=["en"],
+        license="apache-2.0",
+        pipeline_tag="image-classification",
+        metrics={"test accuracy": 0.925},
+        metrics_are_public=True,
+    ),
+}
 
 
 @pytest.mark.parametrize("path", CARDS, ids=[path.parent.name for path in CARDS])
 def test_a_committed_card_is_what_its_ledger_renders(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == render(Ledger.load(path.parent / LEDGER_NAME))
+    ledger = Ledger.load(path.parent / LEDGER_NAME)
+    card = path.read_text(encoding="utf-8")
+    assert card == render(ledger, DECLARED.get(path.parent.name))
+    assert metadata_errors(card) == []
+    assert claims_privacy(card) == ledger.private
 
 
-def test_there_are_committed_cards() -> None:
-    assert CARDS
+def test_the_committed_cards_show_a_private_run_and_one_that_is_not() -> None:
+    private = {Ledger.load(path.parent / LEDGER_NAME).private for path in CARDS}
+    assert private == {True, False}

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from dp_grape_hf import randomness
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.noise import add_noise_at_once_
 from dp_grape_hf.randomness import (
     add_noise_,
     noise_generator,
@@ -246,8 +247,8 @@ def with_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(randomness, name, counted)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    counting("_add_noise_in_slices_")
-    counting("_add_noise_at_once_")
+    counting("add_noise_in_slices_")
+    counting("add_noise_at_once_")
     return shares
 
 
@@ -311,8 +312,8 @@ def test_every_stream_of_a_secret_generator_is_fresh_secret_and_kept() -> None:
 def test_a_thread_that_fails_fails_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     generator = secret_generator()
-    monkeypatch.setattr(type(generator), "streams", lambda self, count: [self, "no generator"])
-    with pytest.raises(AttributeError, match="'str' object"):
+    monkeypatch.setattr(type(generator), "streams", lambda self, count: [self, self, self, "none"])
+    with pytest.raises(TypeError, match="not str"):
         add_noise_([torch.zeros(600_000)], 1.0, generator)
 
 
@@ -337,7 +338,7 @@ def test_noise_drawn_for_many_values_at_once_is_split_among_them(drawn_at_once: 
     values = [torch.full(shape, 8.0) for shape in ((3,), (40, 50), (), (0, 7), (17,), (100,))]
     flat = [part for value in values for part in value.view(-1).split(min(drawn_at_once, 1000))]
     generator = torch.Generator().manual_seed(0)
-    randomness._add_noise_at_once_(flat, 1e-3, generator, 2.0, drawn_at_once)
+    add_noise_at_once_(flat, 1e-3, [generator], 2.0, drawn_at_once)
     noise = torch.cat(flat).double().mul(2).sub(8).div(1e-3)
     size = noise.numel()
     assert not torch.equal(values[0], values[1][0, :3])
@@ -345,7 +346,7 @@ def test_noise_drawn_for_many_values_at_once_is_split_among_them(drawn_at_once: 
     rank = torch.arange(1, size + 1, dtype=torch.float64) / size
     assert (torch.special.ndtr(noise.sort().values) - rank).abs().max() < 2.9 / size**0.5
     before = generator.get_state()
-    randomness._add_noise_at_once_(flat, 0.0, generator, 4.0, drawn_at_once)
+    add_noise_at_once_(flat, 0.0, [generator], 4.0, drawn_at_once)
     assert torch.equal(generator.get_state(), before)
     torch.testing.assert_close(torch.cat(flat), torch.ones(size), rtol=1e-3, atol=0)
 

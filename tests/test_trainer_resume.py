@@ -1,4 +1,3 @@
-import json
 import logging
 import math
 import multiprocessing
@@ -18,6 +17,7 @@ from transformers import TrainerState
 from dp_grape_hf import PrivacyError, ProjectedOptimizer
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.ledgers import edit, rewrite
 from tests.trainers import (
     EXACT,
     RecordingTrainer,
@@ -209,23 +209,21 @@ def test_resuming_a_finished_run_releases_nothing(
 # ---- A ledger that does not belong ----
 
 
-def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def _set_updates(folder: Path) -> None:
-    _edit(folder / "checkpoint-3" / LEDGER_NAME, lambda c: c.update(updates=2))
+    copy = folder / "checkpoint-3" / LEDGER_NAME
+    rewrite(copy, lambda content: content["entries"][-1].update(updates=2))
 
 
 def _forget_releases(folder: Path) -> None:
-    _edit(folder / LEDGER_NAME, lambda c: c["releases"][0].update(count=1))
+    def change(content: dict[str, Any]) -> None:
+        del content["entries"][2:]  # after the start and the releases
+        content["entries"][1]["count"] = 1
+
+    rewrite(folder / LEDGER_NAME, change)
 
 
-def _forget_releases_everywhere(folder: Path) -> None:
-    _forget_releases(folder)
-    _forget_releases(folder / "checkpoint-3")
+def _edit_the_count(folder: Path) -> None:
+    edit(folder / LEDGER_NAME, lambda content: content["entries"][1].update(count=1))
 
 
 def _take_the_ledger_of_another_run(folder: Path) -> None:
@@ -244,11 +242,11 @@ def _damage_the_ledger(folder: Path) -> None:
 
 def _claim_more_noise(folder: Path) -> None:
     def change(content: dict[str, Any]) -> None:
-        content["mechanism"]["noise_multiplier"] = 2.0
-        content["releases"][0]["noise_multiplier"] = 2.0
+        content["entries"][0]["mechanism"]["noise_multiplier"] = 2.0
+        content["entries"][1]["noise_multiplier"] = 2.0
 
     for ledger_path in (folder / LEDGER_NAME, folder / "checkpoint-3" / LEDGER_NAME):
-        _edit(ledger_path, change)
+        rewrite(ledger_path, change)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +254,7 @@ def _claim_more_noise(folder: Path) -> None:
     [
         (_set_updates, r"updates=3.* 2 updates"),
         (_forget_releases, r"1 and 3 releases"),
-        (_forget_releases_everywhere, r"updates=3.* 1 releases"),
+        (_edit_the_count, r"entry 2 of 3 \(releases\) does not fit its digest"),
         (_take_the_ledger_of_another_run, r"different runs"),
         (_lose_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
         (_damage_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
@@ -365,7 +363,7 @@ def _dying(function: Callable[..., Any], at_call: int, *, after: bool = False) -
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
 # (what is replaced, the call that dies, whether after it was made)
 MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
-    "before a release is recorded": (os, "replace", 5, False),
+    "before a release is recorded": (os, "replace", 6, False),
     "after a release is recorded, before it is made": (Ledger, "record", 4, True),
     "before the gradient reaches the weights": (ProjectedOptimizer, "step", 3, False),
     "while weights are saved": (torch, "save", 5, False),

@@ -1,0 +1,81 @@
+"""Says what is wrong with the training data when a library below fails over it.
+
+Examples are described by names, types and shapes only: an error reaches logs, and values are not
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dp_grape_hf.errors import PrivacyError
+
+_COMPARED = 2**14  # examples, at most, among which one that is unlike the first is looked for
+_OF_DATA = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+
+
+@contextmanager
+def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
+    """Turns an error of data set, collator or model into one that says what to look at.
+
+    Args:
+        dataset: the training data.
+        doing: what fails, in words that begin a sentence.
+
+    Raises:
+        PrivacyError: in place of errors that data of a wrong form leads to, with what the first
+            example is, which other is unlike it, and what to do. Errors of this package, of files
+            and of a lack of memory stay as they are.
+    """
+    try:
+        yield
+    except (PrivacyError, torch.OutOfMemoryError):
+        raise
+    except _OF_DATA as error:
+        found = f"{doing} failed with {type(error).__name__}: {error}"
+        if "DataLoader worker" in str(error) and "exited" in str(error):
+            advice = (
+                "A process that fetched examples died: of a lack of memory, or by what the data "
+                "set does. Every release made is counted; go on from the last checkpoint with "
+                "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
+            )
+        else:
+            advice = (
+                f"{described(dataset)} Each example must be a mapping with the names of the "
+                "model's inputs and its labels, all of one form or padded by the data collator."
+            )
+        raise PrivacyError(f"{found.rstrip('.')}. {advice}") from error
+
+
+def described(dataset: Any) -> str:
+    """Says of what form the first example is, and of the first that has another one.
+
+    >>> described([{"x": [0.5, 1.5], "labels": 1}, {"x": [0.5]}])
+    'train_dataset[0] is {x: list of 2, labels: int}, and train_dataset[1] is {x: list of 1}.'
+    """
+    try:
+        first = _form(dataset[0])
+    except Exception as error:
+        return f"train_dataset[0] cannot be fetched ({type(error).__name__}: {error})."
+    for index in range(1, min(len(dataset), _COMPARED)):
+        try:
+            other = _form(dataset[index])
+        except Exception as error:
+            other = f"cannot be fetched ({type(error).__name__}: {error})"
+        if other != first:
+            return f"train_dataset[0] is {first}, and train_dataset[{index}] is {other}."
+    return f"train_dataset[0] is {first}."
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_form(item)}' for name, item in value.items())}}}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

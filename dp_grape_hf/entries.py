@@ -1,0 +1,325 @@
+"""The kinds of entries a ledger is made of, what they say together, and how JSON writes them."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism import (
+    ADDED_IN_VERSION,
+    MAY_CHANGE_ON_RESUME,
+    Mechanism,
+    Release,
+    check_fields,
+    kinds_of,
+)
+
+LEDGER_NAME = "privacy_ledger.json"
+SCHEMA_VERSION = 5
+FIRST_CHAINED = 5
+SAME_DATA, OTHER_DATA = "same data", "other data"
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def is_digest(value: Any) -> bool:
+    """Whether a value is a SHA-256 digest in lower-case hex."""
+    return isinstance(value, str) and len(value) == 64 and set(value) <= _HEX
+
+
+def _is_schema(value: Any) -> bool:
+    return type(value) is int and FIRST_CHAINED <= value <= SCHEMA_VERSION
+
+
+_COUNT = {"valid": ("at least 0", lambda x: x >= 0)}
+_SCHEMA = {"valid": (f"{FIRST_CHAINED} ... {SCHEMA_VERSION}", _is_schema)}
+_UNCHAINED = {"valid": (f"from 1 to {FIRST_CHAINED - 1}", lambda x: 1 <= x < FIRST_CHAINED)}
+_TERMS = {"valid": (f"{SAME_DATA!r} or {OTHER_DATA!r}", lambda x: x in (SAME_DATA, OTHER_DATA))}
+_TEXT_BY_KEY = {"valid": ("non-empty texts", lambda x: all(type(t) is str for t in x.values()))}
+_CHANGES = {
+    "valid": (
+        f"texts by one of {', '.join(MAY_CHANGE_ON_RESUME)}",
+        lambda x: all(k in MAY_CHANGE_ON_RESUME and type(t) is str and t for k, t in x.items()),
+    )
+}
+_FILES = {
+    "valid": ("a SHA-256 in hex by file name", lambda x: all(k and is_digest(x[k]) for k in x))
+}
+
+
+# ---- The kinds of entries: those after a start are about its run ----
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run begins. ``schema`` is the version of the file that the mechanism is written in.
+
+    Its releases add up with those of all runs before it in the chain if ``continues`` is
+    `SAME_DATA`, and with none if it is `OTHER_DATA`; the first run continues none.
+    """
+
+    run_id: str
+    at: str
+    versions: dict[str, str] = field(metadata=_TEXT_BY_KEY)
+    mechanism: Mechanism
+    schema: int = field(default=SCHEMA_VERSION, metadata=_SCHEMA)
+    continues: str | None = field(default=None, metadata=_TERMS)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights were saved that contain ``updates`` updates: SHA-256 by file name."""
+
+    updates: int = field(metadata=_COUNT)
+    files: dict[str, str] = field(metadata=_FILES)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The run goes on from weights with ``updates`` updates; ``changes`` are of its mechanism.
+
+    ``session`` is random: two branches of one run differ from here on, whatever the clocks say.
+    """
+
+    session: str
+    updates: int = field(metadata=_COUNT)
+    at: str
+    versions: dict[str, str] = field(metadata=_TEXT_BY_KEY)
+    changes: dict[str, str] = field(metadata=_CHANGES)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class NotPrivate:
+    """The run has no guarantee, for good, and why."""
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """All before it comes from a file of an older schema, which had no chain."""
+
+    from_schema: int = field(metadata=_UNCHAINED)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+Entry = Start | Release | Weights | Resume | NotPrivate | Imported
+
+KINDS: dict[str, type[Any]] = {
+    "start": Start,
+    "releases": Release,
+    "weights": Weights,
+    "resume": Resume,
+    "not_private": NotPrivate,
+    "imported": Imported,
+}
+KIND_OF = {cls: kind for kind, cls in KINDS.items()}
+
+
+# ---- What is noted when a run starts or resumes ----
+
+_PACKAGES = ("dp_grape_hf", "torch", "transformers", "prv-accountant", "dp-accounting")
+
+
+def now() -> str:
+    """Returns the time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def software_versions() -> dict[str, str]:
+    """Returns the versions of the software that releases depend on, by package."""
+    return {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+# ---- What the entries say together ----
+
+
+@dataclass
+class Run:
+    """What the entries from one start to the next say: all of it follows from them."""
+
+    start: Start
+    mechanism: Mechanism
+    steps: int = 0
+    updates: int | None = None
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The releases of the run, run-length coded."""
+        own = self.mechanism
+        return (Release(own.noise_multiplier, own.sample_rate, self.steps),) if self.steps else ()
+
+
+def runs_of(entries: Iterable[Entry]) -> list[Run]:
+    """Returns the runs that a chain records, oldest first.
+
+    Raises:
+        PrivacyError: The entries contradict each other.
+    """
+    runs: list[Run] = []
+    for entry in entries:
+        if isinstance(entry, Start):
+            _check_start(entry, runs)
+            runs.append(Run(entry, entry.mechanism, reasons=entry.mechanism.reasons_not_private()))
+            continue
+        require(bool(runs), f"entries: {KIND_OF[type(entry)]!r} comes before any 'start'.")
+        _read(entry, runs[-1])
+    require(bool(runs), "entries=[] must begin with a 'start'.")
+    return runs
+
+
+def _check_start(start: Start, before: Sequence[Run]) -> None:
+    require(
+        (start.continues is not None) == bool(before),
+        f"start: continues={start.continues!r}, but {len(before)} runs come before it.",
+    )
+    require(
+        all(run.start.run_id != start.run_id for run in before),
+        f"start: run_id={start.run_id!r} is that of a run before it.",
+    )
+    for run in before if start.continues == SAME_DATA else ():
+        for name in ("adjacency", "privacy_unit"):
+            ours, theirs = getattr(start.mechanism, name), getattr(run.mechanism, name)
+            require(
+                ours == theirs,
+                f"{name}={ours!r}, but run {run.start.run_id} on the same data has {theirs!r}: "
+                f"their epsilons are about different things and do not add up. Use {theirs!r}.",
+            )
+
+
+def _read(entry: Entry, run: Run) -> None:
+    if isinstance(entry, Release):
+        for name in ("noise_multiplier", "sample_rate"):
+            ours, theirs = getattr(run.mechanism, name), getattr(entry, name)
+            require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
+        run.steps += entry.count
+    elif isinstance(entry, Weights | Resume):
+        require(
+            entry.updates <= run.steps,
+            f"updates={entry.updates} must be a number from 0 to the {run.steps} releases.",
+        )
+        run.updates = entry.updates
+        if isinstance(entry, Resume):
+            changes: dict[str, Any] = dict(entry.changes)
+            run.mechanism = replace(run.mechanism, **changes)
+    elif isinstance(entry, NotPrivate) and entry.reason not in run.reasons:
+        run.reasons.append(entry.reason)
+
+
+# ---- As JSON ----
+
+
+def encoded(entry: Entry) -> dict[str, Any]:
+    """Returns an entry as JSON data; what is ``None`` is left out, but for a mechanism's own."""
+    content = {name: value for name, value in asdict(entry).items() if value is not None}
+    if isinstance(entry, Start):
+        unknown = unsaid_in(entry.schema)
+        content["mechanism"] = {
+            name: "Infinity" if value == math.inf else value
+            for name, value in content["mechanism"].items()
+            if name not in unknown
+        }
+    return {"kind": KIND_OF[type(entry)]} | content
+
+
+def decoded(content: Any, number: int) -> Entry:
+    """Returns an entry that was read as JSON.
+
+    Args:
+        content: what JSON holds.
+        number: where it stands, for errors, from 1 up.
+
+    Raises:
+        PrivacyError: It is no entry.
+    """
+    where = f"entry {number}"
+    require(isinstance(content, dict), f"{where}: {content!r} must be an object.")
+    content = dict(content)
+    kind = content.pop("kind", None)
+    known = isinstance(kind, str) and kind in KINDS
+    require(known, f"{where}: kind={kind!r} must be one of {', '.join(KINDS)}.")
+    cls, where = KINDS[kind], f"{where}, {kind}"
+    if cls is Start:
+        schema = content.get("schema")
+        require(_is_schema(schema), f"{where}: schema={schema!r} is not one of those read here.")
+        content["mechanism"] = mechanism_from(content.get("mechanism"), schema)
+    entry: Entry = built(cls, content, where, optional={"continues": None})
+    return entry
+
+
+def mechanism_from(content: Any, version: int) -> Mechanism:
+    """Returns a mechanism as files of a version wrote it."""
+    unsaid = unsaid_in(version)
+    mechanism: Mechanism = built(Mechanism, content, "mechanism", unsaid)
+    return mechanism
+
+
+def unsaid_in(version: int) -> dict[str, Any]:
+    """Returns the parameters of a mechanism that files of a version leave out, and their values."""
+    newer = (added for later, added in ADDED_IN_VERSION.items() if later > version)
+    return {name: value for added in newer for name, value in added.items()}
+
+
+def built(
+    cls: type[Any],
+    content: Any,
+    where: str,
+    unsaid: Mapping[str, Any] = {},
+    optional: Mapping[str, Any] = {},
+) -> Any:
+    """Builds a record from JSON data that holds every field, but for ``unsaid`` ones, and no other.
+
+    Args:
+        cls: the dataclass.
+        content: what JSON holds.
+        where: what errors call it.
+        unsaid: fields that must not be there, and their values.
+        optional: fields that may be missing, and their values then.
+
+    Raises:
+        PrivacyError: A field is missing, unknown or has a value that it cannot have.
+    """
+    names = {f.name for f in fields(cls)}
+    require_keys(content, names - unsaid.keys(), where, may_miss=optional.keys() & names)
+    content = {name: optional[name] for name in optional.keys() & names} | content | dict(unsaid)
+    for f in fields(cls):
+        if content[f.name] == "Infinity" and float in kinds_of(f):
+            content[f.name] = math.inf
+    try:
+        return cls(**content)
+    except PrivacyError as error:
+        raise PrivacyError(f"{where}: {error}") from error
+
+
+def require_keys(content: Any, names: set[str], where: str, may_miss: Collection[str] = ()) -> None:
+    """Refuses JSON data that is no object with these names."""
+    require(isinstance(content, dict), f"{where}={content!r} must be an object.")
+    for name in sorted(content.keys() ^ names):
+        if name in content:
+            raise PrivacyError(f"{where}: {name}={content[name]!r} is unknown.")
+        require(name in may_miss, f"{where}: {name} is missing.")

@@ -1,0 +1,329 @@
+"""``dp-grape verify`` and ``dp-grape ledger``: a ledger compared with its model, and shown."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from tqdm import tqdm
+
+from dp_grape_hf.accountants import AccountantFailure
+from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.chain import Link
+from dp_grape_hf.entries import (
+    KIND_OF,
+    LEDGER_NAME,
+    Imported,
+    NotPrivate,
+    Resume,
+    Start,
+    Weights,
+)
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import Mechanism, Release
+from dp_grape_hf.verify import CARD_NAME, MISMATCH, Check, epsilon_by, verify
+from dp_grape_hf.weight_files import PATTERNS
+
+_VERIFY = """\
+Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
+numbers on the model card, and the digests of the weights.
+
+  ok        both say the same
+  MISMATCH  they do not, and the exit code is 1
+  absent    there is nothing to compare, or a check does not apply, and why
+
+A part that was changed on its own is found. Whoever makes ledger, card and weights anew, digests
+included, has something that agrees with itself: only a digest noted before (--head, which
+dp-grape ledger shows) tells. Whether a run was made as it was recorded is its owner's word.
+"""
+
+_VERIFY_EXAMPLES = """\
+  $ dp-grape verify runs/digits
+  $ dp-grape verify runs/digits/checkpoint-100
+  $ dp-grape verify user/model --revision main
+"""
+
+_LEDGER = """\
+Show what a run recorded: its mechanism, its entries, and the epsilon spent by each accountant.
+
+Each entry's digest stands for all that comes before it. Note the last one where it is out of the
+reach of whoever keeps the ledger, and dp-grape verify --head tells later whether this was edited.
+"""
+
+_LEDGER_EXAMPLES = """\
+  $ dp-grape ledger runs/digits --plot epsilon.png
+"""
+
+_WIDTH = 100
+_POINTS = 40  # of the curve
+
+
+def add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``dp-grape verify``: a model's ledger, card and weights compared."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="check a saved or published model against its privacy ledger",
+        description=_VERIFY,
+        epilog=_VERIFY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_verify)
+    parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
+    parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
+    parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
+    _add_delta(parser)
+
+
+def add_ledger(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``dp-grape ledger``: a ledger for people."""
+    parser = subparsers.add_parser(
+        "ledger",
+        help="show what a run recorded, and the epsilon it spent",
+        description=_LEDGER,
+        epilog=_LEDGER_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_ledger)
+    parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw epsilon against the releases"
+    )
+    _add_delta(parser)
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target_delta", "--delta", type=float, metavar="delta", help="default: the ledger's"
+    )
+
+
+# ---- verify ----
+
+
+def _verify(args: argparse.Namespace) -> tuple[str, int]:
+    place = Path(args.place)
+    if not place.exists():
+        place = _downloaded(args.place, args.revision)
+    else:
+        require(args.revision is None, f"revision={args.revision!r} is for a repository on the Hub")
+    checks = verify(place, delta=args.target_delta, head=args.head)
+    wrong = sum(check.status == MISMATCH for check in checks)
+    verdict = (
+        f"{wrong} of {len(checks)} checks found a mismatch." if wrong else "Nothing disagrees."
+    )
+    return f"{_as_table(checks)}\n{verdict}\n", int(wrong > 0)
+
+
+def _downloaded(repo_id: str, revision: str | None) -> Path:
+    """Returns a folder with what is to be verified of a repository on the Hub."""
+    try:
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=[LEDGER_NAME, CARD_NAME, *PATTERNS],
+            ignore_patterns=["*/*"],  # copies of checkpoints
+        )
+    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
+        raise PrivacyError(
+            f"{repo_id!r} is no path here, and as a repository it cannot be read: {error}"
+        ) from error
+    return Path(folder)
+
+
+def _as_table(checks: Sequence[Check]) -> str:
+    """Returns aligned rows; what does not fit goes on below its column."""
+    widths = [
+        max(len(cell) for cell in column) for column in zip(*(c[:3] for c in checks), strict=True)
+    ]
+    widths = [min(width, limit) for width, limit in zip(widths, (34, 8, 30), strict=True)]
+    widths.append(max(24, _WIDTH - sum(widths) - 6))
+    lines = []
+    for cells in (("check", "", "stated", "found"), *checks):
+        parts = [textwrap.wrap(t, w) or [""] for t, w in zip(cells, widths, strict=True)]
+        for n in range(max(map(len, parts))):
+            line = (part[n] if n < len(part) else "" for part in parts)
+            padded = (t.ljust(w) for t, w in zip(line, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return "".join(f"{line}\n" for line in lines)
+
+
+# ---- ledger ----
+
+
+def _ledger(args: argparse.Namespace) -> str:
+    place: Path = args.place
+    ledger = Ledger.load(place / LEDGER_NAME if place.is_dir() else place)
+    delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
+    text = "\n".join(
+        [
+            f"run {ledger.run_id}, started {ledger.started_at}",
+            "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
+            "",
+            *_mechanism(ledger.mechanism),
+            "",
+            *_entries(ledger.links),
+            "",
+            *_spent(ledger, delta),
+            "",
+        ]
+    )
+    if args.plot is not None:
+        _plot(ledger, delta, args.plot)
+        text += f"\nWrote {args.plot}.\n"
+    return text
+
+
+def _mechanism(own: Mechanism) -> Iterator[str]:
+    cap, unit = own.max_batch_size, own.privacy_unit
+    rows = {
+        "method": own.method,
+        "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
+        "sampling": f"{own.sampling}, q = {own.sample_rate:.6g}"
+        + ("" if cap is None else f", at most {cap} at a time"),
+        "clipping": f"{own.clipping}, C = {own.max_grad_norm:g}",
+        "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
+        "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
+        "projection": f"{own.projection}, r = {own.projection_rank}, "
+        f"F = {own.projection_update_steps}",
+        "promised": "no epsilon"
+        if own.target_epsilon is None
+        else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
+        "accountant": own.accountant,
+    }
+    width = max(map(len, rows))
+    yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _entries(links: Sequence[Link]) -> Iterator[str]:
+    total, number = 0, len(str(len(links)))
+    yield f"{'#':>{number}}  {'entry':<11}  {'releases':>8}  {'digest':<12}  what it says"
+    for n, (entry, digest) in enumerate(links, 1):
+        total = 0 if isinstance(entry, Start) else total
+        total += entry.count if isinstance(entry, Release) else 0
+        says = textwrap.wrap(_says(entry), _WIDTH - number - 41) or [""]
+        head = f"{n:>{number}}  {KIND_OF[type(entry)]:<11}  {total:>8}  {digest[:12]}  "
+        yield head + says[0]
+        yield from (" " * len(head) + line for line in says[1:])
+    yield f"head {links[-1].digest}"
+
+
+def _says(entry: object) -> str:
+    if isinstance(entry, Start):
+        terms = "" if entry.continues is None else f", continues the run above, {entry.continues}"
+        return f"run {entry.run_id[:12]} at {entry.at}{terms}"
+    if isinstance(entry, Release):
+        return f"{entry.count} with sigma {entry.noise_multiplier:.6g}, q {entry.sample_rate:.6g}"
+    if isinstance(entry, Weights):
+        files = ", ".join(f"{name} {digest[:12]}" for name, digest in sorted(entry.files.items()))
+        return f"after {entry.updates} updates: {files or 'no digests'}"
+    if isinstance(entry, Resume):
+        changes = "".join(f", {name} is now {value}" for name, value in entry.changes.items())
+        return f"from {entry.updates} updates at {entry.at}{changes}"
+    if isinstance(entry, NotPrivate):
+        return entry.reason
+    assert isinstance(entry, Imported)
+    return f"what is above comes from a file of schema {entry.from_schema}, without a chain"
+
+
+def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
+    runs = len(ledger.composed_runs)
+    steps = sum(run.steps for run in ledger.composed_runs)
+    of = f"{steps} releases" + (f" of {runs} runs on the same data" if runs > 1 else "")
+    if not ledger.private:
+        yield f"epsilon after {of} is infinite: {'; '.join(ledger.not_private_reasons)}"
+    elif delta is None:
+        yield f"epsilon after {of} needs a delta: pass --delta"
+    else:
+        require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
+        yield f"epsilon after {of}, at delta {delta:g}:"
+        for name in ("prv", "pld", "rdp"):
+            try:
+                epsilon = f"{math.ceil(epsilon_by(name, ledger, delta) * 1e4) / 1e4:.4f}"
+            except AccountantFailure as failure:
+                epsilon = f"not applicable: {failure}"
+            yield f"  {name}  {epsilon}" + (
+                ", the run's own" * (name == ledger.mechanism.accountant)
+            )
+
+
+# ---- The plot ----
+
+
+def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
+    """Returns numbers of releases, over all runs that add up, and epsilon after each."""
+    blocks = ledger.composed
+    total = sum(count for _, _, count, *_ in blocks)
+    steps = sorted({round(total * n / _POINTS) for n in range(_POINTS + 1)})
+    epsilons = []
+    for done in tqdm(steps, disable=None):
+        left, taken = done, []
+        for sigma, rate, count, *variant in blocks:
+            part = min(left, count)
+            taken.append((sigma, rate, part, *variant))
+            left -= part
+        epsilons.append(compose_epsilon(taken, delta=delta, accountant=ledger.mechanism.accountant))
+    return steps, epsilons
+
+
+def _plot(ledger: Ledger, delta: float | None, path: Path) -> None:
+    require(ledger.private, f"--plot {path}: epsilon is infinite, there is nothing to draw.")
+    require(delta is not None, f"--plot {path}: the ledger has no delta. Pass --delta.")
+    require(ledger.composed != [], f"--plot {path}: nothing was released yet.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PrivacyError(
+            f"--plot {path} needs matplotlib, which is not installed; run `pip install matplotlib`."
+        ) from error
+    assert delta is not None
+    steps, epsilons = _curve(ledger, delta)
+    spent = math.ceil(epsilons[-1] * 1000) / 1000  # an upper bound is never rounded down
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, epsilons, color="C0", zorder=3)
+    target = ledger.mechanism.target_epsilon
+    if target is not None:
+        axes.axhline(target, color="C3", linestyle="--", label=f"promised, {target:g}")
+    for label, color, style, at in _events(ledger):
+        for n, step in enumerate(at):
+            once = label if n == 0 else "_again"  # a legend leaves out what begins so
+            axes.axvline(step, color=color, linestyle=style, linewidth=0.8, label=once)
+    axes.set(
+        xlabel="releases",
+        ylabel="epsilon, upper bound",
+        title=f"{spent:.3f} spent at delta {delta:g}, by {ledger.mechanism.accountant}",
+        xlim=(0, steps[-1]),
+        ylim=(0, None),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _events(ledger: Ledger) -> Iterator[tuple[str, str, str, list[int]]]:
+    """Returns what else happened: a label, a colour, a style, and after which releases."""
+    ids = {run.start.run_id for run in ledger.composed_runs}
+    at: dict[type[object], list[int]] = {Weights: [], Resume: [], Start: []}
+    total, counts = 0, False
+    for entry, _ in ledger.links:
+        if isinstance(entry, Start):
+            counts = entry.run_id in ids
+        if isinstance(entry, Release) and counts:
+            total += entry.count
+        elif counts and type(entry) in at:
+            at[type(entry)].append(total)
+    yield "weights saved", "0.8", "-", at[Weights]
+    yield "resumed", "C1", ":", at[Resume]
+    yield "another run continues", "C2", "-.", at[Start][1:]

@@ -1,0 +1,132 @@
+"""The file of a ledger: strict JSON, read in every version, written whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from dp_grape_hf.chain import Link, extended
+from dp_grape_hf.entries import (
+    FIRST_CHAINED,
+    SCHEMA_VERSION,
+    Entry,
+    Imported,
+    NotPrivate,
+    Start,
+    Weights,
+    built,
+    decoded,
+    encoded,
+    is_digest,
+    mechanism_from,
+    require_keys,
+)
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism import Release
+
+
+def read_links(path: str | Path) -> tuple[Link, ...]:
+    """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
+
+    Files of schemas before 5 have no digests; they get the ones that their entries would have, and
+    an entry at the end that says so.
+
+    Raises:
+        PrivacyError: The file is missing, is not JSON or holds no such entries.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        # NaN and Infinity are not JSON: they become texts, which no number may be.
+        content = json.loads(text, parse_constant=repr, object_pairs_hook=_object)
+        version: Any = content.get("schema_version") if isinstance(content, dict) else None
+        known = type(version) is int and 1 <= version <= SCHEMA_VERSION
+        require(
+            known,
+            f"schema_version={version!r} is not one of 1 ... {SCHEMA_VERSION}, the ones read here. "
+            "A newer file needs a newer dp_grape_hf.",
+        )
+        del content["schema_version"]
+        if version < FIRST_CHAINED:
+            return extended((), *_entries_before_chains(content, version))
+        require_keys(content, {"entries"}, "ledger")
+        entries = content["entries"]
+        require(isinstance(entries, list), f"entries={entries!r} must be a list.")
+        return tuple(_link(entry, number) for number, entry in enumerate(entries, 1))
+    except PrivacyError:
+        raise
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        raise PrivacyError(f"{error}") from error
+
+
+def to_text(links: Sequence[Link], known: dict[str, str] | None = None) -> str:
+    """Returns the file that a chain is written as.
+
+    Args:
+        links: the chain.
+        known: the texts of entries by their digests, to be used again when the chain has grown.
+    """
+    known = {} if known is None else known
+    for link in links[:-1]:
+        if link.digest not in known:
+            known[link.digest] = _text_of(link)
+    texts = [known[link.digest] for link in links[:-1]] + [_text_of(link) for link in links[-1:]]
+    entries = ",\n".join(texts)
+    return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "entries": [\n{entries}\n  ]\n}}\n'
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all, even if the power fails, and its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def _text_of(link: Link) -> str:
+    content = encoded(link.entry) | {"digest": link.digest}
+    return indent(json.dumps(content, indent=2, allow_nan=False), "    ")
+
+
+def _link(content: Any, number: int) -> Link:
+    digest = content.pop("digest", None) if isinstance(content, dict) else None
+    entry = decoded(content, number)
+    require(is_digest(digest), f"entry {number}: digest={digest!r} must be a SHA-256 in hex.")
+    return Link(entry, str(digest))
+
+
+def _entries_before_chains(content: dict[str, Any], version: int) -> Iterator[Entry]:
+    names = {"mechanism", "run_id", "started_at", "versions"}
+    require_keys(content, names | {"releases", "updates", "not_private_reasons"}, "ledger")
+    versions, at, run_id = content["versions"], content["started_at"], content["run_id"]
+    mechanism = mechanism_from(content["mechanism"], version)
+    start = {"run_id": run_id, "at": at, "versions": versions, "mechanism": mechanism}
+    yield built(Start, start | {"schema": SCHEMA_VERSION, "continues": None}, "ledger")
+    releases, reasons = content["releases"], content["not_private_reasons"]
+    require(isinstance(releases, list), f"releases={releases!r} must be a list.")
+    for release in releases:
+        yield built(Release, release, "releases")
+    if content["updates"] is not None:
+        yield built(Weights, {"updates": content["updates"], "files": {}}, "ledger")
+    texts = isinstance(reasons, list) and all(type(reason) is str and reason for reason in reasons)
+    require(texts, f"not_private_reasons={reasons!r} must be non-empty texts.")
+    yield from map(NotPrivate, reasons)
+    yield Imported(version)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    require(len(content) == len(pairs), f"a name occurs twice in {[name for name, _ in pairs]}.")
+    return content

@@ -1,0 +1,396 @@
+"""What of a saved model may leave the machine, by an allow-list, and its upload as one commit.
+
+A folder that a run saved holds more than a model: optimizer state, logs, pickled arguments with
+their seed and token. Nothing is sent because it is there: a file is sent if its name is on the list
+below, it is a plain file directly in the folder, and its content is of the kind that its name says.
+
+A publication is one commit, which the Hub shows whole or not at all. So the weights never appear
+without the ledger and the card that speak for them, and a push that fails leaves what was there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from types import CodeType
+from typing import Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+
+logger = logging.getLogger(__name__)
+
+CARD_NAME = "README.md"
+ALLOWED = {
+    "weights": (
+        "model.safetensors",
+        "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
+        "model.safetensors.index.json",
+    ),
+    "adapter": ("adapter_model.safetensors",),
+    "config": ("config.json", "generation_config.json", "adapter_config.json"),
+    "tokenizer or processor": (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+        *("spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
+        *("spm_char.model", "source.spm", "target.spm", "prophetnet.tokenizer", "bpe.codes"),
+        *("dict.txt", "emoji.json", "byte_maps.json", "entity_vocab.json", "target_vocab.json"),
+        *("vocab-src.json", "vocab-tgt.json", "word_shape.json", "word_pronunciation.json"),
+        *("normalizer.json", "chat_template.jinja", "chat_template.json"),
+        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+        "audio_tokenizer_config.json",
+    ),
+    "ledger": (LEDGER_NAME,),
+    "card": (CARD_NAME,),
+}
+"""Kind of content -> patterns of names. Weights in pickles are missing: they can hold anything."""
+
+HOST_UPLOADS = ("push_to_hub", "_push_from_checkpoint")
+"""The methods of ``transformers.Trainer`` that upload, both replaced in ``disclosure``."""
+
+_SEAMS = ("init_hf_repo", "create_model_card", "_finish_current_push", *HOST_UPLOADS)
+_UPLOADS = {
+    *("upload_file", "upload_folder", "upload_large_folder", "preupload_lfs_files"),
+    *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),
+}
+_INDEX = "model.safetensors.index.json"
+_PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
+_WEIGHTS_ELSEWHERE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$")
+_WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
+
+Card = Callable[[Ledger], str]
+
+
+def kind_of(name: str) -> str | None:
+    """Returns what kind of content a file of that name may be published as; None: it may not."""
+    for kind, patterns in ALLOWED.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return kind
+    return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name can be one on the Hub: no path, and nothing that lies here."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not os.path.exists(name)
+
+
+# ---- From a folder of a run to what may be seen ----
+
+
+def stage(folder: Path, into: Path, card: Card) -> Ledger:
+    """Copies what may be published of a saved model, and writes the card that its ledger supports.
+
+    Weights, tokenizer and ledger are copied byte by byte. Local paths are taken out of the copies
+    of the configs (PEFT notes there where the base model was loaded from).
+
+    Args:
+        folder: where a run saved its model; everything that is not on the list stays there.
+        into: an empty folder.
+        card: writes the card from the ledger that lies beside the weights.
+
+    Returns:
+        That ledger.
+
+    Raises:
+        PrivacyError: there is no complete ledger or no complete set of weights of one model, a
+            name on the list is a link or no file, or safetensors carry notes of their own.
+    """
+    found = {path.name: path for path in sorted(folder.iterdir()) if kind_of(path.name)}
+    for path in found.values():
+        if path.is_symlink() or not path.is_file():
+            raise PrivacyError(
+                f"{path} is a link or no plain file, so its content is that of another place. "
+                "Replace it by the file itself, or delete it, and publish again."
+            )
+    _check_weights(folder, found)
+    ledger = Ledger.load(folder / LEDGER_NAME)
+    if ledger.updates is None:
+        raise PrivacyError(
+            f"{folder / LEDGER_NAME} says updates=None: it was not saved together with these "
+            "weights, and does not speak for them. Save the model first, with save_model()."
+        )
+    into.mkdir(parents=True, exist_ok=True)
+    for name, path in found.items():
+        shutil.copyfile(path, into / name)
+        if kind_of(name) == "config" or name.endswith("_config.json"):
+            _take_out_paths(into / name)
+    (into / CARD_NAME).write_text(card(ledger), encoding="utf-8")
+    return ledger
+
+
+def _check_weights(folder: Path, found: dict[str, Path]) -> None:
+    weights = {name for name in found if name.endswith(".safetensors")}
+    if _INDEX in found:
+        text = (folder / _INDEX).read_text(encoding="utf-8")
+        named = set(json.loads(text)["weight_map"].values())
+        whole = bool(named) and weights == named
+    else:
+        whole = weights in ({"model.safetensors"}, {"adapter_model.safetensors"})
+    if not whole:
+        raise PrivacyError(
+            f"{folder} holds {sorted(weights) or 'no weights'}, which are not the weights of one "
+            "saved model: model.safetensors, or the parts that its index names, or one adapter. "
+            "Save into an empty folder, or delete what an earlier run left there."
+        )
+    for name in weights:
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                notes = file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise PrivacyError(f"{folder / name} is no whole safetensors file: {error}") from error
+        if unknown := sorted(notes.keys() - {"format"}):
+            raise PrivacyError(
+                f"{folder / name} carries the notes {unknown} beside its tensors, and nothing says "
+                "what they tell. Save the weights without metadata."
+            )
+
+
+def _take_out_paths(path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    cleaned = _without_paths(content)
+    if cleaned != content:
+        path.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_paths(content: Any, key: str = "") -> Any:
+    if isinstance(content, dict):
+        return {
+            name: _without_paths(value, name)
+            for name, value in content.items()
+            if not _is_place(name, value)
+        }
+    if isinstance(content, list):
+        kept = (item for item in content if not _is_place(key, item))
+        return [_without_paths(item, key) for item in kept]
+    return content
+
+
+def _is_place(key: str, value: Any) -> bool:
+    """Whether a value is a path on this machine, or could be one of another."""
+    if not isinstance(value, str) or len(value) < 2:
+        return False
+    if _PLACE.search(key) and not is_hub_name(value):
+        return True
+    return os.path.isabs(value) and os.path.exists(value)
+
+
+# ---- The host ----
+
+
+def refuse_other_uploads(host: type, replaced: Sequence[str] = HOST_UPLOADS) -> None:
+    """Refuses a trainer that would upload in a place that the allow-list does not stand at.
+
+    Args:
+        host: ``transformers.Trainer``, or the trainer that stands behind the mixin.
+        replaced: the names of its methods that are never called.
+
+    Raises:
+        PrivacyError: a seam is gone, or another method calls an uploading function of
+            ``huggingface_hub``. Both mean that the host is of a version that is not known here.
+    """
+    advice = "Turn push_to_hub off and publish the saved folder with an older transformers."
+    for name in _SEAMS:
+        if getattr(host, name, None) is None:
+            raise PrivacyError(
+                f"{host.__name__} has no {name}(), so it may upload past the allow-list. {advice}"
+            )
+    for cls in host.__mro__:
+        for name, method in vars(cls).items():
+            function = inspect.unwrap(getattr(method, "__func__", method))
+            if not inspect.isfunction(function) or name in replaced:
+                continue
+            if used := sorted(_UPLOADS & set(_names(function.__code__))):
+                raise PrivacyError(
+                    f"{cls.__name__}.{name}() calls {', '.join(used)}, past the allow-list. "
+                    f"{advice}"
+                )
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the attributes and globals that a function uses, and the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+# ---- The upload ----
+
+
+class Repository:
+    """A model repository on the Hub, which receives only what `stage` lets through.
+
+    Making one creates the repository if there is none.
+
+    Args:
+        name: ``user/model``, or ``model`` for one of the user that the token belongs to.
+        token: a token that may write; None takes the one that ``hf auth login`` saved.
+        private: whether a repository that is created is private; None leaves it to the Hub.
+
+    Raises:
+        Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+    """
+
+    def __init__(self, name: str, *, token: str | None = None, private: bool | None = None) -> None:
+        self._api = HfApi(library_name="dp_grape_hf")
+        self._token = token
+        self._pushes: list[Future[CommitInfo]] = []
+        try:
+            url = self._api.create_repo(name, token=token, private=private, exist_ok=True)
+        except Exception as error:
+            error.add_note(f"The repository {name} could not be made or opened. {_advice(error)}")
+            raise
+        self.repo_id = url.repo_id
+
+    @property
+    def busy(self) -> bool:
+        """Whether a push in the background is not done."""
+        return any(not push.done() for push in self._pushes)
+
+    def wait(self) -> None:
+        """Waits for the pushes in the background. A failed one has been logged when it failed."""
+        wait(self._pushes)
+        self._pushes.clear()
+
+    def publish(
+        self,
+        folder: Path,
+        card: Card,
+        *,
+        workspace: Path,
+        message: str,
+        places: Sequence[str] = ("",),
+        token: str | None = None,
+        revision: str | None = None,
+        background: bool = False,
+    ) -> CommitInfo | Future[CommitInfo]:
+        """Publishes a saved model in one commit; the folder may change once this has returned.
+
+        Args:
+            folder: as for `stage`, and so is ``card``.
+            workspace: a folder with room for a copy, which is there until the push is done.
+            message: the commit's.
+            places: the folders in the repository, each of which receives the same files.
+            token: another than the repository's.
+            revision: the branch, which must exist; None is the main one.
+            background: whether to return at once, with a future. Pushes are made one by one.
+
+        Raises:
+            PrivacyError: as `stage`, or the repository holds weights of another origin.
+            Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+        """
+        staged = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
+        try:
+            stage(folder, staged / "model", card)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        token = self._token if token is None else token
+        rest: tuple[Any, ...] = (staged, tuple(places), message, token, revision)
+        if not background:
+            return self._send(*rest)
+        push: Future[CommitInfo] = self._api.run_as_future(self._send, *rest)
+        push.add_done_callback(self._report)
+        self._pushes = [*(p for p in self._pushes if not p.done()), push]
+        return push
+
+    def _report(self, push: Future[CommitInfo]) -> None:
+        if not push.cancelled() and (error := push.exception()) is not None:
+            notes = " ".join(getattr(error, "__notes__", ()))
+            logger.error("A push to %s failed: %s %s", self.repo_id, error, notes)
+
+    def _send(
+        self,
+        staged: Path,
+        places: tuple[str, ...],
+        message: str,
+        token: str | None,
+        revision: str | None,
+    ) -> CommitInfo:
+        try:
+            files = sorted((staged / "model").iterdir())
+            targets = {PurePosixPath(place, file.name): file for place in places for file in files}
+            self._refuse_foreign_weights(targets, token, revision)
+            pauses = iter(_WAITS)
+            while True:
+                try:
+                    # Made anew, as the client marks what it has sent. What has arrived is not sent
+                    # again, so a commit whose answer was lost is not made twice.
+                    adds = [CommitOperationAdd(str(to), file) for to, file in targets.items()]
+                    return self._api.create_commit(
+                        self.repo_id, adds, commit_message=message, token=token, revision=revision
+                    )
+                except Exception as error:
+                    pause = next(pauses, None)
+                    if pause is None or _is_final(error):
+                        raise
+                    logger.warning("Trying to push again in %g s: %s", pause, error)
+                    time.sleep(pause)
+        except PrivacyError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"Nothing of this push is visible in {self.repo_id}, unless only the answer was "
+                f"lost; then all of it is. What was published before is as it was. "
+                f"{_advice(error)}"
+            )
+            raise
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _refuse_foreign_weights(
+        self, targets: dict[PurePosixPath, Path], token: str | None, revision: str | None
+    ) -> None:
+        there = self._api.list_repo_files(self.repo_id, token=token, revision=revision)
+        places = {target.parent for target in targets}
+        paths = {PurePosixPath(name) for name in there if _WEIGHTS_ELSEWHERE.search(name)}
+        if foreign := sorted(str(p) for p in paths - targets.keys() if p.parent in places):
+            raise PrivacyError(
+                f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
+                "card and ledger beside them would seem to speak for them. Delete them there, or "
+                "publish under another hub_model_id."
+            )
+
+
+def _statuses(error: BaseException) -> list[int]:
+    chain: BaseException | None = error
+    found: list[int] = []
+    while chain is not None:
+        if isinstance(chain, HfHubHTTPError):
+            found.append(chain.response.status_code)
+        chain = chain.__cause__
+    return found
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same request would fail again: it was refused, or could not be made."""
+    refused = any(400 <= s < 500 and s not in (408, 409, 412, 429) for s in _statuses(error))
+    return refused or isinstance(error, ValueError | TypeError | OfflineModeIsEnabled)
+
+
+def _advice(error: Exception) -> str:
+    if any(status in (401, 403) for status in _statuses(error)):
+        return (
+            "The token was refused: pass one that may write to this repository as hub_token, or "
+            "log in with hf auth login."
+        )
+    return "The model is saved on this machine; push again with trainer.push_to_hub()."

@@ -1,0 +1,348 @@
+"""Whether a saved model is what its ledger, its card and its weights say: ``dp-grape verify``.
+
+Everything is derived again from the ledger: epsilon with two accountants, the numbers on the card,
+the digests of the chain and of the weights.
+
+Guarantee:
+    A part that was changed on its own does not go unnoticed: an entry of the ledger, the card,
+    the weights. What was changed together is not: whoever writes a new ledger, with its digests, a
+    new card and new weights has something that agrees with itself. A ``head`` noted elsewhere,
+    while the run was known to be honest, shows that too.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, Block, is_installed
+from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
+from dp_grape_hf.entries import Imported, Weights, is_digest
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger_file import read_links
+from dp_grape_hf.mechanism import EXAMPLE
+from dp_grape_hf.releases import block_of
+from dp_grape_hf.weight_files import digests
+
+OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
+CARD_NAME = "README.md"
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|∞"
+_NEEDED = ("δ", "Releases", "Noise multiplier sigma")
+_CARD_EPSILON = "ε spent (upper bound)"
+# PRV's bound may lie its own error, twice 0.01, above the truth, and PLD's and RDP's elsewhere.
+_BETWEEN_ACCOUNTANTS = 0.02
+_ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
+
+
+class Check(NamedTuple):
+    """One comparison: what somebody states, what was found, and whether the two agree.
+
+    ``status`` is `OK`, `MISMATCH`, or `ABSENT` where there is nothing to compare.
+    """
+
+    what: str
+    status: str
+    stated: str
+    found: str
+
+
+def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
+    """Compares a ledger with itself and with the card and the weights beside it.
+
+    Args:
+        place: a folder that holds a ledger, or the ledger's file, of which the chain and epsilon
+            alone are checked.
+        delta: at which epsilon is computed; that of the ledger if ``None``.
+        head: a digest that the ledger had at its end at some time, if one was noted.
+
+    Returns:
+        What was compared, in the order of the chain, epsilon, the card and the weights.
+
+    Raises:
+        PrivacyError: there is no ledger, or ``delta`` or ``head`` is none.
+    """
+    path = place / LEDGER_NAME if place.is_dir() else place
+    require(path.is_file(), f"{path} is not there: without a ledger there is nothing to verify.")
+    require(head is None or is_digest(head), f"{head=} must be all 64 hex digits of a digest.")
+    try:
+        links = read_links(path)
+        ledger = Ledger(links)
+    except PrivacyError as error:
+        return [Check("ledger", MISMATCH, "-", f"{error}")]
+    folder = path.parent if place.is_dir() else None
+    return [
+        *_of_the_chain(links, head),
+        *_of_the_live_ledger(ledger, folder),
+        *_of_epsilon(ledger, delta, _card(folder)),
+        *_of_the_card(ledger, _card(folder)),
+        *_of_the_weights(ledger, folder),
+    ]
+
+
+def epsilon_by(accountant: str, ledger: Ledger, delta: float) -> float:
+    """Returns the bound of one accountant on all that a ledger composes, and of no other.
+
+    Raises:
+        AccountantFailure: that accountant cannot bound it, or is not there.
+    """
+    if not ledger.private:
+        return math.inf
+    if accountant not in ACCOUNTANTS:
+        raise AccountantFailure(f"{accountant!r} is unknown")
+    if not is_installed(accountant):
+        raise AccountantFailure(f"{ACCOUNTANTS[accountant].requires} is not installed")
+    counts: Counter[Block] = Counter()
+    for sigma, rate, count, *variants in ledger.composed:
+        counts[block_of(sigma, rate, **dict(*variants))] += count
+    if not counts:
+        return 0.0
+    numbers = list(counts.values())
+    epsilon = ACCOUNTANTS[accountant](list(counts), numbers, delta).epsilon(numbers)
+    if not math.isfinite(epsilon):
+        raise AccountantFailure(f"it returned {epsilon}")
+    return max(0.0, epsilon)
+
+
+# ---- The chain ----
+
+
+def _of_the_chain(links: tuple[Link, ...], head: str | None) -> Iterator[Check]:
+    problem = broken(links)
+    imported = [n for n, link in enumerate(links, 1) if isinstance(link.entry, Imported)]
+    entries, found = f"{len(links)} entries", f"head {links[-1].digest[:12]}"
+    if problem is not None:
+        yield Check("chain", MISMATCH, entries, problem)
+    elif imported and imported[-1] == len(links):
+        last = links[-1].entry
+        schema = last.from_schema if isinstance(last, Imported) else 0
+        yield Check("chain", ABSENT, "-", f"a file of schema {schema} has no chain")
+    else:
+        since = f", chained from entry {imported[-1]} on" if imported else ""
+        yield Check("chain", OK, entries + since, found)
+    if head is not None:
+        known = has_been_head(head, links)
+        text = "in the chain" if known else "never was the end of this chain"
+        yield Check("head noted before", OK if known else MISMATCH, head[:12], text)
+
+
+def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
+    """Compares the copy in a checkpoint with the ledger of the run, where that lies above it."""
+    path = None if folder is None else folder.resolve().parent / LEDGER_NAME
+    if path is None or not path.is_file():
+        return
+    try:
+        live = Ledger(read_links(path))
+    except PrivacyError as error:
+        yield Check("ledger of the run", MISMATCH, f"{ledger.steps} releases", f"{error}")
+        return
+    if live.run_id == ledger.run_id and not isinstance(ledger.links[-1].entry, Imported):
+        agrees = is_prefix(ledger.links, live.links) and broken(live.links) is None
+        copy = f"{ledger.steps} releases"
+        text = f"{live.steps} releases" + ("" if agrees else ", but not those of the copy")
+        yield Check("ledger of the run", OK if agrees else MISMATCH, copy, text)
+
+
+# ---- Epsilon ----
+
+
+def _of_epsilon(ledger: Ledger, delta: float | None, card: str | None) -> Iterator[Check]:
+    own, target = ledger.mechanism, ledger.mechanism.target_epsilon
+    spent = _spent(ledger)
+    private = ledger.private and spent != math.inf
+    guarantee = "private" if private else "none: " + "; ".join(ledger.not_private_reasons)
+    if card is not None:
+        claimed = _claims_privacy(card)
+        status = OK if claimed == private else MISMATCH
+        yield Check("guarantee", status, "claimed by card" if claimed else "not claimed", guarantee)
+    else:
+        yield Check("guarantee", ABSENT, "-", guarantee)
+    delta = own.target_delta if delta is None else delta
+    if delta is None:
+        yield Check("epsilon", ABSENT, "-", "the ledger has no delta; give one")
+        return
+    require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
+    claim = _number_after(_CARD_EPSILON, card) if delta == own.target_delta else None
+    source = "card"
+    if claim is None and (claim := target) is not None:
+        source = "asked for"
+    for name in dict.fromkeys(("prv", "pld", own.accountant)):
+        what = f"epsilon by {name}"
+        stated = "-" if claim is None else f"{claim:g} ({source})"
+        try:
+            epsilon = epsilon_by(name, ledger, delta)
+        except (AccountantFailure, PrivacyError) as failure:
+            yield Check(what, ABSENT, stated, f"not applicable: {failure}")
+            continue
+        same = source == "card" and name == own.accountant
+        slack = _LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
+        fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
+        found = f"{_up(epsilon)} at delta {delta:g}"
+        yield Check(what, OK if fits else MISMATCH, stated, found)
+    if source == "card" and target is not None and spent is not None:
+        fits = spent <= target * (1 + _BETWEEN_ACCOUNTANTS) or not ledger.private
+        yield Check("budget", OK if fits else MISMATCH, f"{target:g} (asked for)", _up(spent))
+
+
+def _spent(ledger: Ledger) -> float | None:
+    """Returns epsilon by the ledger's own accountant, or ``None`` if that cannot tell."""
+    try:
+        return ledger.epsilon()
+    except (AccountantFailure, PrivacyError):  # no delta, or an accountant that is not there
+        return None
+
+
+def _up(epsilon: float) -> str:
+    return "inf" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+
+
+# ---- The card ----
+
+
+def _card(folder: Path | None) -> str | None:
+    path = None if folder is None else folder / CARD_NAME
+    if path is None or not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _rows(card: str) -> list[tuple[str, str]]:
+    """Returns the rows of two cells of all tables on a card."""
+    return re.findall(r"^\| *(.+?) *\| *(.+?) *\|\s*$", card, re.MULTILINE)
+
+
+def _number_after(name: str, card: str | None) -> float | None:
+    values = [value for row, value in _rows(card or "") if row == name]
+    return _number(values[0]) if values else None
+
+
+def _number(text: str) -> float | None:
+    found = re.search(_NUMBER, text)
+    return None if found is None else float(found[0].replace("∞", "inf"))
+
+
+def _claims_privacy(card: str) -> bool:
+    metadata = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    tagged = metadata is not None and "differential-privacy" in metadata[1]
+    values = [_number(value) for name, value in _rows(card) if name == _CARD_EPSILON]
+    finite = any(value is not None and math.isfinite(value) for value in values)
+    return tagged or finite or "trained with differential privacy" in card
+
+
+def _of_the_card(ledger: Ledger, card: str | None) -> Iterator[Check]:
+    if card is None:
+        yield Check("card", ABSENT, "-", f"no {CARD_NAME} beside the ledger")
+        return
+    rows = _rows(card)
+    yield from _of_the_epsilon_on_it(ledger, card, rows)
+    for name, (found, agrees) in _expected(ledger).items():
+        values = [value for row, value in rows if row == name]
+        if values:
+            fits = all(agrees(value) for value in values)
+            stated = " and ".join(dict.fromkeys(values))
+            yield Check(f"card: {name}", OK if fits else MISMATCH, stated, found)
+        elif name in _NEEDED:
+            yield Check(f"card: {name}", MISMATCH, "no such row", found)
+
+
+def _of_the_epsilon_on_it(
+    ledger: Ledger, card: str, rows: list[tuple[str, str]]
+) -> Iterator[Check]:
+    what = "card: epsilon"
+    cells = [value for name, value in rows if name == _CARD_EPSILON]
+    spent = _spent(ledger)
+    if spent is None:
+        yield Check(what, ABSENT, " and ".join(cells) or "-", "not known, see above")
+        return
+    # In the sentences as well: they are what is read.
+    texts = cells + re.findall(rf"ε = ({_NUMBER})", card)
+    stated = " and ".join(dict.fromkeys(texts)) or "no such row"
+    fits = bool(cells)
+    for text in texts:
+        number = _number(text)
+        fits &= number is not None and (
+            number == spent  # both infinite
+            or spent - _LAST_DIGITS <= number <= spent + _ROUNDING + _LAST_DIGITS
+        )
+    yield Check(what, OK if fits else MISMATCH, stated, _up(spent))
+
+
+_Expected = tuple[str, Callable[[str], bool]]
+
+
+def _expected(ledger: Ledger) -> dict[str, _Expected]:
+    own = ledger.mechanism
+
+    def number(value: float | None) -> _Expected:
+        if value is None:
+            return "-", lambda cell: cell.strip() == "-"
+        # Six digits are printed.
+        return f"{value:.6g}", lambda cell: math.isclose(
+            math.nan if (n := _number(cell)) is None else n, value, rel_tol=1e-5
+        )
+
+    def text(value: str) -> _Expected:
+        return value, lambda cell: cell.strip().startswith(value)
+
+    def rate(cell: str) -> bool:
+        found = re.search(rf"q = ({_NUMBER})", cell)
+        fits = found is not None and math.isclose(float(found[1]), own.sample_rate, rel_tol=1e-5)
+        return fits and cell.strip().startswith(own.sampling)
+
+    return {
+        "δ": number(own.target_delta),
+        "Adjacency": text(own.adjacency.replace("_", " ")),
+        "Privacy unit": text(EXAMPLE if own.privacy_unit == EXAMPLE else f"`{own.privacy_unit}`"),
+        "Sampling": (f"{own.sampling}, q = {own.sample_rate:.6g}", rate),
+        "Dataset size N, as declared": number(own.num_samples),
+        "Expected batch size q N": number(own.expected_batch_size),
+        "Noise multiplier sigma": number(own.noise_multiplier),
+        "Clipping norm C": number(own.max_grad_norm),
+        "Releases": number(ledger.steps),
+        "Method": text(own.method),
+        "Accountant": text(own.accountant),
+    }
+
+
+# ---- The weights ----
+
+
+def _of_the_weights(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
+    saved = [link.entry for link in ledger.links if isinstance(link.entry, Weights)]
+    if folder is None:
+        yield Check("weights", ABSENT, "-", "a file was given, not a folder")
+        return
+    found = digests(folder)
+    recorded = saved[-1].files if saved else {}
+    if isinstance(ledger.links[-1].entry, Imported):
+        yield Check("weights", ABSENT, "-", "its schema records no digests of weights")
+        return
+    for name in sorted(recorded.keys() | found.keys()):
+        what, ours = f"weights: {name}", recorded.get(name)
+        if name not in found:
+            yield Check(what, ABSENT, str(ours)[:12], "no such file here")
+        elif ours is None:
+            yield Check(what, MISMATCH, "unknown to the ledger", found[name][:12])
+        else:
+            earlier = [entry.updates for entry in saved if entry.files.get(name) == found[name]]
+            same = ours == found[name]
+            text = f", saved after {earlier[-1]} updates" if earlier and not same else ""
+            yield Check(what, OK if same else MISMATCH, ours[:12], found[name][:12] + text)
+    if not recorded and not found:
+        yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
+    yield from _of_the_updates(ledger, folder)
+
+
+def _of_the_updates(ledger: Ledger, folder: Path) -> Iterator[Check]:
+    """Compares the state of the trainer, in a checkpoint: it tells a ledger that was cut off."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        steps = state["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    fits = steps == ledger.updates
+    yield Check("updates", OK if fits else MISMATCH, f"{ledger.updates}", f"{steps} by the trainer")

@@ -1,0 +1,375 @@
+"""A Hub of one process: what huggingface_hub's client needs to publish a model and to read it back.
+
+It listens on the loopback interface and keeps everything in memory. Requests are kept as they
+came, so that a test can look for what should not have been sent. A file is large, and goes by the
+LFS protocol, as on the Hub: if its name says that it holds weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+TOKEN, USER = "hf_of_the_tests", "tester"
+_LARGE = re.compile(r"\.(safetensors|bin|pt|pth|model|h5)$")
+_API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+
+
+@dataclass
+class Request:
+    """What the client sent."""
+
+    method: str
+    path: str
+    headers: str
+    body: bytes
+
+
+@dataclass
+class Commit:
+    """A commit: its message and all files of the repository after it."""
+
+    message: str
+    files: dict[str, bytes]
+
+    @property
+    def oid(self) -> str:
+        content = repr(sorted(self.files.items())) + self.message
+        return hashlib.sha1(content.encode()).hexdigest()
+
+
+@dataclass
+class Repo:
+    """A repository: the commits of each branch, and whether it is private."""
+
+    private: bool
+    branches: dict[str, list[Commit]]
+
+
+@dataclass
+class Fault:
+    """Fails the next ``times`` requests whose method and path match.
+
+    ``status`` is answered instead of doing what was asked. Without one the connection is cut:
+    before it is done, or ``after``.
+    """
+
+    method: str
+    pattern: str
+    status: int | None = None
+    times: int = 1
+    after: bool = False
+
+
+@dataclass
+class Hub:
+    """The state of the server, which tests read and set."""
+
+    url: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)  # by SHA-256
+    requests: list[Request] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)  # commits wait while it is clear
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    def add(self, repo: str, files: dict[str, bytes], branch: str = "main") -> None:
+        """Puts files there that somebody else published."""
+        made = self.repos.setdefault(repo, Repo(False, {}))
+        before = made.branches.setdefault(branch, [Commit("initial commit", {})])
+        before.append(Commit("by hand", before[-1].files | files))
+
+    def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
+        """Returns what a visitor sees."""
+        return self.repos[repo].branches[branch][-1].files
+
+    def messages(self, repo: str, branch: str = "main") -> list[str]:
+        """Returns the messages of the commits but the initial one."""
+        return [commit.message for commit in self.repos[repo].branches[branch][1:]]
+
+    def sent(self) -> bytes:
+        """Returns all that the client has sent, uploads in JSON decoded."""
+        parts = []
+        for request in self.requests:
+            parts += [request.path.encode(), request.headers.encode(), request.body]
+            parts += map(base64.b64decode, re.findall(rb'"content": "([\w+/=]+)"', request.body))
+            parts += map(base64.b64decode, re.findall(rb'"sample":\s*"([\w+/=]+)"', request.body))
+        return b"\n".join(parts)
+
+
+@contextmanager
+def serve() -> Iterator[Hub]:
+    """Runs a Hub on a free port of the loopback interface."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.hold.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def serve_as_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Runs a Hub that huggingface_hub's client takes for the real one; it never waits to retry."""
+    for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serve() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(_http, "time", _NoWaiting())
+        huggingface_hub.close_session()
+        yield hub
+        huggingface_hub.close_session()
+
+
+class _NoWaiting:
+    sleep = staticmethod(lambda seconds: None)
+    time, monotonic, perf_counter = time.time, time.monotonic, time.perf_counter
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request: looks for a fault, then for the route, then answers."""
+
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        self.hub.requests.append(Request(self.command, self.path, str(self.headers), body))
+        fault = next((f for f in self.hub.faults if self._meets(f)), None)
+        if fault is not None:
+            fault.times -= 1
+            if fault.status is not None:
+                return self._answer(fault.status, {"error": "out of order"})
+            if not fault.after:
+                return self._cut()
+        try:
+            status, content, headers = self._route(body)
+        except _Refused as refused:
+            headers = {"X-Error-Code": refused.code, "X-Error-Message": str(refused)}
+            status, content = refused.status, {"error": str(refused)}
+        if fault is not None:
+            return self._cut()
+        self._answer(status, content, headers)
+
+    do_GET = do_POST = do_PUT = do_HEAD = _handle
+
+    def _meets(self, fault: Fault) -> bool:
+        called = self.command == fault.method and re.search(fault.pattern, self.path)
+        return fault.times > 0 and bool(called)
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        self.connection.close()
+
+    def _answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    # ---- What is asked for ----
+
+    def _route(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+        path = self.path.partition("?")[0]
+        if match := re.fullmatch(r"/large/(?P<oid>\w{64})", path):  # signed elsewhere, no token
+            if hashlib.sha256(body).hexdigest() != match["oid"]:
+                raise _Refused(400, "BadDigest", "not the content that was announced")
+            self.hub.large[match["oid"]] = body
+            return 200, {}, {}
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise _Refused(401, "", "Invalid username or password.")
+        routes = {
+            ("POST", "/api/repos/create"): self._create,
+            ("POST", "/api/validate-yaml"): self._validate,
+            ("POST", rf"{_API}/preupload/(?P<branch>.+)"): self._preupload,
+            ("POST", r"/(?P<repo>.+)\.git/info/lfs/objects/batch"): self._batch,
+            ("POST", r"/(?P<repo>.+)\.git/info/lfs/objects/verify"): self._verify,
+            ("POST", rf"{_API}/commit/(?P<branch>.+)"): self._commit,
+            ("GET", rf"{_API}/tree/(?P<branch>[^/]+)"): self._tree,
+            ("GET", rf"{_API}(/revision/(?P<branch>.+))?"): self._info,
+            ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<branch>[^/]+)/(?P<name>.+)"): self._file,
+            ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<branch>[^/]+)/(?P<name>.+)"): self._file,
+        }
+        for (method, pattern), answer in routes.items():
+            match = re.fullmatch(pattern, path)
+            if match and method == self.command:
+                return answer(body, **match.groupdict())
+        raise _Refused(404, "", f"{self.command} {path} is not known here")
+
+    def _head(self, repo: str, branch: str | None) -> list[Commit]:
+        if repo not in self.hub.repos:
+            raise _Refused(404, "RepoNotFound", f"{repo} does not exist")
+        commits = self.hub.repos[repo].branches
+        for branch_commits in commits.values():
+            for i, commit in enumerate(branch_commits):
+                if commit.oid == branch:
+                    return branch_commits[: i + 1]
+        if (branch or "main") not in commits:
+            raise _Refused(404, "RevisionNotFound", f"{branch} does not exist")
+        return commits[branch or "main"]
+
+    def _create(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or USER}/{asked['name']}"
+        url = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
+        if name in self.hub.repos:
+            return 409, url | {"error": "You already created this model repo"}, {}
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        first = Commit("initial commit", {".gitattributes": b"*.safetensors filter=lfs\n"})
+        self.hub.repos[name] = Repo(private, {"main": [first]})
+        return 200, url, {}
+
+    def _validate(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+        content = json.loads(body)["content"]
+        errors = metadata_errors(content)
+        wrong = [{"message": error} for error in errors]
+        return (400 if errors else 200), {"errors": wrong, "warnings": []}, {}
+
+    def _preupload(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+        there = self._head(repo, branch)[-1].files
+        files = []
+        for asked in json.loads(body)["files"]:
+            name, old = asked["path"], there.get(asked["path"])
+            mode = "lfs" if _LARGE.search(name) else "regular"
+            oid = None if old is None else _oid(old, mode)
+            files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return 200, {"files": files}, {}
+
+    def _batch(self, body: bytes, repo: str) -> tuple[int, Any, dict[str, str]]:
+        self._head(repo, None)
+        objects = []
+        for asked in json.loads(body)["objects"]:
+            actions = {
+                "upload": {"href": f"{self.hub.url}/large/{asked['oid']}"},
+                "verify": {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"},
+            }
+            known = {} if asked["oid"] in self.hub.large else {"actions": actions}
+            objects.append(asked | known)
+        return 200, {"transfer": "basic", "objects": objects}, {}
+
+    def _verify(self, body: bytes, repo: str) -> tuple[int, Any, dict[str, str]]:
+        if json.loads(body)["oid"] not in self.hub.large:
+            raise _Refused(404, "", "never arrived")
+        return 200, {}, {}
+
+    def _commit(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+        self.hub.hold.wait(30)
+        commits = self._head(repo, branch)
+        files, message = dict(commits[-1].files), ""
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                message = value["summary"]
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                if value["oid"] not in self.hub.large:
+                    raise _Refused(400, "", f"{value['path']} was never uploaded")
+                files[value["path"]] = self.hub.large[value["oid"]]
+            else:
+                raise _Refused(400, "", f"{line['key']} is not done here")
+        commits.append(Commit(message, files))
+        oid = commits[-1].oid
+        url = f"{self.hub.url}/{repo}/commit/{oid}"
+        return 200, {"commitUrl": url, "commitOid": oid, "pullRequestUrl": None}, {}
+
+    def _tree(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+        files = self._head(repo, branch)[-1].files
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": _oid(data, "regular")}
+            for name, data in sorted(files.items())
+        ]
+        return 200, entries, {}
+
+    def _info(self, body: bytes, repo: str, branch: str | None) -> tuple[int, Any, dict[str, str]]:
+        head = self._head(repo, branch)[-1]
+        siblings = [{"rfilename": name} for name in sorted(head.files)]
+        return 200, {"id": repo, "sha": head.oid, "siblings": siblings, "tags": []}, {}
+
+    def _file(
+        self, body: bytes, repo: str, branch: str, name: str
+    ) -> tuple[int, Any, dict[str, str]]:
+        head = self._head(repo, branch)[-1]
+        headers = {"X-Repo-Commit": head.oid}
+        if name not in head.files:
+            raise _Refused(404, "EntryNotFound", f"{name} does not exist")
+        data = head.files[name]
+        return 200, data, headers | {"ETag": f'"{_oid(data, "regular")}"'}
+
+
+def _oid(data: bytes, mode: str) -> str:
+    if mode == "lfs":
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def metadata_errors(card: str) -> list[str]:
+    """Says what the Hub would refuse in the metadata of a card, as far as that is documented."""
+    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    if match is None:
+        return ["no metadata"]
+    try:
+        data = yaml.safe_load(match[1])
+    except yaml.YAMLError as error:
+        return [f"no YAML: {error}"]
+    texts = {
+        "library_name": r"[a-z_-]+",
+        "license": r"[a-z0-9.-]+",
+        "pipeline_tag": r"[a-z0-9-]+",
+        "base_model_relation": r"adapter|finetune|merge|quantized",
+    }
+    lists = {"tags": r".+", "base_model": r"[\w.-]+(/[\w.-]+)?", "datasets": r"[\w.-]+(/[\w.-]+)?"}
+    lists["language"] = r"[a-z]{2,3}|multilingual|code"
+    errors = [f"{name} is unknown" for name in data.keys() - texts.keys() - lists.keys()]
+    for name, value in data.items():
+        values = value if isinstance(value, list) and name in lists else [value]
+        pattern = texts.get(name) or lists.get(name, ".*")
+        if not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in values):
+            errors.append(f"{name}: {value!r} is not valid")
+    return errors

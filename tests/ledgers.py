@@ -1,0 +1,70 @@
+"""Ledgers for tests: files of old, and edits with the digests left alone or made anew."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dp_grape_hf.chain import extended
+from dp_grape_hf.entries import decoded
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism import ADDED_IN_VERSION, Mechanism, Release
+
+MECHANISM = Mechanism(
+    noise_multiplier=1.5,
+    sample_rate=0.0625,
+    max_grad_norm=0.5,
+    expected_batch_size=64,
+    num_samples=1024,
+    target_epsilon=6.0,
+    target_delta=1e-5,
+    accountant="prv",
+    engine="layerwise",
+    projection="gaussian",
+    projection_rank=16,
+    projection_update_steps=100,
+    projection_seed=0,
+)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the content of a file, and leaves the digests."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the content of a file and all digests, as far as its entries can be read."""
+
+    def consistently(content: dict[str, Any]) -> None:
+        change(content)
+        links: Any = ()
+        for number, entry in enumerate(content["entries"], 1):
+            bare = {name: value for name, value in entry.items() if name != "digest"}
+            try:
+                links = extended(links, decoded(bare, number))
+            except (PrivacyError, OverflowError):
+                return
+            entry["digest"] = links[-1].digest
+
+    edit(path, consistently)
+
+
+def write_old(path: Path, version: int = 4, **changes: Any) -> None:
+    """Writes a file as schemas 1 to 4 did: 20 releases of `MECHANISM`."""
+    unsaid = {k for v, added in ADDED_IN_VERSION.items() if v > version for k in added}
+    mechanism = {k: v for k, v in asdict(MECHANISM).items() if k not in unsaid}
+    content = {
+        "schema_version": version,
+        "mechanism": mechanism,
+        "run_id": "0123456789abcdef",
+        "started_at": "2026-01-01T00:00:00+00:00",
+        "versions": {"torch": "2.13.0"},
+        "releases": [asdict(Release(1.5, 0.0625, 20))],
+        "updates": None,
+        "not_private_reasons": [],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content | changes))

@@ -1,0 +1,351 @@
+"""Whatever is passed, the answer is a run or our error with the value, never one from below.
+
+Properties are tried on generated arguments, ledgers and data sets; ``derandomize`` makes every run
+try the same ones.
+"""
+
+import contextlib
+import copy
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import datasets
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dp_grape_hf import DPGrapeTrainingArguments
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.bad_data import described, explaining_bad_data
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.trainers import FEATURES, Examples, make_trainer, points
+
+repeatable = settings(derandomize=True, deadline=None, database=None)
+
+# ---- Arguments ----
+
+HINTS = get_type_hints(DPGrapeArguments)
+NAMES = [f.name for f in fields(DPGrapeArguments)]
+EDGES = [
+    *(math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1e308, 0.5, 1.5, 1.0, -1.0),
+    *(0, 1, -1, 2, 3, 2**31, 2**63, 2**64, -(2**63), 10**400, True, False, None),
+    *("", "1", "1e-5", "nan", "inf", "yes", "true", "\0", "auto:", "auto:0", "auto:x", "{}", "{"),
+    *([], [1], {}, {"a": 1}, {"a": 0}, {"": 2}, {1: 1}, {"a": "b"}, (), (1,), b"1", object, 1j),
+    *(torch.tensor(2.0), torch.ones(3)),
+]
+WILD = st.one_of(
+    st.sampled_from(EDGES),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2),
+)
+VALID = {"output_dir": "unused", "report_to": "none", "use_cpu": True, "target_delta": 1e-3}
+
+
+def spellings(value: Any) -> Iterator[str]:
+    """Yields how a message may show a value: as it is, or as the number that was read."""
+    yield repr(value)
+    for read in (float, int):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            yield repr(read(value))
+            yield repr(read(float(value)))
+
+
+def make_or_refuse(given_values: dict[str, Any]) -> None:
+    """Makes arguments; a refusal must show one of the values that were given, with its name."""
+    plain = {"noise_multiplier": 1.0} if given_values.get("target_epsilon") is None else {}
+    refusal = ""
+    try:
+        args = DPGrapeTrainingArguments(**VALID | plain | given_values)
+    except PrivacyError as error:
+        refusal = str(error)
+    if refusal:
+        shown = [
+            f"{name}={text}" in refusal
+            for name, value in given_values.items()
+            for text in spellings(value)
+        ]
+        assert any(shown), (given_values, refusal)
+        return
+    for name in given_values:
+        value, kind = getattr(args, name), HINTS[name]
+        assert value is None or kind is not bool or type(value) is bool
+        assert value is None or kind not in (str, str | None) or isinstance(value, str)
+        assert value is None or kind not in (int, int | None) or type(value) is int
+        assert value is None or kind not in (float, float | None) or type(value) is float
+        assert value == value, "not a number is no value of any argument"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wild_value_is_taken_or_refused_by_name_and_value(name: str) -> None:
+    for value in EDGES:
+        make_or_refuse({name: value})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), WILD, min_size=1, max_size=4))
+@settings(repeatable, max_examples=500)
+def test_several_wild_values_are_refused_by_one_of_them(given_values: dict[str, Any]) -> None:
+    make_or_refuse(given_values)
+
+
+# ---- Ledgers ----
+
+
+@cache
+def written() -> tuple[str, Ledger]:
+    """Returns the file of a run, and its ledger."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, max_steps=2)
+        trainer.train()
+        trainer.save_model()
+        path = Path(folder, LEDGER_NAME)
+        return path.read_text(encoding="utf-8"), Ledger.load(path)
+
+
+@pytest.fixture
+def _written() -> None:
+    """Trains before examples are generated: training draws random numbers."""
+    written()
+
+
+def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the way to everything that a JSON value holds."""
+    items: Any = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in items:
+        yield (*place, key)
+        if isinstance(value, (dict, list)):
+            yield from places(value, (*place, key))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@st.composite
+def edited_ledgers(draw: st.DrawFn) -> str:
+    """A ledger's file of which one to three values were replaced, taken out, copied or added."""
+    content = json.loads(written()[0])
+    for _ in range(draw(st.integers(1, 3))):
+        if not (ways := list(places(content))):
+            break
+        *way, key = draw(st.sampled_from(ways))
+        parent: Any = content
+        for step in way:
+            parent = parent[step]
+        match draw(st.sampled_from(["replace", "delete", "copy", "add", "nudge"])):
+            case "replace":
+                parent[key] = draw(JSON)
+            case "delete":
+                del parent[key]
+            case "copy" if isinstance(parent, list):
+                parent.append(copy.deepcopy(parent[key]))
+            case "add" if isinstance(parent, dict):
+                parent[draw(st.text(max_size=5))] = draw(JSON)
+            case _ if type(parent[key]) in (int, float):
+                parent[key] += draw(st.sampled_from([1, -1, 0.5, 1e300]))
+    return json.dumps(content)
+
+
+@st.composite
+def torn_ledgers(draw: st.DrawFn) -> bytes:
+    """A ledger's file that was cut, or of which some bytes were changed."""
+    content = bytearray(written()[0].encode())
+    for _ in range(draw(st.integers(1, 4))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content[: draw(st.sampled_from([len(content), len(content) // 2, 0]))])
+
+
+def load_or_refuse(content: bytes) -> None:
+    """Loads a file; it must say what the run's did, but for what a ledger does not mean."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, LEDGER_NAME)
+        path.write_bytes(content)
+        refusal = ""
+        try:
+            loaded = Ledger.load(path)
+        except PrivacyError as error:
+            refusal = str(error)
+        if refusal:
+            assert str(path) in refusal
+            return
+    original = written()[1]
+    assert (loaded.steps, loaded.mechanism) == (original.steps, original.mechanism)
+    assert loaded.private == original.private
+
+
+@pytest.mark.usefixtures("_written")
+@given(edited_ledgers())
+@settings(repeatable, max_examples=400)
+def test_an_edited_ledger_is_refused_by_its_path(text: str) -> None:
+    load_or_refuse(text.encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.usefixtures("_written")
+@given(torn_ledgers())
+@settings(repeatable, max_examples=300)
+def test_a_torn_ledger_is_refused_by_its_path(content: bytes) -> None:
+    load_or_refuse(content)
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+@settings(repeatable, max_examples=100)
+def test_any_other_file_is_refused_by_its_path(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, LEDGER_NAME)
+        path.write_bytes(content)
+        with pytest.raises(PrivacyError, match=re.escape(str(path))):
+            Ledger.load(path)
+
+
+def test_the_written_ledger_itself_is_taken() -> None:
+    load_or_refuse(written()[0].encode())
+
+
+# ---- Data sets ----
+
+
+def train_or_refuse(dataset: Any) -> str:
+    """Trains two steps on all examples; returns the refusal, or nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            size = max(1, min(24, len(dataset)))
+        except TypeError:
+            size = 1
+        try:
+            make_trainer(
+                folder,
+                train_dataset=dataset,
+                per_device_train_batch_size=size,
+                max_steps=2,
+            ).train()
+        except PrivacyError as error:
+            return str(error)
+    return ""
+
+
+def _each(change: Callable[[dict[str, Any]], Any], *only: int) -> Examples:
+    whole = points(24).examples
+    return Examples([change(dict(e)) if not only or e["id"] in only else e for e in whole])
+
+
+def _without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda e: {key: value for key, value in e.items() if key != name}
+
+
+def _with(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda e: {**e, name: value}
+
+
+class Longer(Examples):
+    """Claims more examples than it has."""
+
+    def __len__(self) -> int:
+        return 30
+
+
+class Failing(Examples):
+    """Cannot fetch anything."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise KeyError("row")
+
+
+WIDE, TEXT = torch.zeros(FEATURES + 1), "a"
+BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "empty": (lambda: [], "train_dataset is empty"),
+    "a generator": (lambda: (e for e in points(24).examples), "list(...)"),
+    "a number": (lambda: 5, "list(...)"),
+    "a set": (lambda: set(range(24)), "not subscriptable"),
+    "a text": (lambda: TEXT * 24, "train_dataset[0] is str"),
+    "a tensor": (lambda: torch.zeros(24, FEATURES), "train_dataset[0] is torch.float32 (6,)"),
+    "None": (lambda: Examples([None] * 24), "train_dataset[0] is NoneType"),
+    "one None": (lambda: _each(lambda e: None, 5), "train_dataset[5] is NoneType"),
+    "numbers": (lambda: Examples(list(range(24))), "train_dataset[0] is int"),  # type: ignore[arg-type]
+    "tuples": (lambda: _each(lambda e: (e["x"], 1)), "train_dataset[0] is tuple of 2"),
+    "no columns": (lambda: _each(lambda e: {}), "train_dataset[0] is {}"),
+    "no labels": (lambda: _each(_without("labels")), "The batch has no 'labels'"),
+    "one without labels": (lambda: _each(_without("labels"), 5), "train_dataset[5] is {x: "),
+    "no inputs": (lambda: _each(_without("x")), "missing 1 required positional argument: 'x'"),
+    "one without inputs": (lambda: _each(_without("x"), 5), "train_dataset[5] is {labels: "),
+    "negative labels": (lambda: _each(_with("labels", torch.tensor(-1))), "Target -1 is out of"),
+    "one large label": (lambda: _each(_with("labels", torch.tensor(77)), 20), "Target 77 is out"),
+    "a label of another type": (lambda: _each(_with("labels", 1), 5), "labels: int"),
+    "labels that are texts": (lambda: _each(_with("labels", TEXT)), "no 'labels'"),
+    "a label that is missing": (lambda: _each(_with("labels", None), 5), "labels: NoneType"),
+    "labels of two": (lambda: _each(_with("labels", [1, 2])), "labels: list of 2"),
+    "wide inputs": (lambda: _each(_with("x", WIDE)), "x: torch.float32 (7,)"),
+    "one wide input": (lambda: _each(_with("x", WIDE), 5), "train_dataset[5] is {x: torch.float32"),
+    "inputs of whole numbers": (lambda: _each(_with("x", WIDE[:6].long())), "x: torch.int64"),
+    "inputs that are missing": (lambda: _each(_with("x", None)), "x: NoneType"),
+    "too long": (lambda: Longer(points(24).examples), "train_dataset[24] is cannot be fetched"),
+    "failing": (lambda: Failing([{}] * 24), "train_dataset[0] cannot be fetched (KeyError"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_DATA)
+def test_bad_data_is_refused_and_described(fault: str) -> None:
+    make, expected = BAD_DATA[fault]
+    assert expected in train_or_refuse(make())
+
+
+@pytest.mark.parametrize("columns", [{"y": [1] * 24}, {"y": [], "x": []}])
+def test_columns_that_no_model_reads_are_refused(columns: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=r"columns|empty"):
+        make_trainer(folder, train_dataset=datasets.Dataset.from_dict(columns)).train()
+
+
+ITEM = st.one_of(
+    st.none(),
+    st.integers(-3, 5),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.floats(width=32), min_size=FEATURES - 1, max_size=FEATURES + 1),
+    st.sampled_from([torch.tensor(1), torch.zeros(FEATURES), torch.zeros(0), torch.zeros(2, 3)]),
+)
+EXAMPLE = st.one_of(
+    st.dictionaries(st.sampled_from(["x", "labels", "id", "label", "zzz"]), ITEM, max_size=4),
+    st.fixed_dictionaries({"x": st.just(torch.ones(FEATURES)), "labels": ITEM}),
+    ITEM,
+)
+
+
+@given(st.lists(EXAMPLE, max_size=4), st.integers(0, 12))
+@settings(repeatable, max_examples=40)
+def test_any_examples_are_trained_on_or_refused(odd: list[Any], good: int) -> None:
+    refusal = train_or_refuse(Examples(points(24).examples[:good] + odd))
+    assert not refusal or re.search(r"train_dataset|batch|collator|[Ee]xample|delta", refusal)
+
+
+def test_what_is_described_has_no_values() -> None:
+    data = [{"x": torch.full((2,), 7.5), "name": "Ada", "ids": [41, 42], "age": 36}]
+    text = described(data)
+    assert text == (
+        "train_dataset[0] is {x: torch.float32 (2,), name: str, ids: list of 2, age: int}."
+    )
+
+
+def test_errors_that_are_not_of_the_data_stay_as_they_are() -> None:
+    for error in (PrivacyError("ours"), OSError("disk"), torch.OutOfMemoryError("full")):
+        with pytest.raises(type(error)) as raised, explaining_bad_data([{}], "It"):
+            raise error
+        assert raised.value is error
+    with (
+        pytest.raises(
+            PrivacyError, match=r"It failed with RuntimeError: DataLoader worker.*resume"
+        ),
+        explaining_bad_data([{}], "It"),
+    ):
+        raise RuntimeError("DataLoader worker (pid 3) exited unexpectedly")

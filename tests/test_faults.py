@@ -1,0 +1,404 @@
+"""What goes wrong around a run: the budget is never under-counted, and no whole checkpoint is lost.
+
+Processes that are killed are in ``test_trainer_resume``, edited ledgers in ``test_ledger``.
+"""
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils.data import get_worker_info
+from transformers import TrainerCallback
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.checkpoints import (
+    fault_of_checkpoint,
+    last_whole_checkpoint,
+    require_whole_checkpoint,
+    saving_a_checkpoint,
+)
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.trainers import (
+    FEATURES,
+    Examples,
+    Watch,
+    assert_same_weights,
+    make_trainer,
+    points,
+    spy_releases,
+    weights_of,
+)
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+RESUMED = SAVING | {"save_strategy": "no"}
+
+
+class At(TrainerCallback):
+    """Does something at the beginning of one step, counted from 1."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step - 1:
+            self.action()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps and its checkpoints after two and four; copy it before use."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    make_trainer(folder, callbacks=[Watch(stop_at=4)], **SAVING).train()
+    return folder
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---- A checkpoint that is not whole ----
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+DAMAGES = (_empty, _halve, _shorten, _zero, _make_a_folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_damaged_file_is_recognised(
+    name: str, damage: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert fault_of_checkpoint(run / "checkpoint-4") == ""
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
+    damage(run / "checkpoint-4" / name)
+    assert name in fault_of_checkpoint(run / "checkpoint-4")
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
+        assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
+    assert f"{run / 'checkpoint-4'} is not whole and is left out: {name}" in caplog.text
+    require_whole_checkpoint(run / "checkpoint-2")
+    with pytest.raises(PrivacyError, match=rf"checkpoint-4' is not whole: {name}.*pass True"):
+        require_whole_checkpoint(run / "checkpoint-4")
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_run_resumes_from_the_last_whole_checkpoint_and_counts_every_release(
+    name: str, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _halve(run / "checkpoint-4" / name)
+    resumed = make_trainer(run, **RESUMED)
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert resumed.ledger.steps == Ledger.load(run / LEDGER_NAME).steps == 4 + 6
+    assert "checkpoint-4 is not whole" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [_empty, _halve, _make_a_folder, Path.unlink])
+def test_without_the_ledger_of_a_checkpoint_nothing_is_released(
+    damage: Callable[[Path], None], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older checkpoint would do, but whoever deletes the newest ledger should not choose it."""
+    damage(run / "checkpoint-4" / LEDGER_NAME)
+    releases = spy_releases(monkeypatch)
+    with pytest.raises(PrivacyError, match=r"no valid privacy ledger.*Restore"):
+        make_trainer(run, **RESUMED).train(resume_from_checkpoint=True)
+    assert releases == []
+    assert Ledger.load(run / LEDGER_NAME).steps == 4
+
+
+def test_what_resuming_does_not_need_may_be_damaged(run: Path) -> None:
+    for name in ("training_args.bin", "README.md"):
+        _empty(run / "checkpoint-4" / name)
+    resumed = make_trainer(run, **RESUMED)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.steps == 8
+
+
+def test_a_run_without_a_whole_checkpoint_says_so(run: Path) -> None:
+    for step in (2, 4):
+        _halve(run / f"checkpoint-{step}" / "optimizer.pt")
+    with pytest.raises(PrivacyError, match=r"No checkpoint in .*checkpoint-2: optimizer\.pt") as e:
+        make_trainer(run, **RESUMED).train(resume_from_checkpoint=True)
+    assert "Restore one of them" in str(e.value)
+    assert Ledger.load(run / LEDGER_NAME).steps == 4
+    assert last_whole_checkpoint(str(run / "nothing")) is None
+
+
+def test_weights_in_several_files_are_whole_only_together(run: Path) -> None:
+    folder = run / "checkpoint-4"
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"body.weight": names[0], "head.weight": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{names[1]} is missing" in fault_of_checkpoint(folder)
+    shutil.copy(folder / names[0], folder / names[1])
+    assert fault_of_checkpoint(folder) == ""
+    for path in folder.glob("model*"):
+        path.unlink()
+    assert "no file of weights" in fault_of_checkpoint(folder)
+
+
+# ---- No space left ----
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+LIVE = f".{LEDGER_NAME}.tmp"  # through this name the live ledger is written
+WRITTEN = (*NEEDED, "training_args.bin", "README.md", f".{LEDGER_NAME}.tmp")
+
+
+def _fill(path: Path) -> None:
+    """Makes every write to a file fail as on a full disk, with an error of the kernel's."""
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/full")
+
+
+SAVE_FILE = safetensors.torch.save_file
+
+
+def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: Any) -> None:
+    Path(path).unlink()
+    SAVE_FILE(state, path, *args, **kwargs)
+    _halve(Path(path))
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@needs_dev_full
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint-4" / name
+    releases = spy_releases(monkeypatch)
+
+    def fill() -> None:
+        _fill(path)
+        if name == "model.safetensors":  # written elsewhere first
+            monkeypatch.setattr(safetensors.torch, "save_file", _save_half)
+
+    trainer = make_trainer(tmp_path, callbacks=[At(4, fill)], **SAVING)
+    with pytest.raises(PrivacyError, match=r"could not be saved.*Make room there"):
+        trainer.train()
+    assert len(releases) == 4 == Ledger.load(tmp_path / LEDGER_NAME).steps
+    assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
+    monkeypatch.setattr(safetensors.torch, "save_file", SAVE_FILE)
+    if path.is_symlink():  # space again, and what was written of the file
+        path.unlink()
+        path.write_bytes(b"")
+    resumed = make_trainer(tmp_path, **RESUMED)
+    if name in NEEDED or not (tmp_path / "checkpoint-4" / "trainer_state.json").exists():
+        assert last_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    resumed.train(resume_from_checkpoint=True)
+    made_since = 8 - (4 if last_whole_checkpoint(str(tmp_path)).endswith("4") else 2)
+    assert resumed.ledger.steps == 4 + made_since == len(releases)
+
+
+@needs_dev_full
+def test_a_release_that_cannot_be_recorded_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases = spy_releases(monkeypatch)
+    fill = At(4, lambda: _fill(tmp_path / LIVE))
+    trainer = make_trainer(tmp_path, callbacks=[fill], **SAVING)
+    weights = weights_of(trainer.model)
+    with pytest.raises((OSError, PrivacyError), match="No space left"):
+        trainer.train()
+    assert len(releases) == 3 == Ledger.load(tmp_path / LEDGER_NAME).steps
+    assert trainer.ledger.steps == 4, "it may have been written: it counts"
+    assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
+    assert any(not torch.equal(weights[n], p) for n, p in weights_of(trainer.model).items())
+
+
+def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PrivacyError, match=r"OSError: no space.*Make room.*resume_from_checkpoint"),
+        saving_a_checkpoint(str(tmp_path)),
+    ):
+        raise OSError("no space")
+    with pytest.raises(PrivacyError, match=r"^as it is$"), saving_a_checkpoint(str(tmp_path)):
+        raise PrivacyError("as it is")
+
+
+# ---- Two trainers at once ----
+
+
+def test_two_runs_in_one_folder_are_both_counted_and_the_first_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases = spy_releases(monkeypatch)
+    second = make_trainer(tmp_path, max_steps=5)
+    first = make_trainer(tmp_path, callbacks=[At(4, second.train)])
+    with pytest.raises(PrivacyError, match="output_dir of its own"):
+        first.train()
+    assert len(releases) == 3 + 5
+    kept = tmp_path / f"privacy_ledger.before-{second.ledger.run_id}.json"
+    assert Ledger.load(kept).steps == 3
+    assert Ledger.load(kept).run_id == first.ledger.run_id
+    assert Ledger.load(tmp_path / LEDGER_NAME).steps == 5
+    assert Ledger.load(tmp_path / LEDGER_NAME).run_id == second.ledger.run_id
+
+
+def test_two_resumed_copies_of_a_run_are_not_counted_as_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the same run id, and each would overwrite the count of the other."""
+    releases = spy_releases(monkeypatch)
+    second = make_trainer(run, **RESUMED)
+    resume = At(6, lambda: second.train(resume_from_checkpoint=True))
+    first = make_trainer(run, callbacks=[resume], **RESUMED)
+    with pytest.raises(PrivacyError, match="output_dir of its own"):
+        first.train(resume_from_checkpoint=True)
+    assert len(releases) == 1 + 4
+    assert Ledger.load(run / LEDGER_NAME).steps == 4 + 1 + 4
+
+
+# ---- The clock ----
+
+
+def test_a_clock_that_is_set_back_changes_no_count(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is chosen by its step, and the one saved last is not the one deleted."""
+    tomorrow = time.time() + 86_400
+    for path in itertools.chain([run], run.rglob("*")):
+        os.utime(path, (tomorrow, tomorrow))
+    os.utime(run / "checkpoint-2", (tomorrow + 60, tomorrow + 60))
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 10 * 365 * 86_400)
+    resumed = make_trainer(run, **SAVING | {"save_total_limit": 1})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == resumed.ledger.steps == 8
+    assert Ledger.load(run / LEDGER_NAME).steps == 8
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-8")
+
+
+# ---- Losses that are no numbers ----
+
+CLIPPED = {
+    "noise_multiplier": 0,
+    "max_grad_norm": 0.5,
+    "num_samples": 24,
+    "expected_batch_size": 24,
+    "per_device_train_batch_size": 7,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "per_layer": {"clipping": "per_layer"},
+    "automatic": {"clipping": "automatic"},
+    "ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
+    "book_keeping": {"method": "dp_adam", "grad_sample_mode": "book_keeping"},
+    "materialise": {"method": "dp_adam", "grad_sample_mode": "materialise"},
+    "functorch": {"engine": "functorch"},
+    "dpzero": {"method": "dpzero", "learning_rate": 1e-3},
+}
+
+
+NAN, INF = float("nan"), float("inf")
+# Under per_layer clipping, infinite inputs leave the head a finite gradient, which is clipped.
+LOST = [(m, v) for m in METHODS for v in (NAN, INF, -INF) if m != "per_layer" or v is NAN]
+
+
+@pytest.mark.parametrize(("method", "value"), LOST)
+def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
+    method: str, value: float, tmp_path: Path
+) -> None:
+    """Exactly so: that it was drawn must not show in the release. Without noise, all drawn."""
+    whole = points(24).examples
+    bad = [{**e, "x": torch.full((FEATURES,), value)} if e["id"] == 5 else e for e in whole]
+    good = [e for e in whole if e["id"] != 5]
+    found = []
+    for name, examples in (("bad", bad), ("good", good)):
+        trainer = make_trainer(
+            tmp_path / name, train_dataset=Examples(examples), **CLIPPED | METHODS[method]
+        )
+        before = weights_of(trainer.model)
+        trainer.train()
+        found.append(weights_of(trainer.model))
+        moved = [not torch.equal(before[n], weight) for n, weight in found[-1].items()]
+        assert all(moved)
+    assert_same_weights(found[0], found[1], atol=2e-5, rtol=0)
+
+
+def test_a_data_set_of_examples_without_gradients_trains_on_noise_alone(tmp_path: Path) -> None:
+    nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
+    trainer = make_trainer(tmp_path, train_dataset=Examples(nowhere))
+    trainer.train()
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+    assert trainer.ledger.steps == 4
+
+
+# ---- A worker of the data loader that dies ----
+
+
+class Deadly(Examples):
+    """Ends the worker that fetches the example of that number after some others."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(points(240).examples)
+        self.left = after
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if get_worker_info() is not None:
+            self.left -= 1
+            if self.left == 0:
+                os._exit(1)
+        return super().__getitem__(index)
+
+
+WORKING = SAVING | {
+    "per_device_train_batch_size": 24,  # of 240
+    "dataloader_num_workers": 1,
+    "dataloader_prefetch_factor": 1,
+}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_worker_that_dies_ends_the_run_and_no_release_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After about five steps. It dies too early or too late for this test in 1e-6 of all runs."""
+    releases = spy_releases(monkeypatch)
+    trainer = make_trainer(tmp_path, train_dataset=Deadly(after=130), **WORKING)
+    with pytest.raises(
+        (RuntimeError, PrivacyError), match=r"DataLoader worker \(pid.*\) exited unexpectedly"
+    ):
+        trainer.train()
+    assert len(releases) == trainer.ledger.steps == Ledger.load(tmp_path / LEDGER_NAME).steps
+    assert 2 <= len(releases) < 8
+    resumed = make_trainer(tmp_path, train_dataset=points(240), **WORKING)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert resumed.ledger.steps == len(releases)

@@ -1,0 +1,746 @@
+"""Only what is on the list leaves the machine, and what arrives is whole.
+
+The client is the real one; the Hub is ``tests.hub_server``, on the loopback interface.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from safetensors.torch import load, save_file
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+
+from dp_grape_hf import publishing
+from dp_grape_hf.cli import main
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.publishing import (
+    HOST_UPLOADS,
+    Repository,
+    is_hub_name,
+    kind_of,
+    refuse_other_uploads,
+    stage,
+)
+from dp_grape_hf.trainer import DPGrapeTrainer
+from tests.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
+from tests.models import only
+from tests.trainers import (
+    assert_same_weights,
+    examples_of,
+    known_generators,
+    make_trainer,
+    weights_of,
+)
+
+# The client's own upload of large files.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
+
+REPO = "tester/private-model"
+SEED = 918273645
+MODEL = {
+    *("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"),
+    *(LEDGER_NAME, "README.md"),
+}
+INITIAL = {".gitattributes"}
+NAME = "roberta-classifier"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that the client takes for the real one; there is no other network."""
+    monkeypatch.setattr(publishing, "_WAITS", (0.0, 0.0))
+    with serve_as_the_hub(monkeypatch) as server:
+        yield server
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<unk>": 1, "a": 2}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
+
+
+def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
+    settings = {
+        "model": only(NAME).model(num_hidden_layers=1),
+        "train_dataset": examples_of(NAME),
+        "processing_class": tokenizer(),
+        "seed": SEED,
+        "expected_batch_size": 8,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "hub_model_id": REPO,
+        "hub_token": TOKEN,
+        "hub_always_push": True,
+    }
+    return make_trainer(folder, cls=cls, **settings | changes)
+
+
+def trained(folder: Path, **changes: Any) -> Any:
+    trainer = trainer_of(folder, **changes)
+    trainer.train()
+    return trainer
+
+
+def nested(folder: str, names: set[str] = MODEL) -> set[str]:
+    return {f"{folder}/{name}" for name in names}
+
+
+# ---- What is sent ----
+
+
+class Indiscreet(DPGrapeTrainer):
+    """Leaves in every folder what must not be published, under names old and new."""
+
+    draws: list[list[int]]
+    losses: list[list[float]]
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
+        rows = [e["input_ids"].tolist() for e in self.train_dataset.examples]
+        ids = [rows.index(row) for batch in inputs for row in batch["input_ids"].tolist()]
+        self.draws.append(ids)
+        return super().training_step(model, inputs, *args)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.plant(Path(output_dir))
+        self.plant(Path(str(self.args.output_dir)))
+
+    def plant(self, folder: Path) -> None:
+        told = {"seed": SEED, "draws": self.draws, "losses": self.losses}
+        packed = b"".join(encodings([self.draws, self.losses]))
+        for name in ("rng_state.pth", "sampler.bin", "train.log", "runs/events.out.tfevents.1"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(packed + json.dumps(told).encode())
+        for name in ("sampler_state.json", "runs/config.json", "data/tokenizer.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(told))
+
+
+def encodings(secrets: list[Any]) -> Iterator[bytes]:
+    """Yields runs of numbers, as texts and as they lie in memory; single small ones say nothing."""
+    draws, losses = secrets
+    for ids in (ids for ids in draws if len(ids) >= 4):
+        yield ", ".join(map(str, ids)).encode()
+        yield ",".join(map(str, ids)).encode()
+        yield struct.pack(f"<{len(ids)}q", *ids)
+        yield struct.pack(f"<{len(ids)}i", *ids)
+    for values in (values for values in losses if len(values) >= 2):
+        yield f"{values[0]:.9g}".encode()
+        yield struct.pack("<2f", *values[:2])
+        yield struct.pack("<2d", *values[:2])
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """The losses (B,) of every physical batch."""
+    seen: list[list[float]] = []
+    original = PrivateEngine.accumulate
+
+    def accumulate(self: PrivateEngine, *args: Any) -> Any:
+        result = original(self, *args)
+        seen.append(result.tolist())
+        return result
+
+    monkeypatch.setattr(PrivateEngine, "accumulate", accumulate)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies", "messages"),
+    [
+        ("end", set(), ["Model save"]),
+        ("every_save", set(), ["step 2", "step 4", "Model save"]),
+        ("checkpoint", nested("last-checkpoint"), ["step 2", "step 4", "Model save"]),
+        (
+            "all_checkpoints",
+            nested("checkpoint-2") | nested("checkpoint-4"),
+            ["step 2", "step 4", "Model save"],
+        ),
+    ],
+)
+def test_a_strategy_sends_the_list_and_nothing_of_seed_losses_or_draws(
+    strategy: str,
+    copies: set[str],
+    messages: list[str],
+    hub: Hub,
+    losses: list[list[float]],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    trainer = trainer_of(out, Indiscreet, push_to_hub=True, hub_strategy=strategy)
+    trainer.draws, trainer.losses = [], losses
+    trainer.train()
+    trainer.save_model()
+
+    assert set(hub.files(REPO)) == INITIAL | MODEL | copies
+    made = [message.removeprefix("Training in progress, ") for message in hub.messages(REPO)]
+    assert made == messages
+    everything = hub.sent()
+    seeds = [str(SEED).encode(), struct.pack("<i", SEED)]
+    secrets = [*seeds, *encodings([trainer.draws, losses]), str(tmp_path).encode()]
+    assert len(secrets) > 12
+    assert not [secret for secret in secrets if secret in everything]
+    for name in MODEL:  # the scan reads what was sent
+        assert hub.files(REPO)[name] in everything
+
+    kept = b"".join(p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file())
+    assert all(secret in kept for secret in secrets[:-1]), "the scan knows what it looks for"
+    local = {path.name for path in (out / "checkpoint-4").iterdir()}
+    assert local >= MODEL | {"optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"}
+    assert not list(out.glob(".publishing-*"))
+
+
+def test_no_other_client_uploads(hub: Hub, tmp_path: Path) -> None:
+    """The one of transformers has another name."""
+    trained(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints").save_model()
+    signed = [r for r in hub.requests if "/large/" not in r.path]  # LFS uploads are signed by URL
+    agents = {re.findall(r"user-agent: (\w+)/", r.headers.lower())[0] for r in signed}
+    assert agents == {"dp_grape_hf"}
+    assert len(signed) > 10
+
+
+def test_what_is_published_is_the_model_with_its_ledger_and_a_card(
+    hub: Hub, tmp_path: Path
+) -> None:
+    trainer = trained(tmp_path / "out", target_epsilon=4.0)
+    commit = trainer.push_to_hub(license="mit", language="en", tags=["roberta"])
+    assert commit.oid == hub.repos[REPO].branches["main"][-1].oid
+    card = hub.files(REPO)["README.md"].decode()
+    assert metadata_errors(card) == []
+    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == card
+    assert f"dp-grape verify {REPO}" in card
+    assert "license: mit" in card
+    (tmp_path / "read").write_bytes(hub.files(REPO)[LEDGER_NAME])
+    ledger = Ledger.load(tmp_path / "read")
+    assert ledger.private
+    claimed = re.search(r"\*\*ε = ([\d.]+)\*\*", card)
+    assert claimed is not None
+    assert ledger.epsilon() <= float(claimed[1]) < ledger.epsilon() + 0.002
+
+    loaded = AutoModelForSequenceClassification.from_pretrained(
+        REPO, token=TOKEN, cache_dir=tmp_path / "cache"
+    )
+    assert_same_weights(weights_of(loaded), weights_of(trainer.model))
+
+
+def test_what_is_published_is_verified_by_one_command(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    push(saved, tmp_path, places=("", "last-checkpoint"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    assert main(["verify", REPO]) == 0
+    weights = hub.files(REPO)["model.safetensors"]
+    hub.add(REPO, {"model.safetensors": weights[:-1] + b"?"})
+    assert main(["verify", REPO]) == 1
+
+
+def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    first = trainer.push_to_hub()
+    assert trainer.push_to_hub(commit_message="again").oid == first.oid
+    assert hub.messages(REPO) == ["End of training"], "nothing changed: there is nothing to commit"
+    with torch.no_grad():
+        next(trainer.model.parameters()).add_(1.0)
+    trainer.push_to_hub(commit_message="another")
+    assert hub.messages(REPO) == ["End of training", "another"]
+
+
+def test_a_push_without_waiting_returns_a_future(hub: Hub, tmp_path: Path) -> None:
+    future = trained(tmp_path).push_to_hub(blocking=False)
+    assert future.result(30).commit_message == "End of training"
+    assert set(hub.files(REPO)) == INITIAL | MODEL
+
+
+def test_name_branch_and_privacy_of_the_repository_are_those_asked_for(
+    hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("tester/mine", {})
+    hub.add("tester/mine", {}, branch="trial")
+    trainer = trained(tmp_path / "mine", hub_model_id=None, hub_private_repo=True)
+    trainer.push_to_hub(revision="trial")
+    assert trainer.hub_model_id == "tester/mine"
+    assert set(hub.files("tester/mine", "trial")) == MODEL
+    assert hub.files("tester/mine") == {}
+    Repository("new", token=TOKEN, private=True)
+    assert hub.repos["tester/new"].private
+
+
+def test_a_run_without_a_guarantee_is_published_as_such(hub: Hub, tmp_path: Path) -> None:
+    trained(tmp_path, test_generators=known_generators()).push_to_hub(tags=["differential-privacy"])
+    card = hub.files(REPO)["README.md"].decode()
+    assert "no privacy guarantee" in card
+    assert "differential-privacy" not in card
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(
+    hub: Hub, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="TRL is an optional extra")
+    from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer
+    from tests import test_sft
+
+    trainer = trainer_of(
+        tmp_path,
+        DPGrapeSFTTrainer,
+        arguments=DPGrapeSFTConfig,
+        model=test_sft.llama(),
+        train_dataset=test_sft.prompts(),
+        processing_class=test_sft.tokenizer(),
+        push_to_hub=True,
+        bf16=False,
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    chat = {"chat_template.jinja", "generation_config.json"}
+    assert set(hub.files(REPO)) == INITIAL | MODEL | chat
+    card = hub.files(REPO)["README.md"].decode()
+    assert "trained with differential privacy" in card
+    assert "trl" not in card.lower()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_path: Path) -> None:
+    only(NAME).model(num_hidden_layers=1).save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    trainer = trained(tmp_path / "out", model=peft.get_peft_model(model, config))
+    trainer.push_to_hub()
+    sent = hub.files(REPO)
+    weights, configs = {"adapter_model.safetensors"}, {"adapter_config.json"}
+    assert set(sent) == INITIAL | MODEL - {"model.safetensors", "config.json"} | weights | configs
+    assert str(tmp_path) in (tmp_path / "out" / "adapter_config.json").read_text()
+    assert str(tmp_path).encode() not in hub.sent()
+    card = sent["README.md"].decode()
+    assert metadata_errors(card) == []
+    assert "library_name: peft" in card
+    assert "base_model" not in card
+    for name, data in sent.items():
+        (tmp_path / name).write_bytes(data)
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert_same_weights(weights_of(loaded), weights_of(trainer.model))
+
+
+def test_metrics_are_published_with_a_word_on_their_data(hub: Hub, tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    for public in (True, False):
+        trainer.args.eval_data_is_public = public
+        trainer.push_to_hub(metrics={"accuracy": 0.875})
+        card = hub.files(REPO)["README.md"].decode()
+        assert "* accuracy: 0.875" in card
+        assert ("no ε covers these figures" in card) == (not public)
+
+
+def test_what_the_original_card_would_say_and_ours_does_not_is_refused(
+    hub: Hub, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match="dataset_args"):
+        trained(tmp_path).push_to_hub(dataset_args="all")
+    assert set(hub.files(REPO)) == INITIAL
+
+
+def test_an_untrained_model_is_not_published(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"push_to_hub\(\) before train"):
+        trainer_of(tmp_path).push_to_hub()
+    assert hub.requests == []
+
+
+# ---- When it fails ----
+
+
+HTTPError = HfHubHTTPError.__mro__[1]  # of the HTTP library, which changed between versions
+
+
+def push(saved: tuple[Path, Any], workspace: Path, **changes: Any) -> Any:
+    folder, card = saved
+    settings = {"workspace": workspace, "message": "a push"} | changes
+    return Repository(REPO, token=TOKEN).publish(folder, card, **settings)
+
+
+def messages_of(error: BaseException) -> str:
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@pytest.mark.parametrize("push_to_hub", [True, False])
+def test_a_refused_token_is_said_to_be(push_to_hub: bool, hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(HfHubHTTPError) as error:
+        trained(tmp_path, hub_token="hf_wrong", push_to_hub=push_to_hub).push_to_hub()
+    assert "token was refused" in messages_of(error.value)
+    assert "hub_token" in messages_of(error.value)
+    assert hub.repos == {}
+    assert "hf_wrong" not in messages_of(error.value)
+
+
+@pytest.mark.parametrize("path", ["preupload", "lfs/objects/batch", "/commit/"])
+def test_a_token_that_may_not_write_publishes_nothing(
+    path: str, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    hub.faults.append(Fault("POST", path, status=403, times=99))
+    with pytest.raises(HfHubHTTPError) as error:
+        push(saved, tmp_path)
+    assert "token was refused" in messages_of(error.value)
+    assert hub.faults[0].times == 98, "a refusal is not asked for twice"
+    assert set(hub.files(REPO)) == INITIAL
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("POST", "preupload", status=503),
+        Fault("POST", "lfs/objects/batch", status=500),
+        Fault("PUT", "/large/", status=503, times=2),
+        Fault("PUT", "/large/"),
+        Fault("POST", "/commit/", status=503, times=2),
+        Fault("POST", "/commit/"),
+        Fault("POST", "/commit/", after=True),
+    ],
+    ids=str,
+)
+def test_a_fault_that_passes_leaves_one_whole_commit(
+    fault: Fault, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    fault = replace(fault)
+    hub.faults.append(fault)
+    push(saved, tmp_path)
+    assert fault.times == 0
+    assert hub.messages(REPO) == ["a push"]
+    assert set(hub.files(REPO)) == INITIAL | MODEL
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [("POST", "preupload"), ("POST", "batch"), ("PUT", "/large/"), ("POST", "/commit/")],
+)
+def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
+    method: str, pattern: str, hub: Hub, copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    push(copy, tmp_path)
+    before = hub.files(REPO)
+    weights = copy[0] / "model.safetensors"
+    moved = {name: tensor + 1 for name, tensor in load(weights.read_bytes()).items()}
+    save_file(moved, weights, metadata={"format": "pt"})
+    hub.faults.append(Fault(method, pattern, times=10**6))
+    with pytest.raises((RuntimeError, HTTPError)) as error:
+        push(copy, tmp_path)
+    assert f"Nothing of this push is visible in {REPO}" in messages_of(error.value)
+    assert "push again" in messages_of(error.value)
+    assert hub.files(REPO) == before
+    assert not list(tmp_path.glob(".publishing-*"))
+
+    hub.faults.clear()
+    push(copy, tmp_path)
+    assert len(hub.messages(REPO)) == 2
+    assert hub.files(REPO)["model.safetensors"] == weights.read_bytes()
+
+
+def test_offline_is_an_error_that_says_so(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OfflineModeIsEnabled):
+        push(saved, tmp_path)
+    assert hub.requests == []
+
+
+def test_a_failed_push_in_the_background_is_logged_and_training_goes_on(
+    hub: Hub, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, push_to_hub=True)
+    hub.faults.append(Fault("POST", "/commit/", status=403))
+    with caplog.at_level(logging.ERROR, logger="dp_grape_hf"):
+        trainer.train()
+    assert f"A push to {REPO} failed" in caplog.text
+    assert "token was refused" in caplog.text
+    assert trainer.state.global_step == 4
+    assert hub.messages(REPO) == ["Training in progress, step 4"]
+
+
+def test_a_push_that_runs_makes_the_next_checkpoint_wait_for_its_turn(
+    hub: Hub, tmp_path: Path
+) -> None:
+    class LetGo(TrainerCallback):
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            hub.hold.set()
+
+    hub.hold.clear()
+    trainer = trainer_of(tmp_path, push_to_hub=True, hub_always_push=False, callbacks=[LetGo()])
+    trainer.train()
+    assert hub.messages(REPO) == ["Training in progress, step 2"]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
+    hub: Hub, copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    weights = (copy[0] / "model.safetensors").read_bytes()
+    hub.faults.append(Fault("POST", "preupload", status=503))
+    hub.hold.clear()
+    future = push(copy, tmp_path, background=True)
+    shutil.rmtree(copy[0])
+    assert not future.done()
+    hub.hold.set()
+    future.result(30)
+    assert hub.files(REPO)["model.safetensors"] == weights
+    assert set(hub.files(REPO)) == INITIAL | MODEL
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "old.gguf"])
+def test_weights_of_another_origin_do_not_come_under_our_card(
+    name: str, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    hub.add(REPO, {name: b"others'", f"elsewhere/{name}": b"others'", "figure.png": b"theirs"})
+    with pytest.raises(PrivacyError, match=f"{REPO} holds {name}, which this run did not make"):
+        push(saved, tmp_path)
+    assert "README.md" not in hub.files(REPO)
+    del hub.files(REPO)[name]
+    push(saved, tmp_path)
+    assert set(hub.files(REPO)) == MODEL | {f"elsewhere/{name}", "figure.png"}
+
+
+# ---- The list ----
+
+
+@pytest.mark.parametrize("name", sorted(MODEL | {"adapter_config.json", "generation_config.json"}))
+def test_a_name_on_the_list_has_a_kind(name: str) -> None:
+    assert kind_of(name) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth"),
+        *("rng_state_0.pth", "trainer_state.json", "scaler.pt", "pytorch_model.bin"),
+        *("pytorch_model-00001-of-00002.bin", "adapter_model.bin", "results.json", "train.log"),
+        *("events.out.tfevents.1", "privacy_ledger.before-0a1b.json", ".privacy_ledger.json.tmp"),
+        *("model.safetensors.bak", "MODEL.safetensors", "optimizer.safetensors", "Config.json"),
+        *("model-1-of-2.safetensors", "sampler.json", "modeling_mine.py", "README.md~", ".env"),
+        *("config.json/", "runs/config.json", "../config.json", "all_results.json", ""),
+    ],
+)
+def test_any_other_name_stays(name: str) -> None:
+    assert kind_of(name) is None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder that a run saved, and who writes its card."""
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = trained(folder / "run", save_strategy="no")
+    trainer.save_model()
+    return folder / "run", trainer._card
+
+
+@pytest.fixture
+def copy(saved: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Any]:
+    """A copy of ``saved``, to be spoilt."""
+    shutil.copytree(saved[0], tmp_path / "copy")
+    return tmp_path / "copy", saved[1]
+
+
+def staged(copy: tuple[Path, Any], into: Path) -> set[str]:
+    stage(copy[0], into, copy[1])
+    return {str(path.relative_to(into)) for path in into.rglob("*")}
+
+
+def test_files_in_folders_stay_and_all_others_are_copied_byte_by_byte(
+    copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    (copy[0] / "runs").mkdir()
+    (copy[0] / "runs" / "config.json").write_text("{}")
+    os.symlink("/", copy[0] / "root")
+    assert staged(copy, tmp_path / "into") == MODEL
+    for name in MODEL:
+        assert (tmp_path / "into" / name).read_bytes() == (copy[0] / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", sorted(MODEL))
+@pytest.mark.parametrize("what", ["link", "folder", "dangling"])
+def test_a_name_on_the_list_that_is_no_plain_file_is_refused(
+    name: str, what: str, copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    path = copy[0] / name
+    path.rename(tmp_path / "moved")
+    if what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / ("moved" if what == "link" else "nowhere"))
+    with pytest.raises(PrivacyError, match=f"{name} is a link or no plain file"):
+        stage(*copy[:1], tmp_path / "into", copy[1])
+    assert not (tmp_path / "into").exists()
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _an_old_adapter(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+
+
+def _a_part_missing(folder: Path) -> None:
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    (folder / "model.safetensors").rename(folder / first)
+    index = {"weight_map": {"a": first, "b": second}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _cut_off(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-5])
+
+
+def _a_pickle(folder: Path) -> None:
+    torch.save({}, folder / "model.safetensors")
+
+
+def _notes(folder: Path) -> None:
+    notes = {"format": "pt", "final_loss": "0.31"}
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=notes)
+
+
+def _no_ledger(folder: Path) -> None:
+    (folder / LEDGER_NAME).unlink()
+
+
+def _a_damaged_ledger(folder: Path) -> None:
+    text = (folder / LEDGER_NAME).read_text()
+    (folder / LEDGER_NAME).write_text(text[: len(text) // 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_no_weights, "no weights"),
+        (_an_old_adapter, "not the weights of one saved model"),
+        (_a_part_missing, "not the weights of one saved model"),
+        (_cut_off, "no whole safetensors file"),
+        (_a_pickle, "no whole safetensors file"),
+        (_notes, "final_loss"),
+        (_no_ledger, "no valid privacy ledger"),
+        (_a_damaged_ledger, "no valid privacy ledger"),
+    ],
+)
+def test_a_folder_that_is_not_one_whole_model_is_refused(
+    spoil: Any, message: str, copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    spoil(copy[0])
+    with pytest.raises(PrivacyError, match=message):
+        stage(copy[0], tmp_path / "into", copy[1])
+    assert not (tmp_path / "into").exists()
+
+
+def test_a_ledger_that_was_not_saved_with_weights_is_refused(
+    copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path / "run", save_strategy="no")
+    trainer.train()
+    shutil.copy(tmp_path / "run" / LEDGER_NAME, copy[0] / LEDGER_NAME)
+    with pytest.raises(PrivacyError, match="updates=None"):
+        stage(copy[0], tmp_path / "into", copy[1])
+
+
+def test_parts_of_weights_are_published_with_their_index(
+    copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, names = copy[0], [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    tensors = sorted(load((folder / "model.safetensors").read_bytes()).items())
+    halves = tensors[::2], tensors[1::2]
+    (folder / "model.safetensors").unlink()
+    for name, half in zip(names, halves, strict=True):
+        save_file(dict(half), folder / name, metadata={"format": "pt"})
+    both = zip(names, halves, strict=True)
+    index = {"weight_map": {key: name for name, half in both for key, _ in half}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = MODEL - {"model.safetensors"} | {*names, "model.safetensors.index.json"}
+    assert staged(copy, tmp_path / "into") == expected
+
+
+def test_paths_are_taken_out_of_configs_and_nothing_else_is(
+    copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    config = json.loads((copy[0] / "config.json").read_text())
+    places = {
+        "_name_or_path": "/data/patients/model",
+        "tokenizer_file": "../secret/tokenizer.json",
+        "cache_dir": "~/cache",
+        "note": tempfile.gettempdir(),
+    }
+    kept = {"base_model_name_or_path": "facebook/opt-125m", "sep": "/", "eos": "</s>"}
+    (copy[0] / "config.json").write_text(json.dumps(config | places | {"inner": [places | kept]}))
+    stage(copy[0], tmp_path / "into", copy[1])
+    assert json.loads((tmp_path / "into" / "config.json").read_text()) == config | {"inner": [kept]}
+
+
+def test_a_name_on_the_hub_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("facebook/opt-125m")
+    assert is_hub_name("gpt2")
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    for name in ("runs/digits", "/models/opt", "a/b/c", "~/opt", "../opt", "C:\\opt", ""):
+        assert not is_hub_name(name), name
+
+
+# ---- The host ----
+
+
+def test_the_host_uploads_only_where_we_stand_in_its_place() -> None:
+    refuse_other_uploads(Trainer)
+    for name in HOST_UPLOADS:
+        assert getattr(DPGrapeTrainer, name).__module__ == "dp_grape_hf.disclosure"
+        with pytest.raises(PrivacyError, match=rf"Trainer\.{name}\(\) calls upload_folder"):
+            refuse_other_uploads(Trainer, [other for other in HOST_UPLOADS if other != name])
+
+
+def test_a_host_with_another_upload_is_refused(tmp_path: Path) -> None:
+    class NewHost(Trainer):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            def later() -> Any:
+                return HfApi().create_commit("a/b", [], commit_message="m")
+
+            return later()
+
+    with pytest.raises(PrivacyError, match=r"NewHost\._save_checkpoint\(\) calls create_commit"):
+        refuse_other_uploads(NewHost)
+
+    class Mixed(DPGrapeTrainer, NewHost):
+        pass
+
+    with pytest.raises(PrivacyError, match="create_commit"):
+        trainer_of(tmp_path, Mixed, push_to_hub=True)
+
+
+@pytest.mark.parametrize("seam", ["_push_from_checkpoint", "_finish_current_push", "init_hf_repo"])
+def test_a_host_that_lost_a_seam_is_refused_before_data_is_touched(
+    seam: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(Trainer, seam)
+    with pytest.raises(PrivacyError, match=rf"Trainer has no {seam}\(\)"):
+        trainer_of(tmp_path, push_to_hub=True)

@@ -1,0 +1,484 @@
+"""``dp-grape verify`` and ``dp-grape ledger``: what was changed is found, what was not is not."""
+
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dp_grape_hf import ledger_command
+from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
+from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.cli import main
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
+from dp_grape_hf.model_card import render
+from dp_grape_hf.verify import ABSENT, CARD_NAME, MISMATCH, OK, Check, epsilon_by, verify
+from dp_grape_hf.weight_files import digests, weight_files
+from tests.ledgers import MECHANISM, edit, rewrite, write_old
+from tests.trainers import make_trainer
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints after 3 and 6, and the model saved beside its ledger."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    settings = {"target_epsilon": 6.0, "target_delta": 1e-5, "accountant": "prv", "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(folder, **settings | saving)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def _wrong(checks: list[Check]) -> list[str]:
+    return [check.what for check in checks if check.status == MISMATCH]
+
+
+def _status(checks: list[Check]) -> dict[str, str]:
+    return {check.what: check.status for check in checks}
+
+
+def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **start: Any) -> Ledger:
+    """A folder with weights, ledger and card, made without a trainer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"a": torch.zeros(3)}, folder / WEIGHTS)
+    ledger = Ledger.start(mechanism, **start)
+    if steps:
+        ledger.record(steps)
+    ledger.snapshot(steps, digests(folder)).save(folder / LEDGER_NAME)
+    (folder / CARD_NAME).write_text(render(ledger), encoding="utf-8")
+    return ledger
+
+
+# ---- Nothing was changed ----
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint-3", "checkpoint-6"])
+def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
+    checks = verify(run / place)
+    assert {check.status for check in checks} == {OK}
+    names = {check.what for check in checks}
+    assert {"chain", "guarantee", "epsilon by prv", "epsilon by pld", "card: epsilon"} <= names
+    assert f"weights: {WEIGHTS}" in names
+    assert ("updates" in names) == ("ledger of the run" in names) == bool(place)
+
+
+def test_epsilon_is_computed_from_the_releases_by_each_accountant(run: Path) -> None:
+    ledger = Ledger.load(run / LEDGER_NAME)
+    own = ledger.mechanism
+    releases = [(own.noise_multiplier, own.sample_rate, 6)]
+    found = {check.what: check.found for check in verify(run)}
+    for name in ("prv", "pld"):
+        epsilon = compose_epsilon(releases, delta=1e-5, accountant=name)
+        assert epsilon_by(name, ledger, 1e-5) == pytest.approx(epsilon)
+        assert float(found[f"epsilon by {name}"].split()[0]) == pytest.approx(epsilon, abs=2e-4)
+    assert epsilon_by("prv", ledger, 1e-6) > epsilon_by("prv", ledger, 1e-5)
+
+
+def test_a_ledger_alone_is_checked_for_its_chain_and_epsilon(run: Path) -> None:
+    (run / CARD_NAME).write_text("of another model")
+    status = _status(verify(run / LEDGER_NAME))
+    assert (status["chain"], status["epsilon by pld"]) == (OK, OK)
+    assert status["card"] == status["weights"] == status["guarantee"] == ABSENT
+
+
+def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
+    (run / CARD_NAME).unlink()
+    (run / WEIGHTS).unlink()
+    checks = verify(run)
+    status = _status(checks)
+    assert _wrong(checks) == []
+    assert status["card"] == status[f"weights: {WEIGHTS}"] == ABSENT
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "capped": {"sampling": "truncated_poisson", "max_batch_size": 80},
+    "estimated norms": {"norm_directions": 64, "method": "dp_jl"},
+    "replace one": {"adjacency": "replace_one"},
+    "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},
+    "rdp": {"accountant": "rdp"},
+    "pld": {"accountant": "pld"},
+    "no clipping": {"max_grad_norm": math.inf, "target_epsilon": None},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
+    name: str, tmp_path: Path
+) -> None:
+    ledger = _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
+    checks = verify(tmp_path)
+    assert {check.status for check in checks} == {OK}
+    plain = compose_epsilon([(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
+    if "adjacency" in VARIANTS[name]:
+        assert epsilon_by("pld", ledger, 1e-5) > 1.3 * plain
+
+
+def test_runs_on_the_same_data_are_verified_together(tmp_path: Path) -> None:
+    first = _saved(tmp_path / "first", steps=100)
+    second = _saved(tmp_path / "second", steps=50, continues=first)
+    assert _wrong(verify(tmp_path / "second")) == []
+    assert epsilon_by("pld", second, 1e-5) > epsilon_by("pld", first, 1e-5)
+    rewrite(
+        tmp_path / "second" / LEDGER_NAME,
+        lambda content: content["entries"][1].update(count=1000),  # of the first run
+    )
+    assert "card: epsilon" in _wrong(verify(tmp_path / "second"))
+
+
+# ---- Something was changed ----
+
+
+def _swap_weights(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file({k: v + 1e-3 for k, v in weights.items()}, folder / WEIGHTS)
+
+
+def _take_earlier_weights(folder: Path) -> None:
+    shutil.copy(folder / "checkpoint-3" / WEIGHTS, folder / WEIGHTS)
+
+
+def _take_the_ledger_of_another_run(folder: Path) -> None:
+    ledger = Ledger.start(Ledger.load(folder / LEDGER_NAME).mechanism)
+    ledger.record(6)
+    ledger.snapshot(6).save(folder / LEDGER_NAME)
+
+
+def _on_the_card(old: str, new: str, count: int = 0) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / CARD_NAME
+        text, changed = re.subn(old, new, path.read_text(encoding="utf-8"), count=count)
+        assert changed
+        path.write_text(text, encoding="utf-8")
+
+    return change
+
+
+def _in_the_ledger(
+    change: Callable[[list[Any]], object], by: Callable[..., None] = edit
+) -> Callable[[Path], None]:
+    return lambda folder: by(folder / LEDGER_NAME, lambda content: change(content["entries"]))
+
+
+SIGMA = "noise_multiplier"
+EPSILON = r"5\.999"
+TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
+    "a count": (
+        _in_the_ledger(lambda e: e[1].update(count=4)),
+        {"chain", "card: Releases", "card: epsilon", "epsilon by prv", "epsilon by pld", "budget"},
+    ),
+    "a count, so that it makes no sense": (
+        _in_the_ledger(lambda e: e[1].update(count=2)),
+        {"ledger"},
+    ),
+    "delta": (
+        _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
+        {"chain", "card: δ", "card: epsilon"},
+    ),
+    "the seed": (_in_the_ledger(lambda e: e[0]["mechanism"].update(projection_seed=9)), {"chain"}),
+    "sigma, in one place": (_in_the_ledger(lambda e: e[1].update({SIGMA: 9.0})), {"ledger"}),
+    "sigma, everywhere": (
+        _in_the_ledger(lambda e: [x.update({SIGMA: 9.0}) for x in (e[0]["mechanism"], e[1], e[3])]),
+        {"chain", "card: Noise multiplier sigma", "card: epsilon"},
+    ),
+    "the order": (_in_the_ledger(lambda e: e.insert(1, e.pop(2))), {"ledger"}),
+    "the last entry is gone": (_in_the_ledger(lambda e: e.pop()), {f"weights: {WEIGHTS}"}),
+    "the last step is gone": (
+        _in_the_ledger(lambda e: e.__delitem__(slice(3, None))),
+        {f"weights: {WEIGHTS}", "card: Releases", "card: epsilon"},
+    ),
+    "a count, with new digests": (
+        _in_the_ledger(lambda e: e[3].update(count=30), rewrite),
+        {"card: Releases", "card: epsilon", "epsilon by prv", "epsilon by pld", "budget"},
+    ),
+    "the weights": (_swap_weights, {f"weights: {WEIGHTS}"}),
+    "earlier weights": (_take_earlier_weights, {f"weights: {WEIGHTS}"}),
+    "weights beside them": (
+        lambda folder: (folder / "pytorch_model.bin").write_bytes(b"?") and None,
+        {"weights: pytorch_model.bin"},
+    ),
+    "another ledger": (_take_the_ledger_of_another_run, {f"weights: {WEIGHTS}"}),
+    "no JSON": (lambda folder: (folder / LEDGER_NAME).write_text("{") and None, {"ledger"}),
+    "a smaller epsilon": (
+        _on_the_card(EPSILON, "1.000"),
+        {"card: epsilon", "epsilon by prv", "epsilon by pld"},
+    ),
+    "a slightly smaller epsilon": (
+        _on_the_card(r"5\.999", "5.998"),
+        {"card: epsilon", "epsilon by prv"},
+    ),
+    "a larger epsilon": (_on_the_card(EPSILON, "6.100"), {"card: epsilon"}),
+    "epsilon in the sentence": (_on_the_card(r"ε = \d\.\d+", "ε = 0.100"), {"card: epsilon"}),
+    "epsilon in the table": (
+        _on_the_card(r"bound\) \| \d\.\d+", "bound) | 0.100"),
+        {"card: epsilon", "epsilon by prv", "epsilon by pld"},
+    ),
+    "a second table": (
+        _on_the_card("## Verify", "| Releases | 3 |\n\n## Verify"),
+        {"card: Releases"},
+    ),
+    "no row of releases": (_on_the_card(r"\| Releases \| 6 \|\n", ""), {"card: Releases"}),
+    "delta on the card": (_on_the_card("1e-05", "1e-09"), {"card: δ"}),
+    "sigma on the card": (
+        _on_the_card(r"sigma \| [\d.]+", "sigma | 7"),
+        {"card: Noise multiplier sigma"},
+    ),
+    "the rate on the card": (_on_the_card(r"q = [\d.]+", "q = 0.01"), {"card: Sampling"}),
+    "the method on the card": (_on_the_card(r"dp_grape \|", "dp_adam |"), {"card: Method"}),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERING)
+def test_a_change_is_found(what: str, run: Path) -> None:
+    tamper, expected = TAMPERING[what]
+    tamper(run)
+    assert set(_wrong(verify(run))) == expected
+
+
+def test_a_mismatch_is_printed_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _swap_weights(run)
+    assert main(["verify", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"^weights: {WEIGHTS} +{MISMATCH} +\w{{12}} +\w{{12}}$", out, re.M)
+    assert out.endswith("1 of 18 checks found a mismatch.\n")
+
+
+def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path) -> None:
+    _saved(tmp_path, private=False, reason="the baseline")
+    assert _wrong(verify(tmp_path)) == []
+    card = tmp_path / CARD_NAME
+    honest = card.read_text(encoding="utf-8")
+    for claim in (
+        honest.replace("- dp-grape\n", "- dp-grape\n- differential-privacy\n"),
+        honest + "\nIt was trained with differential privacy.\n",
+    ):
+        card.write_text(claim, encoding="utf-8")
+        assert _wrong(verify(tmp_path)) == ["guarantee"]
+    card.write_text(honest.replace("∞", "6.000"), encoding="utf-8")
+    assert _wrong(verify(tmp_path)) == ["guarantee", "card: epsilon"]
+
+
+def test_a_card_without_the_claim_of_its_ledger_is_found(tmp_path: Path) -> None:
+    _saved(tmp_path / "plain", private=False, reason="the baseline")
+    _saved(tmp_path / "private")
+    shutil.copy(tmp_path / "plain" / CARD_NAME, tmp_path / "private" / CARD_NAME)
+    assert {"guarantee", "card: epsilon"} <= set(_wrong(verify(tmp_path / "private")))
+
+
+def test_a_checkpoint_whose_run_forgot_it_is_found(run: Path) -> None:
+    """The live ledger was rolled back, or replaced by one that lacks the checkpoint's releases."""
+    _in_the_ledger(lambda e: e.__delitem__(slice(2, None)))(run)
+    assert _wrong(verify(run / "checkpoint-3")) == ["ledger of the run"]
+
+
+def test_a_checkpoint_with_the_ledger_of_an_earlier_one_is_found(run: Path) -> None:
+    for name in (LEDGER_NAME, CARD_NAME, WEIGHTS):
+        shutil.copy(run / "checkpoint-3" / name, run / "checkpoint-6" / name)
+    assert _wrong(verify(run / "checkpoint-6")) == ["updates"]
+
+
+def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
+    heads = [Ledger.load(place / LEDGER_NAME).head for place in (run, run / "checkpoint-3")]
+    for head in heads:
+        assert "head noted before" not in _wrong(verify(run, head=head))
+    rewrite(run / LEDGER_NAME, lambda content: content["entries"][0].update(at="earlier"))
+    ledger = Ledger.load(run / LEDGER_NAME)
+    (run / CARD_NAME).write_text(render(ledger), encoding="utf-8")
+    assert _wrong(verify(run)) == [], "it agrees with itself"
+    for head in heads:
+        assert _wrong(verify(run, head=head)) == ["head noted before"]
+
+
+@pytest.mark.parametrize("head", ["", "1ac6", "A" * 64])
+def test_a_head_is_a_whole_digest(head: str, run: Path) -> None:
+    assert main(["verify", str(run), "--head", head]) == 2
+
+
+def test_a_ledger_from_before_the_chain_says_that_it_has_none(tmp_path: Path) -> None:
+    write_old(tmp_path / LEDGER_NAME, version=3, updates=20)
+    (tmp_path / CARD_NAME).write_text(render(Ledger.load(tmp_path / LEDGER_NAME)))
+    checks = verify(tmp_path)
+    assert _wrong(checks) == []
+    assert checks[0] == Check("chain", ABSENT, "-", "a file of schema 3 has no chain")
+    assert _status(checks)["weights"] == ABSENT
+    assert _status(checks)["epsilon by pld"] == OK
+
+
+# ---- What does not apply is said ----
+
+
+def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PRV, "max_cells", 10)
+    monkeypatch.setattr(PLD, "requires", "no_such_module")
+    found = {check.what: check for check in verify(run)}
+    assert found["epsilon by prv"].status == found["epsilon by pld"].status == ABSENT
+    assert "not applicable: it needs" in found["epsilon by prv"].found
+    assert "no_such_module is not installed" in found["epsilon by pld"].found
+    with pytest.raises(AccountantFailure):
+        epsilon_by("prv", Ledger.load(run / LEDGER_NAME), 1e-5)
+
+
+def test_an_accountant_that_nobody_knows_is_said(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    other = replace(MECHANISM, accountant="abacus")
+    ledger = Ledger.start(other)
+    ledger.record(10)
+    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    found = {check.what: check for check in verify(tmp_path)}
+    assert found["epsilon by abacus"].found == "not applicable: 'abacus' is unknown"
+    assert found["card: epsilon"].status == ABSENT
+    assert _wrong(list(found.values())) == ["card: Accountant"]
+
+
+def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
+    mechanism = replace(MECHANISM, target_epsilon=None, target_delta=None)
+    ledger = Ledger.start(mechanism, tmp_path / LEDGER_NAME)
+    ledger.record(3)
+    assert _status(verify(tmp_path))["epsilon"] == ABSENT
+    assert _status(verify(tmp_path, delta=1e-5))["epsilon by prv"] == OK
+    assert main(["verify", str(tmp_path), "--delta", "2"]) == 2
+
+
+# ---- Weight files ----
+
+
+def test_weight_files_are_those_of_a_model_and_not_of_its_training(tmp_path: Path) -> None:
+    ours = [
+        *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
+        *("adapter_model.safetensors", "style/adapter_model.safetensors"),
+    ]
+    others = [
+        *("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "scaler.pt"),
+        *("config.json", "style/adapter_config.json", "runs/events.bin", "checkpoint-1/model.bin"),
+        *("checkpoint-1/adapter_config.json", f"checkpoint-1/{LEDGER_NAME}", "README.md"),
+    ]
+    for name in ours + others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert weight_files(tmp_path) == sorted(ours)
+    assert len(set(digests(tmp_path).values())) == len(ours)
+
+
+# ---- The command line ----
+
+
+def test_verify_prints_a_table_and_succeeds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("\nNothing disagrees.\n")
+    assert max(map(len, out.splitlines())) <= 100
+    assert re.search(r"^epsilon by pld +ok +5\.999 \(card\) +5\.9\d+ at delta 1e-05$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no/such-place"], ["."], [".", "--revision", "main"]], ids=" ".join
+)
+def test_what_cannot_be_carried_out_is_refused(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ledger_command, "snapshot_download", _offline)
+    assert main(["verify", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+def _offline(*_: Any, **__: Any) -> str:
+    raise OSError("there is no network")
+
+
+def test_a_repository_is_downloaded_and_verified(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.append((repo_id, options["revision"], set(options["allow_patterns"])))
+        return str(trained)
+
+    monkeypatch.setattr(ledger_command, "snapshot_download", download)
+    assert main(["verify", "user/model", "--revision", "v1"]) == 0
+    ((repo_id, revision, patterns),) = asked
+    assert (repo_id, revision) == ("user/model", "v1")
+    assert {LEDGER_NAME, CARD_NAME, "*.safetensors", "*.bin"} <= patterns
+
+
+def test_the_ledger_is_shown_with_every_entry_and_accountant(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger.load(run / LEDGER_NAME)
+    for place in (run, run / LEDGER_NAME):
+        assert main(["ledger", str(place)]) == 0
+        out = capsys.readouterr().out
+        assert ledger.run_id in out
+        assert f"\nhead {ledger.head}\n" in out
+        assert all(link.digest[:12] in out for link in ledger.links)
+        for name in ("prv", "pld", "rdp"):
+            shown = re.search(rf"^  {name}  ([\d.]+)", out, re.M)
+            assert shown is not None
+            epsilon = epsilon_by(name, ledger, 1e-5)
+            assert epsilon <= float(shown[1]) <= epsilon + 1e-4
+
+
+def test_an_edited_ledger_is_not_shown(run: Path) -> None:
+    edit(run / LEDGER_NAME, lambda content: content["entries"][1].update(count=2))
+    assert main(["ledger", str(run)]) == 2
+
+
+def test_a_run_without_a_guarantee_is_shown_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path, private=False, reason="the baseline")
+    assert main(["ledger", str(tmp_path)]) == 0
+    assert "epsilon after 10 releases is infinite: the baseline" in capsys.readouterr().out
+    assert main(["ledger", str(tmp_path), "--plot", str(tmp_path / "epsilon.png")]) == 2
+    assert "epsilon is infinite" in capsys.readouterr().err
+
+
+def test_the_plot_ends_at_what_was_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _saved(tmp_path / "first", replace(MECHANISM, accountant="rdp"), steps=30)
+    both = _saved(
+        tmp_path / "both",
+        replace(MECHANISM, accountant="rdp", noise_multiplier=2.0),
+        continues=first,
+    )
+    steps, epsilons = ledger_command._curve(both, 1e-5)
+    assert (steps[0], epsilons[0], steps[-1]) == (0, 0.0, 40)
+    assert epsilons == sorted(epsilons)
+    assert epsilons[-1] == pytest.approx(both.epsilon())
+    assert epsilons[steps.index(30)] == pytest.approx(first.epsilon())
+    picture = tmp_path / "epsilon.png"
+    assert main(["ledger", str(tmp_path / "both"), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["ledger", str(tmp_path / "both"), "--plot", str(picture)]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_the_state_of_a_trainer_that_cannot_be_read_is_no_evidence(run: Path) -> None:
+    for text in ("[]", '{"global_step"'):
+        (run / "checkpoint-3" / "trainer_state.json").write_text(text)
+        assert "updates" not in _status(verify(run / "checkpoint-3"))
