@@ -14,8 +14,8 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.randomness import sampling_generator
 from dp_grape_hf.sampling import (
     EmptyDrawDataset,
-    LogicalBatch,
     LengthOf,
+    LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
     expected_steps_per_epoch,
@@ -264,9 +264,7 @@ def test_examples_of_like_lengths_come_together_the_longest_first() -> None:
 
 @pytest.mark.parametrize("example", [{"x": [1, 2]}, {"input_ids": 3}, [1, 2], None])
 def test_an_example_without_a_length_is_refused(example: Any) -> None:
-    with pytest.raises(
-        PrivacyError, match=r"needs examples with 'input_ids'.*at 'random'"
-    ):
+    with pytest.raises(PrivacyError, match=r"needs examples with 'input_ids'.*at 'random'"):
         LogicalBatchCollator(_as_list, 3, LengthOf("input_ids"))([example])
 
 
