@@ -17,6 +17,7 @@ from dp_grape_hf.accounting import (
     Variant,
     find_noise_multiplier,
 )
+from dp_grape_hf.audit_command import add_audit
 from dp_grape_hf.card_command import add_card
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger_command import add_ledger, add_verify
@@ -162,7 +163,7 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-COMMANDS = (add_calibrate, add_plan, add_card, add_verify, add_ledger)
+COMMANDS = (add_calibrate, add_plan, add_card, add_audit, add_verify, add_ledger)
 
 
 class _Row(NamedTuple):

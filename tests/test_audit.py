@@ -1,0 +1,287 @@
+"""The one-run audit: its bound against all mechanisms that there are, and real runs against it."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+from scipy.stats import binom, norm
+
+from dp_grape_hf import engine
+from dp_grape_hf.audit import (
+    AuditSettings,
+    audit,
+    epsilon_lower_bound,
+    guess,
+    log_likelihood_ratio,
+    p_value,
+)
+from dp_grape_hf.cli import main
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.randomness import add_noise_
+
+# ---- The bound ----
+
+
+def most_likely_success(m: int, k: int, v: int, epsilon: float, delta: float) -> float:
+    """Returns the largest P[v of k guesses are correct, or more] of a private run.
+
+    A mechanism is a table: for each of the ``2**m`` ways that the coins fall, the probabilities of
+    all guesses of k canaries. What it can reach is a linear program, with one variable for every
+    entry and one for the excess over e^epsilon of each entry, neighbour by neighbour.
+    """
+    coins = list(itertools.product((-1, 1), repeat=m))
+    guesses = [g for g in itertools.product((-1, 0, 1), repeat=m) if sum(map(abs, g)) == k]
+    entries = {pair: i for i, pair in enumerate(itertools.product(coins, guesses))}
+    neighbours = [
+        (s, (*s[:i], -s[i], *s[i + 1 :])) for s in coins for i in range(m)
+    ]  # in both orders
+    size = len(entries)
+    rows, columns, values, most = [], [], [], []
+
+    def at_most(terms: list[tuple[int, float]], bound: float) -> None:
+        for column, value in terms:
+            rows.append(len(most))
+            columns.append(column)
+            values.append(value)
+        most.append(bound)
+
+    for s, t in neighbours:
+        excess = range(size, size + len(guesses))
+        size += len(guesses)
+        for g, column in zip(guesses, excess, strict=True):
+            at_most([(entries[s, g], 1.0), (entries[t, g], -math.exp(epsilon)), (column, -1.0)], 0)
+        at_most([(column, 1.0) for column in excess], delta)
+    gain = np.zeros(size)
+    for (s, g), column in entries.items():
+        gain[column] = -(sum(a * b > 0 for a, b in zip(s, g, strict=True)) >= v) / len(coins)
+    sums = np.zeros((len(coins), size))
+    for i, s in enumerate(coins):
+        sums[i, [entries[s, g] for g in guesses]] = 1
+    found = linprog(
+        gain,
+        A_ub=coo_array((values, (rows, columns)), shape=(len(most), size)),
+        b_ub=most,
+        A_eq=sums,
+        b_eq=np.ones(len(coins)),
+    )
+    assert found.status == 0, found.message
+    return float(-found.fun)
+
+
+CASES = [(m, k, v) for m in (1, 2, 3) for k in range(1, m + 1) for v in range(1, k + 1)]
+
+
+@pytest.mark.parametrize(("m", "k", "v"), CASES)
+def test_the_bound_is_what_the_best_private_mechanism_reaches(m: int, k: int, v: int) -> None:
+    for epsilon, delta in itertools.product((0.0, 0.5, 2.0), (0.0, 1e-3, 0.02, 0.1)):
+        best = most_likely_success(m, k, v, epsilon, delta)
+        bound = p_value(v, k, m, epsilon, delta)
+        assert best <= bound + 1e-7, (epsilon, delta)
+        if delta <= 0.02:  # so small that the best table has no negative entry
+            assert best == pytest.approx(bound, abs=1e-7), (epsilon, delta)
+
+
+def test_delta_is_paid_for_all_canaries_and_not_only_those_guessed() -> None:
+    plain, few, many = (
+        p_value(45, 50, m, 1.0, delta) for m, delta in ((50, 0.0), (50, 1e-4), (5000, 1e-4))
+    )
+    assert plain == pytest.approx(binom.sf(44, 50, 1 / (1 + math.exp(-1))))
+    assert plain < few
+    assert many - plain == pytest.approx(100 * (few - plain), rel=1e-6)
+
+
+def test_the_bound_refutes_what_is_below_it_and_not_what_is_above() -> None:
+    bound = epsilon_lower_bound(180, 200, 1000, 1e-5, 0.95)
+    assert p_value(180, 200, 1000, bound, 1e-5) <= 0.05
+    assert p_value(180, 200, 1000, bound + 1e-3, 1e-5) > 0.05
+    smaller = [p_value(180, 200, 1000, e, 1e-5) for e in np.linspace(0, bound, 50)]
+    assert max(smaller) <= 0.05
+
+
+def test_more_correct_guesses_and_less_confidence_show_more() -> None:
+    bounds = [epsilon_lower_bound(correct, 200, 1000, 1e-5) for correct in range(100, 201, 10)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 0 < bounds[-1] < 6
+    assert epsilon_lower_bound(150, 200, 1000, 1e-5, 0.99) < epsilon_lower_bound(
+        150, 200, 1000, 1e-5, 0.9
+    )
+
+
+def test_the_bound_holds_for_a_gaussian_mechanism_as_often_as_it_says() -> None:
+    """2000 audits of N(bit, sigma^2): the bound may exceed the true epsilon in 5 % of them.
+
+    For the smallest true epsilon, 0, so that the bound is not idle: scores say nothing at all.
+    """
+    generator, exceeded = torch.Generator().manual_seed(0), 0
+    for _ in range(2000):
+        coins = torch.rand(200, generator=generator) < 0.5
+        guessed, says = guess(torch.randn(200, generator=generator), 50)
+        correct = int((coins[guessed] == says).sum())
+        exceeded += epsilon_lower_bound(correct, 50, 200, 0.0) > 0
+    assert 40 <= exceeded <= 100  # of a binomial tail just below 5 %
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correct": 11}, "correct=11, guesses=10 and canaries=20 must not fall"),
+        ({"guesses": 21}, "guesses=21 and canaries=20"),
+        ({"correct": 0, "guesses": 0}, "there must be a guess"),
+        ({"delta": 1.0}, "delta=1.0 must lie in"),
+        ({"confidence": 1.0}, "confidence=1.0 must lie in"),
+    ],
+    ids=str,
+)
+def test_counts_and_levels_that_make_no_sense_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    given = {"correct": 5, "guesses": 10, "canaries": 20, "delta": 1e-3, "confidence": 0.9}
+    with pytest.raises(PrivacyError, match=message):
+        epsilon_lower_bound(**given | changes)
+
+
+# ---- Evidence ----
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_the_evidence_is_the_likelihood_ratio_of_the_two_worlds(rate: float) -> None:
+    seen = np.linspace(-2, 3, 11)
+    out = norm.pdf(seen, 0, 0.7)
+    inside = rate * norm.pdf(seen, 1, 0.7) + (1 - rate) * out
+    found = log_likelihood_ratio(torch.from_numpy(seen), 0.7, rate)
+    np.testing.assert_allclose(found.numpy(), np.log(inside / out), rtol=1e-9, atol=1e-12)
+
+
+def test_a_guess_is_made_where_the_evidence_is_strongest() -> None:
+    guessed, says_in = guess(torch.tensor([0.1, -5.0, 3.0, -0.2]), 2)
+    assert guessed.tolist() == [1, 2]
+    assert says_in.tolist() == [False, True]
+
+
+# ---- Runs ----
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("method", ["dp_grape", "dp_sgd"])
+def test_each_canary_is_seen_with_length_C_if_it_is_in(
+    method: str, clipping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise, three steps show 1 for a canary that is in and 0 for the others."""
+    found = []
+
+    def keep(seen: Any, noise_multiplier: float, sample_rate: float) -> torch.Tensor:
+        found.append(seen)
+        return log_likelihood_ratio(seen, noise_multiplier, sample_rate)
+
+    monkeypatch.setattr("dp_grape_hf.audit.log_likelihood_ratio", keep)
+    result = audit(
+        AuditSettings(
+            method=method, clipping=clipping, noise_multiplier=0.0, canaries=60, guesses=60, steps=3
+        )
+    )
+    assert len(found) == 3
+    for seen in found:
+        inside = seen > 0.5
+        assert int(inside.sum()) == result.included
+        torch.testing.assert_close(seen, inside.float(), atol=1e-3, rtol=0)
+    assert result.correct == 60
+    assert result.claimed_epsilon == math.inf
+    assert result.passed
+
+
+def test_a_sampled_run_draws_what_it_says() -> None:
+    """At q = 0.25 and without noise, a canary that is in shows itself in a quarter of the steps."""
+    settings = {"noise_multiplier": 0.0, "canaries": 400, "steps": 8, "guesses": 1}
+    result = audit(AuditSettings(sample_rate=0.25, **settings))
+    assert (result.sample_rate, result.steps) == (0.25, 8)
+    assert result.correct == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "dp_grape", "steps": 2},
+        {"method": "dp_jl", "steps": 1, "canaries": 1000},
+        {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
+        {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
+    ],
+    ids=str,
+)
+def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> None:
+    """Fails in far fewer than one of 10,000 runs: a bound reaches half of its claim here."""
+    result = audit(AuditSettings(**{"canaries": 3000} | changes))
+    assert 0 < result.lower_bound < result.claimed_epsilon < 5
+    assert result.correct > 0.55 * result.settings.number_of_guesses
+
+
+def _less_noise(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
+    add_noise_(values, std / 4, generator, divisor)
+
+
+def test_a_claim_that_is_not_kept_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "add_noise_", _less_noise)
+    result = audit(AuditSettings(steps=1, canaries=4000))
+    assert not result.passed
+    assert result.lower_bound > result.claimed_epsilon
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "adam"}, "method='adam' cannot be audited"),
+        ({"canaries": 1}, "canaries=1 must be at least 2"),
+        ({"guesses": 0}, "guesses=0 must lie in"),
+        ({"canaries": 10, "guesses": 11}, "guesses=11 must lie in"),
+        ({"projection_rank": 4}, "projection_rank=4 must lie in 1"),
+        ({"sample_rate": 0.0}, "sample_rate=0.0 must lie in"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"tables": 0}, "tables=0 must be at least 1"),
+        ({"confidence": 0.0}, "confidence=0.0 must lie in"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        AuditSettings(**changes)
+
+
+# ---- The command ----
+
+SMALL = ["audit", "--canaries", "2000", "--max_steps", "1"]
+
+
+def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--noise_multiplier", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "guesses          50, fixed in advance" in printed
+    assert "epsilon claimed  2.00" in printed
+    assert "The attack shows nothing beyond the claim." in printed
+
+
+def test_the_command_fails_where_the_claim_is_refuted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "add_noise_", _less_noise)
+    assert main(["audit", "--canaries", "4000", "--max_steps", "1", "--eps", "1"]) == 1
+    assert "NOT AS PRIVATE AS IT CLAIMS" in capsys.readouterr().out
+
+
+def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json", "--eps", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["claimed_epsilon"] == pytest.approx(1.0, abs=1e-3)
+    assert found["guesses"] == 50
+
+
+def test_the_command_refuses_a_delta_that_promises_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*SMALL, "--delta", "0.01"]) == 2
+    assert "target_delta=0.01 is not below 1/2000" in capsys.readouterr().err
