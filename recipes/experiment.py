@@ -49,6 +49,7 @@ CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
 NOISE = ("target_epsilon", "noise_multiplier")
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
 
 Scores = dict[str, float]
 
@@ -330,6 +331,8 @@ def parse(
     path = preset_path(family.name, first.config)
     preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
     known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
+    if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
+        preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])
     if wrong := sorted(preset.keys() - known):
         raise ValueError(f"{path} sets {wrong}, which are no options of this recipe.")
     row = METHODS.get(first.method)
