@@ -10,8 +10,8 @@ examples as well. There DP-GRAPE has 93.3 % on SST-2 at epsilon 6, and 92.6 % at
 ``--zero_shot --method adam`` scores the model as it is. Hardware there: an H100, 76 examples a
 second, hence a quarter of an hour for 1,000 steps (the paper's own table says 0.6 hours).
 
-With a small sentence encoder and short texts a CPU will do: five minutes of one core for 200 steps with
-22 million parameters. All-MiniLM-L6-v2 had 75 % test accuracy (seed 13):
+With a small sentence encoder and short texts a CPU will do, at five minutes of one core for 200
+steps of 22 million parameters. All-MiniLM-L6-v2 had 75 % test accuracy (seed 13):
 
     python -m recipes.roberta --config ours --task SST-2 --head mean --use_cpu --bf16 \\
         --model_name_or_path <encoder> --max_length 48 --max_steps 200 --frozen embeddings \\
