@@ -19,6 +19,7 @@ from prv_accountant.privacy_random_variables import PrivacyRandomVariable
 from scipy.special import ndtr
 
 from dp_grape_hf import renyi, replace_one
+from dp_grape_hf.tuning import Trials
 
 ACCOUNTANTS: dict[str, type["Accountant"]] = {}
 """Every accountant by name; subclasses of `Accountant` enter themselves."""
@@ -34,13 +35,16 @@ class Block(NamedTuple):
     Each is a Poisson subsampled Gaussian that reveals its sensitivity. ``sensitivities`` is the
     law of it, as (probability, sensitivity in units of the clipping norm) from the smallest to the
     largest: see `truncated` and `estimated_norms`. Where it is infinite, nothing is hidden if the
-    example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`.
+    example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`. With
+    ``trials``, all releases of the block are one run, and what is published is the best of a random
+    number of such runs: see `tuning`. Two such blocks do not merge.
     """
 
     noise_multiplier: float
     sample_rate: float
     sensitivities: tuple[tuple[float, float], ...] = ONCE
     replaces: bool = False
+    trials: Trials | None = None
 
     def parts(self) -> list[tuple[float, float]]:
         """Returns the mixture a release is: (probability, noise multiplier), none impossible."""
@@ -111,6 +115,7 @@ class PRV(Accountant, name="prv"):
     max_cells = 3_000_000  # about 5 s and half a GB
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
         delta = _what_is_left(delta, ever)
@@ -149,6 +154,7 @@ class PLD(Accountant, name="pld"):
     max_epsilon = 1000.0  # about 10 s
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
         delta = _what_is_left(delta, ever)
@@ -201,8 +207,10 @@ class RDP(Accountant, name="rdp"):
         for limit in _limits(self._blocks):
             blocks, ever = _charged(self._blocks, counts, limit)
             if ever < self._delta:
-                moments = [_log_moments_of_mixture(block) for block in blocks]
-                bounds.append(_convert(moments, counts, _what_is_left(self._delta, ever)))
+                moments = [
+                    _log_moments_of_run(block, n) for block, n in zip(blocks, counts, strict=True)
+                ]
+                bounds.append(_convert(moments, _what_is_left(self._delta, ever)))
         return min(bounds, default=math.inf)
 
 
@@ -222,11 +230,15 @@ def _charged(
     Whether a release includes the example at a sensitivity above the limit is as likely with the
     example as without it, if coins are thrown for it nevertheless. So if p is the probability that
     any does, δ(ε) <= p + (1 - p) δ'(ε), δ' being that of the others.
+
+    Of a random number of trials, as many count as are made on average: (1 - p)^K is convex in K.
+    Given that none does, K is distributed as before, with a smaller mean.
     """
     left, rare = zip(*(block.up_to(limit) for block in blocks), strict=True)
     with np.errstate(divide="ignore"):  # a certain event leaves log(0)
         never = np.log1p(-np.array(rare))
-    return list(left), -math.expm1(float(np.dot(counts, never)))
+    trials = [1.0 if block.trials is None else block.trials.mean for block in blocks]
+    return list(left), -math.expm1(float(np.dot(np.multiply(counts, trials), never)))
 
 
 def _without_rare(
@@ -293,11 +305,14 @@ def _log_moments_of_mixture(block: Block) -> npt.NDArray[np.float64]:
     return np.asarray(np.logaddexp.reduce(moments))
 
 
-def _convert(
-    moments: Sequence[npt.NDArray[np.float64]], counts: Sequence[int], delta: float
-) -> float:
-    """Returns ε at ``delta`` for ``counts[i]`` releases with the log moments ``moments[i]``."""
-    total = sum(n * each for n, each in zip(counts, moments, strict=True))
+def _log_moments_of_run(block: Block, count: int) -> npt.NDArray[np.float64]:
+    run = count * _log_moments_of_mixture(block)
+    return run if block.trials is None else block.trials.log_moments(run, renyi.ORDERS)
+
+
+def _convert(moments: Sequence[npt.NDArray[np.float64]], delta: float) -> float:
+    """Returns ε at ``delta`` for runs with these log moments."""
+    total = sum(moments, np.zeros_like(renyi.ORDERS))
     bounds = (total - math.log(delta) - np.log(renyi.ORDERS)) / (renyi.ORDERS - 1)
     bounds = bounds + np.log1p(-1 / renyi.ORDERS)
     return max(0.0, float(np.where(np.isnan(bounds), np.inf, bounds).min()))
@@ -312,6 +327,12 @@ def _quiet() -> Iterator[None]:
             yield
     except (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError) as error:
         raise AccountantFailure(f"{type(error).__name__}: {error}") from error
+
+
+def _refuse_trials(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        if block.trials is not None:
+            raise AccountantFailure(f"{block.trials}: known for Renyi moments only, which rdp has")
 
 
 def _refuse_little_noise(blocks: Sequence[Block]) -> None:

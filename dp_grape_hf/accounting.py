@@ -19,13 +19,16 @@ Guarantee:
 
     With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
     in a single example. Its contribution then moves by up to 2C; see `replace_one`.
+
+    With ``num_trials`` all these steps are one run, and the published one is the best of a random
+    number of such runs; `tuning` says on what terms. RDP answers, whichever accountant is asked.
 """
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from scipy.stats import binom
@@ -65,6 +68,7 @@ __all__ = [
     "EpsilonCurve",
     "Release",
     "Variant",
+    "blocks_of",
     "compose_epsilon",
     "compute_epsilon",
     "find_noise_multiplier",
@@ -93,8 +97,8 @@ def compute_epsilon(
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`.
-        variant: ``max_batch_size``, ``num_samples``, ``norm_directions`` and ``adjacency``, as
-            `Variant` says.
+        variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``,
+            ``num_trials`` and ``trials_distribution``, as `Variant` says.
 
     Raises:
         PrivacyError: An argument is out of range, the cap is below the mean batch size,
@@ -112,6 +116,9 @@ def compute_epsilon(
     >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
     ...                       adjacency="replace_one"), 2)
     4.32
+    >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
+    ...                       num_trials=10, accountant="rdp"), 2)
+    4.38
     """
     _check_steps("steps", steps)
     curve = EpsilonCurve(noise_multiplier, sample_rate, delta, steps, accountant, **variant)
@@ -121,28 +128,37 @@ def compute_epsilon(
 def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: str = "prv") -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged; blocks of count zero cost nothing, even without noise. All have to be
-    about the same neighbours.
+    Equal blocks are merged, unless each is the best of several trials; blocks of count zero cost
+    nothing, even without noise. All have to be about the same neighbours.
 
     >>> round(compose_epsilon([(4.0, 0.05, 500), (3.0, 0.02, 100)], delta=1e-5), 2)
     1.13
     """
     _check_delta("delta", delta)
     _check_accountant(accountant)
+    blocks, counts = blocks_of(releases)
+    return _Composition(blocks, counts, delta, accountant).epsilon(counts) if blocks else 0.0
+
+
+def blocks_of(releases: Sequence[Release]) -> tuple[list[Block], list[int]]:
+    """Returns what an accountant is asked about: blocks, and how many releases of each, above 0."""
     counts: Counter[Block] = Counter()
+    tuned: list[tuple[Block, int]] = []  # choosing costs once for each
     for release in releases:
         noise_multiplier, sample_rate, count = release[:3]
         variant = release[3] if len(release) == 4 else Variant()
         block = block_of(noise_multiplier, sample_rate, **variant)
         _check_steps("count", count)
-        counts[block] += int(count)
-    blocks = [block for block in counts if counts[block]]
-    if len({block.replaces for block in blocks}) > 1:
+        if block.trials is not None:
+            tuned.append((block, int(count)))
+        else:
+            counts[block] += int(count)
+    pairs = [(block, count) for block, count in [*counts.items(), *tuned] if count]
+    if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(
             f"{releases=} are about different neighbours; give all of them the same adjacency."
         )
-    numbers = [counts[block] for block in blocks]
-    return _Composition(blocks, numbers, delta, accountant).epsilon(numbers) if blocks else 0.0
+    return [block for block, _ in pairs], [count for _, count in pairs]
 
 
 def find_noise_multiplier(
@@ -152,6 +168,7 @@ def find_noise_multiplier(
     sample_rate: float,
     steps: int,
     accountant: str = "prv",
+    earlier: Sequence[Release] = (),
     **variant: Unpack[Variant],
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most ``target_epsilon``.
@@ -159,7 +176,8 @@ def find_noise_multiplier(
     `compute_epsilon` of the result never exceeds the target and is within 0.05 % of it (or the
     result within 0.05 % of the smallest). ``steps`` must be positive: a run that releases nothing
     meets every target, and answering 0 would let a run that does take steps start without noise.
-    ``variant`` is that of `compute_epsilon`.
+    ``variant`` is that of `compute_epsilon`. ``earlier`` releases, of runs on the same data, are
+    within the target as well.
     """
     if not 0 < target_epsilon < math.inf:
         raise PrivacyError(
@@ -174,9 +192,16 @@ def find_noise_multiplier(
             "the number of steps the run will take."
         )
     _check_accountant(accountant)
+    used = compose_epsilon(earlier, delta=target_delta, accountant=accountant)
+    if used >= target_epsilon:
+        raise PrivacyError(
+            f"{target_epsilon=} is spent already: earlier releases on the same data took epsilon "
+            f"{used:.4g} at {target_delta=}. Choose a larger target_epsilon, which covers them all."
+        )
 
     def epsilon(noise_multiplier: float, name: str) -> float:
-        curve = EpsilonCurve(noise_multiplier, sample_rate, target_delta, steps, name, **variant)
+        given: Any = {"accountant": name, "earlier": earlier, **variant}
+        curve = EpsilonCurve(noise_multiplier, sample_rate, target_delta, steps, **given)
         return curve.epsilon(steps)
 
     # RDP answers in milliseconds and asks for a few percent too much: a start from above.
@@ -185,7 +210,9 @@ def find_noise_multiplier(
     if sigma is None:
         raise PrivacyError(
             f"{target_epsilon=} is below what accountant={accountant!r} can certify at "
-            f"{target_delta=}, however large the noise; choose a larger target_epsilon."
+            f"{target_delta=}, however large the noise"
+            + (f", where earlier releases took {used:.4g}" if used else "")
+            + "; choose a larger target_epsilon."
         )
     return sigma
 
@@ -194,7 +221,8 @@ class EpsilonCurve:
     """ε as a function of the steps taken, for a loop that asks again and again.
 
     The accountant is built once, on the first question, for ``max_steps`` steps, and again only
-    if a run outgrows them; answers are remembered.
+    if a run outgrows them; answers are remembered. ``earlier`` releases, of runs on the same data,
+    are in every answer.
 
     >>> curve = EpsilonCurve(4.0, 64 / 1024, delta=1e-5, max_steps=1000, accountant="rdp")
     >>> [round(curve.epsilon(steps), 2) for steps in (0, 10, 1000)]
@@ -208,15 +236,25 @@ class EpsilonCurve:
         delta: float,
         max_steps: int,
         accountant: str = "prv",
+        earlier: Sequence[Release] = (),
         **variant: Unpack[Variant],
     ) -> None:
-        self._block = block_of(noise_multiplier, sample_rate, **variant)
+        block_of(noise_multiplier, sample_rate, **variant)
+        self._own, self._earlier = (noise_multiplier, sample_rate, variant), list(earlier)
         _check_delta("delta", delta)
         _check_steps("max_steps", max_steps)
         _check_accountant(accountant)
+        before = compose_epsilon(self._earlier, delta=delta, accountant=accountant)
+        self._answers = {0: before}
         self._delta, self._max_steps = delta, int(max_steps)
-        self._composition = _Composition([self._block], [self._max_steps], delta, accountant)
-        self._answers = {0: 0.0}
+        self._composition = self._compose(accountant)
+
+    def _all(self, steps: int) -> tuple[list[Block], list[int]]:
+        sigma, rate, variant = self._own
+        return blocks_of([(sigma, rate, steps, variant), *self._earlier])
+
+    def _compose(self, accountant: str) -> "_Composition":
+        return _Composition(*self._all(self._max_steps), self._delta, accountant)
 
     @property
     def accountant(self) -> str:
@@ -227,10 +265,10 @@ class EpsilonCurve:
         """Returns an upper bound on ε after ``steps`` steps."""
         _check_steps("steps", steps)
         if steps > self._max_steps:
-            most = self._max_steps = max(int(steps), 2 * self._max_steps)
-            self._composition = _Composition([self._block], [most], self._delta, self.accountant)
+            self._max_steps = max(int(steps), 2 * self._max_steps)
+            self._composition = self._compose(self.accountant)
         if steps not in self._answers:
-            self._answers[steps] = self._composition.epsilon([int(steps)])
+            self._answers[steps] = self._composition.epsilon(self._all(int(steps))[1])
         return self._answers[steps]
 
 
@@ -279,6 +317,9 @@ class _Composition:
     def __init__(
         self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float, accountant: str
     ) -> None:
+        if accountant != "rdp" and any(block.trials is not None for block in blocks):
+            logger.info(f"What choosing among trials costs is found by rdp, not {accountant}.")
+            accountant = "rdp"
         self.accountant = accountant
         self._arguments = blocks, max_counts, delta
         self._noiseless = any(block.noise_multiplier == 0 for block in blocks)
@@ -335,6 +376,8 @@ def _smallest(epsilon: Callable[[float], float], target: float, guess: float) ->
             slope = min((error - last[1]) / math.log(sigma / last[0]), -0.3)
         last = sigma, error
         sigma *= math.exp(min(max(-error / slope, -1.4), 1.4))
+        if attempt > 12 and high == math.inf:  # flat: earlier releases take nearly all of it
+            sigma = 4 * low
         if (attempt > 12 or not low < sigma < high) and 0 < low and high < math.inf:
             sigma = math.sqrt(low * high)
     return high

@@ -10,17 +10,15 @@ from typing import Any, TypeVar, get_type_hints
 from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES
+from dp_grape_hf.continuing import EARLIER_DATA
 from dp_grape_hf.contradictions import refuse_contradictions
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_host_options
-from dp_grape_hf.mechanism import (
-    CLIPPING_MODES,
-    POISSON,
-    SAMPLING_MODES,
-)
+from dp_grape_hf.mechanism import CLIPPING_MODES, POISSON, SAMPLING_MODES
 from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import ENGINES, GRAD_SAMPLE_MODES
+from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, Trials
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -134,6 +132,34 @@ class DPGrapeArguments(MethodArguments):
             "help": "The declared dataset size N, from which q = expected_batch_size / N follows. "
             "Default: the length of the training dataset, which treats that length as public."
         },
+    )
+    earlier_data: str | None = field(
+        default=None,
+        metadata={
+            "help": "Whether this run trains on examples that were used by the run that the model "
+            f"comes from, or by those before it: {' or '.join(EARLIER_DATA)}. same: the privacy "
+            "spent adds up, within target_epsilon. Needed where the model has a privacy ledger."
+        },
+    )
+    earlier_ledger: str | None = field(
+        default=None,
+        metadata={
+            "help": "The privacy ledger of the run that the model comes from, where it does not "
+            "lie in the folder or repository that the model was loaded from: adapters, and "
+            "models built by hand."
+        },
+    )
+    num_trials: float | None = field(
+        default=None,
+        metadata={
+            "help": "The mean of the secret, random number of equal runs of which this is one, and "
+            "only the best will be published: epsilon is then that of the best. Scores to choose "
+            "by must come from public data. See dp-grape calibrate --draw_num_trials."
+        },
+    )
+    trials_distribution: str = field(
+        default=GEOMETRIC,
+        metadata={"help": f"How that number was drawn: {', '.join(DISTRIBUTIONS)}."},
     )
 
     adjacency: str = field(
@@ -337,8 +363,17 @@ class DPGrapeArguments(MethodArguments):
                 lambda v: v in GRAD_SAMPLE_MODES,
             ),
             ("accountant", f"one of {sorted(ACCOUNTANTS)}", lambda v: v in ACCOUNTANTS),
+            ("trials_distribution", f"one of {list(DISTRIBUTIONS)}", lambda v: v in DISTRIBUTIONS),
+            ("earlier_data", f"one of {list(EARLIER_DATA)}", lambda v: v in EARLIER_DATA),
             optional=True,
         )
+        if self.num_trials is not None:
+            Trials(self.num_trials, self.trials_distribution)  # refuses what is none
+            if not self.private:
+                raise PrivacyError(
+                    f"num_trials={self.num_trials!r} with noise_multiplier=0: without noise there "
+                    "is no epsilon that choosing could add to. Leave it out."
+                )
         refuse_contradictions(self)
 
 

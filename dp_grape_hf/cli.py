@@ -22,6 +22,7 @@ from dp_grape_hf.card_command import add_card
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger_command import add_ledger, add_verify
 from dp_grape_hf.plan_command import add_plan
+from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, Trials
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 
@@ -70,13 +71,27 @@ What does a given noise spend, over 3 epochs of the same data?
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
                1            3.2508                0.01562         prv
 
+And if the model published will be the best of several runs, 10 on average?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6 --num_trials 10
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
+  the best of a geometric number of trials, 10 on average
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  of one run
+              2            8.5849            1.9995                 0.1341         rdp      0.8650
+              6            2.9615            5.9984                0.04627         rdp      2.9112
+
 The guarantee covers everything computed from the noisy steps, however it is used, against someone
 who sees every step and knows every other example. Two datasets count as neighbours if one has one
 example more, or with --adjacency replace_one if one example of the one is another in the other; so
 it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
 only (each example drawn independently with probability q; batches vary in size), for noise nobody
 can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
-else learnt from it. Every epsilon is an upper bound and every noise multiplier is rounded up.
+else learnt from it. With --num_trials it holds for the best of K runs with the same noise, q and T,
+where K is drawn once and kept secret (--draw_num_trials), the runs' other settings are drawn or
+fixed before, and the score that chooses is computed on public data. Every epsilon is an upper bound
+and every noise multiplier is rounded up.
 """
 
 
@@ -160,6 +175,24 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         metavar="k",
         help="random directions that dp_jl estimates norms from (default: norms are exact)",
     )
+    parser.add_argument(
+        "--num_trials",
+        type=float,
+        metavar="mean",
+        help="publish only the best of a random number of such runs, of this mean: eps is then "
+        "that of the best, found by rdp (Papernot and Steinke, 2022)",
+    )
+    parser.add_argument(
+        "--trials_distribution",
+        metavar="name",
+        help=f"{', '.join(DISTRIBUTIONS)}: how that number is drawn (default: the first)",
+    )
+    parser.add_argument(
+        "--draw_num_trials",
+        action="store_true",
+        help="draw that number, once, and tell nobody: whoever draws again until it suits, or "
+        "makes another number of runs, has not the eps shown",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -172,13 +205,18 @@ class _Row(NamedTuple):
     epsilon: float
     noise_std_on_mean_over_max_grad_norm: float | None
     accountant: str
+    epsilon_of_one_run: float | None
 
 
 def _calibrate(args: argparse.Namespace) -> str:
     sample_rate, batch_size, steps = _plan(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier
-    variant = Variant(adjacency=args.adjacency, norm_directions=args.norm_directions)
+    plain = Variant(adjacency=args.adjacency, norm_directions=args.norm_directions)
+    variant, trials = plain.copy(), _trials(args)
+    if trials is not None:
+        variant["num_trials"] = trials.mean
+        variant["trials_distribution"] = trials.distribution
     rows: list[_Row] = []
     for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
         sigma: float = asked
@@ -195,14 +233,21 @@ def _calibrate(args: argparse.Namespace) -> str:
         curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **variant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
-        rows.append(_Row(target, sigma, curve.epsilon(steps), on_mean, curve.accountant))
+        epsilon, one_run = curve.epsilon(steps), None
+        if trials is not None:
+            alone = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **plain)
+            one_run = alone.epsilon(steps)
+        rows.append(_Row(target, sigma, epsilon, on_mean, curve.accountant, one_run))
+    drawn = trials.draw() if trials is not None and args.draw_num_trials else None
     if args.json:
         # JSON has no infinity; Python, R and JavaScript all read the string back.
         dicts = [
-            {**row._asdict(), "epsilon": row.epsilon if math.isfinite(row.epsilon) else "inf"}
+            {name: "inf" if value == math.inf else value for name, value in row._asdict().items()}
             for row in rows
         ]
         result = {"sample_rate": sample_rate, "steps": steps, "delta": delta, **variant}
+        if drawn is not None:
+            result["num_trials_drawn"] = drawn
         return json.dumps({**result, "rows": dicts}, indent=2) + "\n"
     columns = {
         "noise multiplier": [
@@ -217,12 +262,29 @@ def _calibrate(args: argparse.Namespace) -> str:
     }
     if noise is None:
         columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
+    if trials is not None:
+        columns["of one run"] = [
+            f"{_round_up(one):.4f}" for row in rows if (one := row.epsilon_of_one_run) is not None
+        ]
     directions = args.norm_directions
     estimated = "" if directions is None else f", norms from {directions} directions"
-    return (
+    chosen = "" if trials is None else f"\n{trials}"
+    text = (
         f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, "
-        f"adjacency {args.adjacency}{estimated}\n\n" + _table(columns)
+        f"adjacency {args.adjacency}{estimated}{chosen}\n\n" + _table(columns)
     )
+    return text if drawn is None else f"{text}\nSecret number of runs to make: {drawn}\n"
+
+
+def _trials(args: argparse.Namespace) -> Trials | None:
+    if args.num_trials is not None:
+        return Trials(args.num_trials, args.trials_distribution or GEOMETRIC)
+    if args.trials_distribution is not None or args.draw_num_trials:
+        raise PrivacyError(
+            f"trials_distribution={args.trials_distribution!r} and draw_num_trials="
+            f"{args.draw_num_trials!r} need the mean of that number; give --num_trials."
+        )
+    return None
 
 
 def _plan(args: argparse.Namespace) -> tuple[float, float | None, int]:

@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
+from dp_grape_hf import accounting
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.mechanism import (
     ADDED_IN_VERSION,
+    LEFT_OUT_IF_NONE,
     MAY_CHANGE_ON_RESUME,
     Mechanism,
     Release,
@@ -174,6 +176,16 @@ class Run:
         own = self.mechanism
         return (Release(own.noise_multiplier, own.sample_rate, self.steps),) if self.steps else ()
 
+    @property
+    def accounted(self) -> accounting.Release:
+        """What the run may have cost: its releases, or all of a trial if it was chosen among some.
+
+        The other trials may have gone on where this one stopped.
+        """
+        own = self.mechanism
+        count = max(self.steps, own.steps_of_trial or 0)
+        return own.noise_multiplier, own.sample_rate, count, own.variant()
+
 
 def runs_of(entries: Iterable[Entry]) -> list[Run]:
     """Returns the runs that a chain records, oldest first.
@@ -202,11 +214,20 @@ def _check_start(start: Start, before: Sequence[Run]) -> None:
         all(run.start.run_id != start.run_id for run in before),
         f"start: run_id={start.run_id!r} is that of a run before it.",
     )
-    for run in before if start.continues == SAME_DATA else ():
+    if start.continues == SAME_DATA:
+        require_same_neighbours(start.mechanism, before)
+
+
+def require_same_neighbours(mechanism: Mechanism, before: Iterable[Run]) -> None:
+    """Refuses a run about other neighbours than those before it on the same data.
+
+    Runs without a guarantee have no epsilon that could be about anything.
+    """
+    for run in before if not mechanism.reasons_not_private() else ():
         for name in ("adjacency", "privacy_unit"):
-            ours, theirs = getattr(start.mechanism, name), getattr(run.mechanism, name)
+            ours, theirs = getattr(mechanism, name), getattr(run.mechanism, name)
             require(
-                ours == theirs,
+                ours == theirs or bool(run.reasons),
                 f"{name}={ours!r}, but run {run.start.run_id} on the same data has {theirs!r}: "
                 f"their epsilons are about different things and do not add up. Use {theirs!r}.",
             )
@@ -242,7 +263,7 @@ def encoded(entry: Entry) -> dict[str, Any]:
         content["mechanism"] = {
             name: "Infinity" if value == math.inf else value
             for name, value in content["mechanism"].items()
-            if name not in unknown
+            if name not in unknown and not (name in LEFT_OUT_IF_NONE and value is None)
         }
     return {"kind": KIND_OF[type(entry)]} | content
 
@@ -274,8 +295,9 @@ def decoded(content: Any, number: int) -> Entry:
 
 def mechanism_from(content: Any, version: int) -> Mechanism:
     """Returns a mechanism as files of a version wrote it."""
-    unsaid = unsaid_in(version)
-    mechanism: Mechanism = built(Mechanism, content, "mechanism", unsaid)
+    optional = dict.fromkeys(LEFT_OUT_IF_NONE) if version >= FIRST_CHAINED else {}
+    unsaid = unsaid_in(version) | ({} if optional else dict.fromkeys(LEFT_OUT_IF_NONE))
+    mechanism: Mechanism = built(Mechanism, content, "mechanism", unsaid, optional)
     return mechanism
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accounting import Variant, compose_epsilon
+from dp_grape_hf.accounting import compose_epsilon
 from dp_grape_hf.chain import Link, beyond, broken, extended, is_prefix, with_releases
 from dp_grape_hf.entries import (
     LEDGER_NAME,
@@ -45,6 +45,7 @@ from dp_grape_hf.mechanism import (
     require_same_mechanism,
 )
 from dp_grape_hf.processes import from_first, is_first
+from dp_grape_hf.run_lock import RunLock, hold
 
 __all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]
 
@@ -66,6 +67,7 @@ class Ledger:
     path: Path | None = None
     _on_disk: tuple[str, ...] = field(default=(), repr=False, compare=False)  # what may be there
     _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Checks that the entries belong together."""
@@ -99,8 +101,9 @@ class Ledger:
                 of all add up; otherwise those of the earlier runs are recorded only.
 
         Raises:
-            PrivacyError: ``private`` and ``reason`` contradict each other, or the runs are about
-                neighbours of different kinds, whose epsilons do not add up.
+            PrivacyError: ``private`` and ``reason`` contradict each other, the runs are about
+                neighbours of different kinds, whose epsilons do not add up, or a run of another
+                process is still going on at that place.
         """
         require(private != bool(reason), f"{private=} contradicts {reason=}: give a reason if not")
         start = Start(
@@ -111,7 +114,10 @@ class Ledger:
             continues=None if continues is None else SAME_DATA if same_data else OTHER_DATA,
         )
         path = None if path is None else Path(path)
-        ledger = cls(extended(() if continues is None else continues.links, start), path)
+        lock = None if path is None else hold(path)
+        ledger = cls(
+            extended(() if continues is None else continues.links, start), path, _lock=lock
+        )
         if reason:
             ledger._append(NotPrivate(reason))
         if path is not None and path.exists():
@@ -169,9 +175,10 @@ class Ledger:
             No release that either file holds is forgotten, and no reason for not being private.
 
         Raises:
-            PrivacyError: A file is damaged, the files contradict each other, or ``updates`` or
-                the mechanism is not what they say.
+            PrivacyError: A file is damaged, the files contradict each other, ``updates`` or the
+                mechanism is not what they say, or the run is still going on in another process.
         """
+        lock = hold(Path(live_path))
         ledger = cls.load(checkpoint_path)
         require_same_mechanism(mechanism, ledger.mechanism, checkpoint_path)
         require(
@@ -204,7 +211,7 @@ class Ledger:
             *map(NotPrivate, missing),
             Resume(secrets.token_hex(8), updates, now(), software_versions(), changes),
         )
-        ledger.path = Path(live_path)
+        ledger.path, ledger._lock = Path(live_path), lock
         ledger._persist()
         return ledger
 
@@ -301,18 +308,20 @@ class Ledger:
     @property
     def composed(self) -> list[accounting.Release]:
         """All releases that add up, as `accounting` wants them."""
-        return [
-            (r.noise_multiplier, r.sample_rate, r.count, _variant(run.mechanism))
-            for run in self.composed_runs
-            for r in run.releases
-        ]
+        return [run.accounted for run in self.composed_runs if run.accounted[2]]
+
+    @property
+    def earlier(self) -> list[accounting.Release]:
+        """Those of them that runs before this one made."""
+        return [run.accounted for run in self.composed_runs[:-1] if run.accounted[2]]
 
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.
 
-        Those of earlier runs on the same data are among them. It holds at ``delta``, or at
-        ``target_delta`` if that is ``None``. It is infinite if the run is not private, and 0 before
-        the first release.
+        Those of earlier runs on the same data are among them, and what it costs to choose this run
+        among several. It holds at ``delta``, or at ``target_delta`` if that is ``None``. It is
+        infinite if the run is not private, and 0 before the first release; but a trial of several
+        counts whole from its start.
         """
         if not self.private:
             return math.inf
@@ -387,14 +396,11 @@ class Ledger:
             )
         text = to_text(self.links, self._texts)
         self._on_disk += (text,)  # if writing fails, either may be there
-        write_text(self.path, text)
+        try:
+            write_text(self.path, text)
+        except OSError as error:
+            raise PrivacyError(
+                f"{self.path} cannot be written: {error}. The release that was to be recorded, if "
+                "any, was not made. Make room, then resume with resume_from_checkpoint."
+            ) from error
         self._on_disk = (text,)
-
-
-def _variant(mechanism: Mechanism) -> Variant:
-    return Variant(
-        max_batch_size=mechanism.max_batch_size,
-        num_samples=mechanism.num_samples,
-        norm_directions=mechanism.norm_directions,
-        adjacency=mechanism.adjacency,
-    )

@@ -12,8 +12,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
+from dp_grape_hf import accounting
 from dp_grape_hf.accountants import AccountantFailure
-from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.accounting import Variant, compose_epsilon
 from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
     KIND_OF,
@@ -198,6 +199,8 @@ def _mechanism(own: Mechanism) -> Iterator[str]:
         else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
         "accountant": own.accountant,
     }
+    if own.trials is not None:
+        rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     width = max(map(len, rows))
     yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
 
@@ -264,11 +267,15 @@ def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
     steps = sorted({round(total * n / _POINTS) for n in range(_POINTS + 1)})
     epsilons = []
     for done in tqdm(steps, disable=None):
-        left, taken = done, []
-        for sigma, rate, count, *variant in blocks:
-            part = min(left, count)
-            taken.append((sigma, rate, part, *variant))
-            left -= part
+        left, taken = done, list[accounting.Release]()
+        for block in blocks:
+            sigma, rate, count = block[:3]
+            variant = block[3] if len(block) == 4 else Variant()
+            # Of a trial among several, all counts from the start.
+            tuned = variant.get("num_trials") is not None
+            part = count if left and tuned else min(left, count)
+            taken.append((sigma, rate, part, variant))
+            left = max(0, left - part)
         epsilons.append(compose_epsilon(taken, delta=delta, accountant=ledger.mechanism.accountant))
     return steps, epsilons
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, ADJACENCIES
+from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, ADJACENCIES, Variant
 from dp_grape_hf.errors import require
+from dp_grape_hf.tuning import DISTRIBUTIONS, Trials
 
 FLAT, PER_LAYER, AUTOMATIC = "flat", "per_layer", "automatic"
 CLIPPING_MODES = (FLAT, PER_LAYER, AUTOMATIC)
@@ -30,6 +31,10 @@ ADDED_IN_VERSION: dict[int, dict[str, Any]] = {
     4: {"norm_directions": None, "max_examples_per_unit": None},
 }
 
+# Parameters that the file leaves out where they are None: most runs have none, and their entries,
+# and digests, are as if these did not exist.
+LEFT_OUT_IF_NONE = ("num_trials", "trials_distribution", "steps_of_trial")
+
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
@@ -42,6 +47,7 @@ _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1)", lambda x: 0 < x < 1)}
+_TRIALS = {"valid": (f"one of {', '.join(DISTRIBUTIONS)}", lambda x: x in DISTRIBUTIONS)}
 _CLIPPING = {"valid": (f"one of {', '.join(CLIPPING_MODES)}", lambda x: x in CLIPPING_MODES)}
 
 
@@ -58,6 +64,8 @@ class Mechanism:
     ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
     ``max_examples_per_unit`` examples enter a step.
     ``norm_directions`` is the number of random directions that norms are estimated from, if any.
+    With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
+    each of which may have made ``steps_of_trial`` releases.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -84,6 +92,9 @@ class Mechanism:
     max_batch_size: int | None = field(default=None, metadata=_COUNT)
     norm_directions: int | None = field(default=None, metadata=_COUNT)
     max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
+    num_trials: float | None = field(default=None, metadata=_POSITIVE)
+    trials_distribution: str | None = field(default=None, metadata=_TRIALS)
+    steps_of_trial: int | None = field(default=None, metadata=_COUNT)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,6 +103,31 @@ class Mechanism:
         require(
             capped == (self.max_batch_size is not None),
             f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
+        )
+        tuned = [getattr(self, name) is not None for name in LEFT_OUT_IF_NONE]
+        require(
+            all(tuned) or not any(tuned),
+            f"num_trials={self.num_trials!r}, trials_distribution={self.trials_distribution!r} and "
+            f"steps_of_trial={self.steps_of_trial!r} go together: give all of them, or none.",
+        )
+        _ = self.trials  # refuses a mean that the distribution cannot have
+
+    @property
+    def trials(self) -> Trials | None:
+        """How many runs this one is the best of, if it was chosen among several."""
+        if self.num_trials is None or self.trials_distribution is None:
+            return None
+        return Trials(self.num_trials, self.trials_distribution)
+
+    def variant(self) -> Variant:
+        """Returns in what the releases differ from the plain ones, as `accounting` wants it."""
+        return Variant(
+            max_batch_size=self.max_batch_size,
+            num_samples=self.num_samples,
+            norm_directions=self.norm_directions,
+            adjacency=self.adjacency,
+            num_trials=self.num_trials,
+            trials_distribution=self.trials_distribution,
         )
 
     def reasons_not_private(self) -> list[str]:

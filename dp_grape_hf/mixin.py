@@ -49,6 +49,7 @@ from dp_grape_hf.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from dp_grape_hf.continuing import find_earlier, remember
 from dp_grape_hf.disclosure import DisclosureMixin, TestGenerators, refuse_training_data
 from dp_grape_hf.drawing import DrawingMixin
 from dp_grape_hf.engine import private_norm
@@ -152,7 +153,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
-            self.plan = PrivacyPlan(args, self._dataset_size)
+            self.plan = PrivacyPlan(args, self._dataset_size, find_earlier(self.model, args))
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -202,12 +203,12 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         elif resume_from_checkpoint:
             require_whole_checkpoint(resume_from_checkpoint)
         try:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            with self._keeping_state(resumes=bool(resume_from_checkpoint)):
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._stop_low_rank()
-        if self.args.log_unnoised_statistics:
-            return output
-        return output._replace(training_loss=None)  # type: ignore[arg-type]
+        keep = self.args.log_unnoised_statistics
+        return output if keep else output._replace(training_loss=None)  # type: ignore[arg-type]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a run that was resumed when complete as it is; the original makes a step more."""
@@ -291,7 +292,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         if self.args.log_unnoised_statistics:
             self.ledger.mark_not_private("un-noised training statistics were logged")
-        return self.ledger
+        return remember(self.model, self.ledger)
 
     def _start_engine(self, ledger: Ledger) -> None:
         args, device = self.args, self.args.device

@@ -17,6 +17,7 @@ from dp_grape_hf.accounting import REPLACE_ONE
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism
+from dp_grape_hf.verify import RUNS_ROW, TRIALS_ROW, earlier_runs
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _SPLIT = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
@@ -130,7 +131,11 @@ def render(
     # Rounded up: an upper bound must not shrink on its way to the reader.
     spent = f"{math.ceil(epsilon * 1000) / 1000:.3f}" if private else "∞"
     own_tags = ["dp-grape", "differential-privacy"] if private else ["dp-grape"]
-    theirs = [tag for tag in details.tags if tag != "differential-privacy"]
+    theirs = [
+        tag
+        for tag in details.tags
+        if re.sub(r"[\s_]+", "-", tag.strip().lower()) != "differential-privacy"
+    ]
     data = ModelCardData(
         library_name="peft" if details.adapter else "transformers",
         tags=own_tags + theirs,
@@ -154,6 +159,8 @@ def render(
         quantities=_quantities(ledger, spent, unit),
         unit=f"one {unit}",
         units="units" if named else "examples",
+        trials=mechanism.trials is not None,
+        runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
         metrics=[(_plain(name), f"{value:.4g}") for name, value in details.metrics.items()],
         metrics_source=_SOURCES[details.metrics_are_public is True],
@@ -202,6 +209,11 @@ def _quantities(ledger: Ledger, spent: str, unit: str) -> list[tuple[str, str]]:
         "Accountant": mechanism.accountant,
         "Accountant's software": "-" if package is None else f"{package} {version}",
     }
+    if mechanism.trials is not None:
+        each = f"of {mechanism.steps_of_trial} releases each"
+        rows[TRIALS_ROW] = f"{mechanism.trials}, {each}, counted in ε"
+    if len(ledger.composed_runs) > 1:
+        rows[RUNS_ROW] = earlier_runs(ledger)
     return [(name, _plain(value)) for name, value in rows.items()]
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
+    Release,
     Variant,
     find_noise_multiplier,
     smallest_batch_cap,
 )
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.continuing import Earlier
+from dp_grape_hf.entries import require_same_neighbours
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import (
@@ -59,6 +62,8 @@ class PrivacyPlan:
         args: the arguments of the run.
         dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
             declares another; with an ``args.privacy_unit_column`` the number of its values.
+        earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
+            the same data is within the target, and in every epsilon.
 
     Attributes:
         num_samples: N.
@@ -71,8 +76,12 @@ class PrivacyPlan:
         PrivacyError: if no such run can keep the promise.
     """
 
-    def __init__(self, args: DPGrapeArguments, dataset_size: int) -> None:
+    def __init__(
+        self, args: DPGrapeArguments, dataset_size: int, earlier: Earlier | None = None
+    ) -> None:
         self._args = args
+        self._earlier = earlier
+        self._spent_before = [] if earlier is None else earlier.releases
         self._units = "examples" if args.privacy_unit_column is None else "units"
         refuse_estimates_by_layer(args.norm_directions, args.clipping)
         self.num_samples = args.num_samples or dataset_size
@@ -99,14 +108,9 @@ class PrivacyPlan:
         self.noise_multiplier = self._noise_multiplier()
         self._curve: EpsilonCurve | None = None
         if args.private and delta is not None:
-            self._curve = EpsilonCurve(
-                self.noise_multiplier,
-                self.sample_rate,
-                delta,
-                self.steps,
-                args.accountant,
-                **self._variant(),
-            )
+            if earlier is not None and (earlier.same_data or earlier.resumed):
+                require_same_neighbours(self._mechanism(args.accountant), earlier.runs)
+            self._curve = self._curve_after(self._spent_before)
 
     def _noise_multiplier(self) -> float:
         args = self._args
@@ -114,12 +118,34 @@ class PrivacyPlan:
             return float(args.noise_multiplier)
         assert args.target_epsilon is not None
         assert args.target_delta is not None
+        reasons = [] if self._earlier is None else self._earlier.not_private_reasons
+        if reasons:
+            raise PrivacyError(
+                f"target_epsilon={args.target_epsilon!r} cannot be met with earlier_data='same': "
+                f"the earlier run has no guarantee ({'; '.join(reasons)}), so whatever comes from "
+                "it has none. Give noise_multiplier instead, or begin with a model from before "
+                "that run."
+            )
         return find_noise_multiplier(
             target_epsilon=args.target_epsilon,
             target_delta=args.target_delta,
             sample_rate=self.sample_rate,
             steps=self.steps,
             accountant=args.accountant,
+            earlier=self._spent_before,
+            **self._variant(),
+        )
+
+    def _curve_after(self, releases: Sequence[Release]) -> EpsilonCurve:
+        """Returns epsilon by this run's steps, in addition to earlier releases."""
+        assert self._args.target_delta is not None
+        return EpsilonCurve(
+            self.noise_multiplier,
+            self.sample_rate,
+            self._args.target_delta,
+            self.steps,
+            self._args.accountant,
+            earlier=releases,
             **self._variant(),
         )
 
@@ -130,7 +156,13 @@ class PrivacyPlan:
             num_samples=self.num_samples,
             norm_directions=self._args.norm_directions,
             adjacency=self._args.adjacency,
+            num_trials=self._args.num_trials,
+            trials_distribution=self._trials_distribution,
         )
+
+    @property
+    def _trials_distribution(self) -> str | None:
+        return None if self._args.num_trials is None else self._args.trials_distribution
 
     def require_size(self, dataset_size: int) -> None:
         """Refuses more examples than a cap was accounted for; call it before every use of them."""
@@ -157,6 +189,9 @@ class PrivacyPlan:
 
     def mechanism(self) -> Mechanism:
         """Returns the public parameters that the ledger records."""
+        return self._mechanism(self._accountant_in_use())
+
+    def _mechanism(self, accountant: str) -> Mechanism:
         args = self._args
         assert args.projection is not None  # the arguments have filled it in
         projects = args.projection != "identity"
@@ -168,7 +203,7 @@ class PrivacyPlan:
             num_samples=self.num_samples,
             target_epsilon=args.target_epsilon,
             target_delta=args.target_delta,
-            accountant=self._accountant_in_use(),
+            accountant=accountant,
             engine=args.engine,
             projection=args.projection,
             projection_rank=args.projection_rank if projects else None,
@@ -184,6 +219,9 @@ class PrivacyPlan:
             privacy_unit=args.privacy_unit_column or Mechanism.privacy_unit,
             max_examples_per_unit=args.max_examples_per_unit,
             norm_directions=args.norm_directions,
+            num_trials=args.num_trials,
+            trials_distribution=self._trials_distribution,
+            steps_of_trial=None if args.num_trials is None else self.steps,
         )
 
     def _accountant_in_use(self) -> str:
@@ -236,6 +274,7 @@ class PrivacyPlan:
         live = Path(str(self._args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
             copy = Path(checkpoint) / LEDGER_NAME
+            self._require_same_runs_before(copy)
             ledger = Ledger.resume(live, copy, self.mechanism(), updates=updates)
         elif before is not None and before.steps:
             raise PrivacyError(
@@ -250,7 +289,19 @@ class PrivacyPlan:
                     "same data, the budgets of both add up.",
                     live,
                 )
-            ledger = Ledger.start(self.mechanism(), path=live)
+            earlier = self._earlier
+            if earlier is not None and earlier.resumed:
+                raise PrivacyError(
+                    f"This model comes from the run that {earlier.where} records, and the output "
+                    "folder is that run's own. Go on with train(resume_from_checkpoint=...), or "
+                    "give a run that continues it an output_dir of its own."
+                )
+            ledger = Ledger.start(
+                self.mechanism(),
+                path=live,
+                continues=None if earlier is None else earlier.ledger,
+                same_data=earlier is None or earlier.same_data,
+            )
         if self.releases_left(ledger) <= 0 < self.steps - updates:
             raise PrivacyError(
                 f"The budget is spent: {ledger.steps} releases of {self.steps} were made, "
@@ -259,12 +310,34 @@ class PrivacyPlan:
             )
         return ledger
 
+    def _require_same_runs_before(self, copy: Path) -> None:
+        recorded = Ledger.load(copy)
+        if recorded.earlier != self._spent_before:
+            ours, theirs = (
+                sum(r[2] for r in each) for each in (self._spent_before, recorded.earlier)
+            )
+            raise PrivacyError(
+                f"{copy} records that its run began with {theirs} earlier releases on the same "
+                f"data, and this trainer counts {ours} (earlier_data={self._args.earlier_data!r}). "
+                "Resume with the model, earlier_data and earlier_ledger that the run began with."
+            )
+
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
-        """Returns epsilon for the releases of a ledger, and all it depends on."""
+        """Returns epsilon for all that a ledger counts, earlier runs included.
+
+        A trial of several counts whole from its start, as in ``Ledger.epsilon``.
+        """
         steps = ledger.steps if ledger else 0
-        private = self._curve is not None and (ledger is None or ledger.private)
+        if ledger is None:
+            private = self._earlier is None or not self._earlier.not_private_reasons
+        else:
+            private = ledger.private
+        epsilon = math.inf
+        if private and self._curve is not None:
+            whole = self.steps if ledger and self._args.num_trials is not None else 0
+            epsilon = self._curve.epsilon(max(steps, whole))
         return PrivacySpent(
-            epsilon=self._curve.epsilon(steps) if private and self._curve else math.inf,
+            epsilon=epsilon,
             delta=self._args.target_delta,
             steps=steps,
             noise_multiplier=self.noise_multiplier,
@@ -273,7 +346,7 @@ class PrivacyPlan:
             max_grad_norm=self._args.max_grad_norm,
             adjacency=self._args.adjacency,
             privacy_unit=self._args.privacy_unit_column or EXAMPLE,
-            private=private,
+            private=private and self._curve is not None,
         )
 
     def releases_left(self, ledger: Ledger | None) -> float:

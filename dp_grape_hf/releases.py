@@ -9,6 +9,7 @@ from dp_grape_hf.accountants import ONCE, Block
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.estimated_norms import Sensitivities, sensitivities
 from dp_grape_hf.truncated import doubling_probability
+from dp_grape_hf.tuning import GEOMETRIC, Trials
 
 ADD_OR_REMOVE_ONE, REPLACE_ONE = "add_or_remove_one", "replace_one"
 ADJACENCIES = (ADD_OR_REMOVE_ONE, REPLACE_ONE)
@@ -20,13 +21,18 @@ class Variant(TypedDict, total=False):
 
     ``max_batch_size`` is the most examples that a logical batch keeps, and needs ``num_samples``,
     the number of examples or an upper bound on it. ``norm_directions`` is the number of random
-    directions that norms are estimated from. ``adjacency`` is one of `ADJACENCIES`.
+    directions that norms are estimated from. ``adjacency`` is one of `ADJACENCIES`. ``num_trials``
+    is given where the releases are those of one run, and what is published is the best of a random
+    number of such runs, of that mean: see `tuning`, whose `DISTRIBUTIONS` ``trials_distribution``
+    is one of.
     """
 
     max_batch_size: int | None
     num_samples: int | None
     norm_directions: int | None
     adjacency: str
+    num_trials: float | None
+    trials_distribution: str | None
 
 
 Release = tuple[float, float, int] | tuple[float, float, int, Variant]
@@ -41,6 +47,8 @@ def block_of(
     num_samples: int | None = None,
     norm_directions: int | None = None,
     adjacency: str = ADD_OR_REMOVE_ONE,
+    num_trials: float | None = None,
+    trials_distribution: str | None = None,
 ) -> Block:
     """Checks one mechanism and returns what the accountants know of it.
 
@@ -79,7 +87,12 @@ def block_of(
         law = ((1.0 - doubling, 1.0), (doubling, 2.0)) if doubling else ONCE
     if norm_directions is not None:
         law = sensitivities(int(norm_directions), float(noise_multiplier))
-    return Block(float(noise_multiplier), float(sample_rate), law, replaces)
+    trials = None
+    if num_trials is not None:
+        trials = Trials(float(num_trials), trials_distribution or GEOMETRIC)
+    elif trials_distribution is not None:
+        raise PrivacyError(f"{trials_distribution=} needs num_trials, their mean; got None.")
+    return Block(float(noise_multiplier), float(sample_rate), law, replaces, trials)
 
 
 def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:

@@ -13,23 +13,25 @@ Guarantee:
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, Block, is_installed
+from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
+from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
 from dp_grape_hf.entries import Imported, Weights, is_digest
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.ledger_file import read_links
 from dp_grape_hf.mechanism import EXAMPLE
-from dp_grape_hf.releases import block_of
 from dp_grape_hf.weight_files import digests
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 CARD_NAME = "README.md"
+
+# Rows that only some cards have, and those need.
+TRIALS_ROW, RUNS_ROW = "Chosen among trials", "Earlier runs on the same data"
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|∞"
 _NEEDED = ("δ", "Releases", "Noise multiplier sigma")
@@ -96,13 +98,10 @@ def epsilon_by(accountant: str, ledger: Ledger, delta: float) -> float:
         raise AccountantFailure(f"{accountant!r} is unknown")
     if not is_installed(accountant):
         raise AccountantFailure(f"{ACCOUNTANTS[accountant].requires} is not installed")
-    counts: Counter[Block] = Counter()
-    for sigma, rate, count, *variants in ledger.composed:
-        counts[block_of(sigma, rate, **dict(*variants))] += count
-    if not counts:
+    blocks, counts = blocks_of(ledger.composed)
+    if not blocks:
         return 0.0
-    numbers = list(counts.values())
-    epsilon = ACCOUNTANTS[accountant](list(counts), numbers, delta).epsilon(numbers)
+    epsilon = ACCOUNTANTS[accountant](blocks, counts, delta).epsilon(counts)
     if not math.isfinite(epsilon):
         raise AccountantFailure(f"it returned {epsilon}")
     return max(0.0, epsilon)
@@ -145,6 +144,12 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
         copy = f"{ledger.steps} releases"
         text = f"{live.steps} releases" + ("" if agrees else ", but not those of the copy")
         yield Check("ledger of the run", OK if agrees else MISMATCH, copy, text)
+
+
+def earlier_runs(ledger: Ledger) -> str:
+    """Says which runs before this one are in its epsilon, as a card does."""
+    runs = ledger.composed_runs[:-1]
+    return f"{len(runs)}, with {sum(run.accounted[2] for run in runs)} releases, counted in ε"
 
 
 # ---- Epsilon ----
@@ -245,7 +250,7 @@ def _of_the_card(ledger: Ledger, card: str | None) -> Iterator[Check]:
             fits = all(agrees(value) for value in values)
             stated = " and ".join(dict.fromkeys(values))
             yield Check(f"card: {name}", OK if fits else MISMATCH, stated, found)
-        elif name in _NEEDED:
+        elif name in _NEEDED or name in (TRIALS_ROW, RUNS_ROW):
             yield Check(f"card: {name}", MISMATCH, "no such row", found)
 
 
@@ -293,7 +298,12 @@ def _expected(ledger: Ledger) -> dict[str, _Expected]:
         fits = found is not None and math.isclose(float(found[1]), own.sample_rate, rel_tol=1e-5)
         return fits and cell.strip().startswith(own.sampling)
 
-    return {
+    more: dict[str, _Expected] = {}
+    if own.trials is not None:
+        more[TRIALS_ROW] = text(f"{own.trials}, of {own.steps_of_trial} releases each")
+    if len(ledger.composed_runs) > 1:
+        more[RUNS_ROW] = text(earlier_runs(ledger))
+    return more | {
         "δ": number(own.target_delta),
         "Adjacency": text(own.adjacency.replace("_", " ")),
         "Privacy unit": text(EXAMPLE if own.privacy_unit == EXAMPLE else f"`{own.privacy_unit}`"),

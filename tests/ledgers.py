@@ -9,7 +9,7 @@ from typing import Any
 from dp_grape_hf.chain import extended
 from dp_grape_hf.entries import decoded
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import ADDED_IN_VERSION, Mechanism, Release
+from dp_grape_hf.mechanism import ADDED_IN_VERSION, LEFT_OUT_IF_NONE, Mechanism, Release
 
 MECHANISM = Mechanism(
     noise_multiplier=1.5,
@@ -55,6 +55,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def write_old(path: Path, version: int = 4, **changes: Any) -> None:
     """Writes a file as schemas 1 to 4 did: 20 releases of `MECHANISM`."""
     unsaid = {k for v, added in ADDED_IN_VERSION.items() if v > version for k in added}
+    unsaid |= set(LEFT_OUT_IF_NONE)
     mechanism = {k: v for k, v in asdict(MECHANISM).items() if k not in unsaid}
     content = {
         "schema_version": version,

@@ -21,7 +21,7 @@ TIERS = (
     (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "rows", "placement", "iterates", "methods"),
-        *("truncated", "estimated_norms", "replace_one"),
+        *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock"),
     ),
     ("accountants", "ranks"),
     ("releases",),
@@ -31,7 +31,7 @@ TIERS = (
     ("chain", "weight_files"),
     ("ledger_file",),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
-    ("per_sample", "optimizer", "publishing", "verify"),
+    ("per_sample", "optimizer", "publishing", "verify", "continuing"),
     ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
     ("layerwise", "selfcheck"),
     ("engine", "batch_engine"),

@@ -19,10 +19,18 @@ from dp_grape_hf.chain import broken, extended, has_been_head, is_prefix
 from dp_grape_hf.entries import Imported, Resume, Start
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
-from dp_grape_hf.mechanism import ADDED_IN_VERSION, MAY_CHANGE_ON_RESUME, Mechanism, Release
+from dp_grape_hf.mechanism import (
+    ADDED_IN_VERSION,
+    LEFT_OUT_IF_NONE,
+    MAY_CHANGE_ON_RESUME,
+    Mechanism,
+    Release,
+)
 from dp_grape_hf.plan import PrivacyPlan
 from tests.ledgers import MECHANISM, edit, rewrite, write_old
 from tests.trainers import make_args
+
+LOCK_NAME = f".{LEDGER_NAME}.lock"
 
 
 def _unplaced(ledger: Ledger) -> Ledger:
@@ -85,7 +93,8 @@ def test_the_file_holds_public_facts_only(tmp_path: Path) -> None:
         ["kind", "session", "updates", "at", "versions", "changes", "digest"],
         ["kind", "reason", "digest"],
     ]
-    assert set(start["mechanism"]) == {f.name for f in fields(Mechanism)}
+    names = {f.name for f in fields(Mechanism)}
+    assert set(start["mechanism"]) == names - set(LEFT_OUT_IF_NONE)
     assert {name for name in start["mechanism"] if "seed" in name} == {"projection_seed"}
     packages = {"dp_grape_hf", "torch", "transformers", "prv-accountant", "dp-accounting"}
     assert set(start["versions"]) == set(resume["versions"]) == packages
@@ -175,11 +184,11 @@ def test_a_failed_write_leaves_the_old_file_and_stops_the_release(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(PrivacyError, match=r"disk full.*not made. Make room, then resume"):
             ledger.record()
     assert Ledger.load(path).steps == 1
     assert ledger.steps == 2, "what may have been written stays counted"
-    assert [file.name for file in tmp_path.iterdir()] == [LEDGER_NAME]
+    assert {file.name for file in tmp_path.iterdir()} == {LEDGER_NAME, LOCK_NAME}
 
 
 _RECORD_FOREVER = """
@@ -207,9 +216,10 @@ def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path: Pat
         # At most one more was recorded than acknowledged.
         assert Ledger.load(path).steps in (int(lines[-1]), int(lines[-1]) + 1)
         left = {file.name for file in path.parent.iterdir()}
-        assert left <= {LEDGER_NAME, f".{LEDGER_NAME}.tmp"}
+        assert left <= {LEDGER_NAME, f".{LEDGER_NAME}.tmp", LOCK_NAME}
         Ledger.load(path).save(path)
-        assert [file.name for file in path.parent.iterdir()] == [LEDGER_NAME]
+        assert {file.name for file in path.parent.iterdir()} == {LEDGER_NAME, LOCK_NAME}
+        Ledger.start(MECHANISM, path)  # the dead process holds no lock
 
 
 # ---- Epsilon ----
@@ -228,6 +238,7 @@ def test_epsilon_is_derived_by_accounting(monkeypatch: pytest.MonkeyPatch) -> No
     assert ledger.epsilon() == 3.25
     assert ledger.epsilon(delta=1e-6) == 3.25
     variant = {"max_batch_size": None, "num_samples": 1024, "norm_directions": None}
+    variant |= {"num_trials": None, "trials_distribution": None}
     whole = [(1.5, 0.0625, 10, variant | {"adjacency": "add_or_remove_one"})]
     assert calls == [(whole, delta, "prv") for delta in (1e-5, 1e-6)]
 
@@ -437,6 +448,9 @@ OTHER_VALUES: dict[str, Any] = {
     "max_batch_size": 128,
     "norm_directions": 16,
     "max_examples_per_unit": 4,
+    "num_trials": 20.0,
+    "trials_distribution": "logarithmic",
+    "steps_of_trial": 200,
 }
 
 
@@ -453,8 +467,10 @@ def test_resuming_with_another_mechanism_is_refused(
     live, copy = run
     if not with_live:
         live.unlink()
-    with_it = {"sampling": "truncated_poisson"} if name == "max_batch_size" else {}
-    other = replace(MECHANISM, **{name: OTHER_VALUES[name]}, **with_it)
+    with_it: dict[str, Any] = {"sampling": "truncated_poisson"} if name == "max_batch_size" else {}
+    if name in LEFT_OUT_IF_NONE:
+        with_it = {other: OTHER_VALUES[other] for other in LEFT_OUT_IF_NONE}
+    other = replace(MECHANISM, **with_it | {name: OTHER_VALUES[name]})
     if name in MAY_CHANGE_ON_RESUME:
         assert Ledger.resume(live, copy, other, updates=20).mechanism == other
         assert Ledger.load(live).mechanism == other
@@ -776,7 +792,7 @@ def test_a_run_goes_on_after_a_write_that_may_have_succeeded(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replaced)
-        with pytest.raises(OSError, match="power failed"):
+        with pytest.raises(PrivacyError, match="power failed"):
             ledger.record()
     ledger.record()
     assert Ledger.load(path).steps == 2

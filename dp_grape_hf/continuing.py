@@ -1,0 +1,197 @@
+"""The earlier runs that a model comes from: finding their ledger, and asking what of it adds up."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch import nn
+
+from dp_grape_hf import accounting
+from dp_grape_hf.accountants import AccountantFailure
+from dp_grape_hf.chain import is_prefix
+from dp_grape_hf.entries import Run
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.processes import from_first
+
+logger = logging.getLogger(__name__)
+
+SAME, OTHER = "same", "other"
+EARLIER_DATA = (SAME, OTHER)
+"""What a run's data may have in common with that of earlier ones: some examples, or none."""
+
+# What was trained in this process need not have been saved since.
+_TRAINED: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The runs that a model comes from.
+
+    Attributes:
+        ledger: of the last of them, with those before it.
+        where: what errors call it.
+        same_data: whether this run may use examples that any of them used.
+        resumed: whether the last of them is this very run, which is to go on.
+    """
+
+    ledger: Ledger
+    where: str
+    same_data: bool
+    resumed: bool = False
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Those whose releases add up with the ones of this run."""
+        if self.resumed:
+            return self.ledger.composed_runs[:-1]
+        return self.ledger.runs if self.same_data else ()
+
+    @property
+    def releases(self) -> list[accounting.Release]:
+        """What they released, as `accounting` wants it."""
+        return [run.accounted for run in self.runs if run.accounted[2]]
+
+    @property
+    def not_private_reasons(self) -> list[str]:
+        """Why no finite epsilon holds for them, if so."""
+        return list(dict.fromkeys(reason for run in self.runs for reason in run.reasons))
+
+
+def remember(model: nn.Module, ledger: Ledger) -> Ledger:
+    """Notes that a run trains this model, for later trainers of it in the same process."""
+    _TRAINED[model] = ledger
+    return ledger
+
+
+def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
+    """Finds the ledger of the run that a model comes from; a collective call.
+
+    It is looked for beside the weights, in the folder or the repository on the Hub that the model
+    says it was loaded from, or where ``args.earlier_ledger`` says. An adapter of PEFT does not know
+    its folder: there only the base model's is found.
+
+    Args:
+        model: as it is before training.
+        args: a ``DPGrapeArguments``.
+
+    Returns:
+        What was found, or ``None`` if the model comes from no recorded run.
+
+    Raises:
+        PrivacyError: there is one, and ``args.earlier_data`` does not say whether it used the same
+            data; or there is none, and it does; or the ledger cannot be read.
+    """
+    return from_first(lambda: _find(model, args))
+
+
+def _find(model: nn.Module, args: Any) -> Earlier | None:
+    found = _named(args) if args.earlier_ledger is not None else _of_model(model)
+    if found is None:
+        require(
+            args.earlier_data is None,
+            f"earlier_data={args.earlier_data!r}, but no {LEDGER_NAME} of an earlier run was found "
+            "where the model was loaded from. Name it by earlier_ledger, or leave earlier_data out "
+            "if the model comes from no private run.",
+        )
+        return None
+    ledger, where, folder = found
+    if _is_resumed(ledger, folder, args):
+        return Earlier(ledger, where, same_data=False, resumed=True)
+    if args.earlier_data is None and args.private:
+        raise PrivacyError(
+            f"This model comes from an earlier run, which {where} records: {_spent(ledger)}. "
+            "earlier_data=None: say whether the training data of this run has examples that were "
+            f"trained on there. earlier_data={SAME!r}: it has, and what both runs spend adds up. "
+            f"earlier_data={OTHER!r}: it has none, so nothing adds up, and the ledger says so."
+        )
+    return Earlier(ledger, where, same_data=args.earlier_data != OTHER)
+
+
+_Found = tuple[Ledger, str, Path | None]
+
+
+def _named(args: Any) -> _Found:
+    path = Path(args.earlier_ledger)
+    path = path / LEDGER_NAME if path.is_dir() else path
+    return _newest(path)
+
+
+def _of_model(model: nn.Module) -> _Found | None:
+    trained = _TRAINED.get(model)
+    if trained is not None and trained.steps:
+        return Ledger(trained.links), _place(trained), trained.path and trained.path.parent
+    for name in _names(model):
+        folder = Path(name)
+        path = folder / LEDGER_NAME if folder.is_dir() else _from_hub(name, _revision(model))
+        if path is not None and path.is_file():
+            return _newest(path)
+    return None
+
+
+def _place(ledger: Ledger) -> str:
+    return f"{ledger.path}" if ledger.path is not None else "the ledger of its trainer"
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """Yields where a model says it was loaded from; PEFT's wrappers ask the model inside."""
+    config = getattr(model, "config", None)
+    places = getattr(model, "name_or_path", None), getattr(config, "_name_or_path", None)
+    yield from dict.fromkeys(name for name in places if isinstance(name, str) and name)
+
+
+def _revision(model: nn.Module) -> str | None:
+    revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+    return revision if isinstance(revision, str) else None
+
+
+def _from_hub(name: str, revision: str | None) -> Path | None:
+    try:
+        return Path(hf_hub_download(name, LEDGER_NAME, revision=revision))
+    except HFValidationError:
+        return None  # no repository can have that name
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        logger.info("Whether %s has a %s could not be looked up: %s", name, LEDGER_NAME, error)
+        return None
+
+
+def _newest(path: Path) -> _Found:
+    """Reads a ledger, or the live one of its run above the checkpoint that it lies in.
+
+    Which checkpoint to go on from is chosen by whoever saw the later ones, so all releases count.
+    """
+    ledger, folder = Ledger.load(path), path.resolve().parent
+    live = folder.parent / LEDGER_NAME
+    if live.is_file():
+        whole = Ledger.load(live)
+        if whole.run_id == ledger.run_id and is_prefix(ledger.links, whole.links):
+            return whole, f"{live}", folder
+    return ledger, f"{path}", folder
+
+
+def _is_resumed(ledger: Ledger, folder: Path | None, args: Any) -> bool:
+    """Whether a ledger is of the run that ``args`` are about to resume, as far as can be told."""
+    checkpoint = args.resume_from_checkpoint
+    if isinstance(checkpoint, str) and folder is not None:
+        if Path(checkpoint).resolve() == folder.resolve():
+            return True
+    live = Path(str(args.output_dir)) / LEDGER_NAME
+    return live.is_file() and Ledger.load(live).run_id == ledger.run_id
+
+
+def _spent(ledger: Ledger) -> str:
+    if not ledger.private:
+        return f"it has no guarantee ({'; '.join(ledger.not_private_reasons)})"
+    try:
+        epsilon = f"epsilon {math.ceil(ledger.epsilon() * 1e4) / 1e4:g}"
+    except (AccountantFailure, PrivacyError, OverflowError):
+        epsilon = "epsilon not known here"
+    return f"{epsilon} at delta {ledger.mechanism.target_delta} in {ledger.steps} releases"

@@ -1,0 +1,397 @@
+"""Training goes on from a model of an earlier run: what adds up is asked, counted and recorded."""
+
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from dp_grape_hf import continuing
+from dp_grape_hf.accounting import compose_epsilon, compute_epsilon, find_noise_multiplier
+from dp_grape_hf.continuing import find_earlier
+from dp_grape_hf.entries import OTHER_DATA, SAME_DATA
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.model_card import render
+from dp_grape_hf.plan import PrivacyPlan
+from dp_grape_hf.verify import MISMATCH, verify
+from tests.ledgers import MECHANISM
+from tests.models import only
+from tests.trainers import TinyForSequenceClassification, examples_of, make_args, make_trainer
+
+NAME = "bert-classifier"
+DATA = examples_of(NAME, 24)
+
+
+def _trained(folder: Path, **changes: Any) -> Path:
+    """The folder of a run of a model that knows where it was loaded from."""
+    trainer = _trainer(folder, only(NAME).model(), **changes)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+def _trainer(folder: Path, model: nn.Module, **changes: Any) -> Any:
+    return make_trainer(folder, model=model, train_dataset=DATA, **changes)
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first") / "run"
+    return _trained(folder, save_strategy="steps", save_steps=2)
+
+
+@pytest.fixture
+def first(first_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(first_run, tmp_path / "first"))
+
+
+# ---- Asking ----
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint-2"])
+def test_the_trainer_asks_what_the_data_of_an_earlier_run_was(
+    place: str, first: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError) as refusal:
+        _trainer(tmp_path / "second", _load(first / place))
+    epsilon = Ledger.load(first / LEDGER_NAME).epsilon()
+    text = str(refusal.value)
+    assert f"{first / LEDGER_NAME}" in text, "the live ledger, which counts later releases as well"
+    assert f"epsilon {math.ceil(epsilon * 1e4) / 1e4:g} at delta 0.001 in 4 releases" in text
+    assert "earlier_data='same'" in text
+    assert "earlier_data='other'" in text
+
+
+def test_a_model_without_a_ledger_needs_no_answer_and_takes_none(tmp_path: Path) -> None:
+    only(NAME).model().save_pretrained(tmp_path / "public")
+    for model in (only(NAME).model(), _load(tmp_path / "public")):
+        _trainer(tmp_path / "out", model)
+        with pytest.raises(
+            PrivacyError, match=r"earlier_data='other', but no .*leave earlier_data"
+        ):
+            _trainer(tmp_path / "out", model, earlier_data="other")
+
+
+@pytest.mark.parametrize("answer", ["none", "", "Same"])
+def test_only_two_answers_are_known(answer: str, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=f"earlier_data={answer!r}"):
+        make_args(tmp_path, earlier_data=answer)
+
+
+def test_a_method_without_privacy_is_not_asked_and_keeps_what_was_recorded(
+    first: Path, tmp_path: Path
+) -> None:
+    second = _trainer(tmp_path / "second", _load(first), method="adam")
+    second.train()
+    second.save_model()
+    ledger = Ledger.load(tmp_path / "second" / LEDGER_NAME)
+    assert not ledger.private
+    assert [run.steps for run in ledger.runs] == [4, 4]
+    third = _trainer(tmp_path / "third", _load(tmp_path / "second"), earlier_data="same")
+    assert third.privacy_spent().epsilon == math.inf
+    assert not third.privacy_spent().private
+
+
+def test_a_ledger_may_be_named_where_the_model_does_not_know_its_folder(
+    first: Path, tmp_path: Path
+) -> None:
+    for path in (first, first / LEDGER_NAME):
+        args = make_args(tmp_path, earlier_ledger=str(path), earlier_data="same")
+        earlier = find_earlier(TinyForSequenceClassification(), args)
+        assert earlier is not None
+        assert earlier.releases == Ledger.load(first / LEDGER_NAME).composed
+    args = make_args(tmp_path, earlier_ledger=str(first))
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        find_earlier(TinyForSequenceClassification(), args)
+    args = make_args(tmp_path, earlier_ledger=str(tmp_path / "nowhere"), earlier_data="same")
+    with pytest.raises(PrivacyError, match=r"no valid privacy ledger at .*nowhere"):
+        find_earlier(TinyForSequenceClassification(), args)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_on_a_model_of_an_earlier_run_asks_too(first: Path, tmp_path: Path) -> None:
+    adapter = get_peft_model(_load(first), LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        _trainer(tmp_path / "second", adapter, method="dp_lora")
+
+
+def test_a_model_init_that_loads_such_a_model_asks_too(first: Path, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        make_trainer(tmp_path / "second", train_dataset=DATA, model_init=lambda: _load(first))
+
+
+def test_what_was_trained_in_this_process_is_known_without_a_folder(tmp_path: Path) -> None:
+    model = TinyForSequenceClassification()
+    make_trainer(tmp_path / "first", model=model)  # has released nothing yet
+    trainer = make_trainer(tmp_path / "first", model=model)
+    trainer.train()
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        make_trainer(tmp_path / "second", model=model)
+    second = make_trainer(tmp_path / "second", model=model, earlier_data="same")
+    assert second.privacy_spent().epsilon == pytest.approx(trainer.privacy_spent().epsilon)
+
+
+# ---- On the Hub ----
+
+
+class _OfHub(TinyForSequenceClassification):
+    name_or_path = "user/model"
+
+
+def test_a_repository_is_asked_for_its_ledger(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, file: str, *, revision: str | None) -> str:
+        asked.append((name, file, revision))
+        return str(first / file)
+
+    monkeypatch.setattr(continuing, "hf_hub_download", download)
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        find_earlier(_OfHub(), make_args(tmp_path))
+    assert asked == [("user/model", LEDGER_NAME, None)]
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network"), OSError("down")])
+def test_without_a_network_training_goes_on_and_says_so(
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(continuing, "hf_hub_download", download)
+    with caplog.at_level(logging.INFO, continuing.__name__):
+        assert find_earlier(_OfHub(), make_args(tmp_path)) is None
+    assert f"user/model has a {LEDGER_NAME} could not be looked up" in caplog.text
+
+
+def test_the_cache_is_read_without_a_network(tmp_path: Path) -> None:
+    """As it is: offline, and nothing of that name in the cache."""
+    assert find_earlier(_OfHub(), make_args(tmp_path)) is None
+
+
+# ---- Counting ----
+
+
+def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Path) -> None:
+    before = Ledger.load(first / LEDGER_NAME)
+    spent = before.epsilon()
+    target = spent + 2.0
+    alone = PrivacyPlan(make_args(tmp_path, target_epsilon=target), 24).noise_multiplier
+    second = _trainer(
+        tmp_path / "second",
+        _load(first),
+        noise_multiplier=None,
+        target_epsilon=target,
+        earlier_data="same",
+    )
+    assert second.privacy_spent().epsilon == pytest.approx(spent)
+    assert second.plan.noise_multiplier > 1.02 * alone
+    second.train()
+    now = second.privacy_spent().epsilon
+    assert target * (1 - 1e-3) <= now <= target
+    assert second.releases_left() == 0
+    ledger = Ledger.load(tmp_path / "second" / LEDGER_NAME)
+    assert ledger.epsilon() == pytest.approx(now)
+    assert ledger.runs[-1].start.continues == SAME_DATA
+    assert [run.steps for run in ledger.composed_runs] == [4, 4]
+    own = second.plan
+    whole = [*before.composed, (own.noise_multiplier, own.sample_rate, 4)]
+    assert now == pytest.approx(compose_epsilon(whole, delta=1e-3, accountant="rdp"))
+    second.save_model()
+    assert "| Earlier runs on the same data | 1, with 4 releases" in render(second.ledger)
+    assert MISMATCH not in {check.status for check in verify(tmp_path / "second")}
+
+
+def test_on_other_data_nothing_adds_up_and_the_ledger_says_so(first: Path, tmp_path: Path) -> None:
+    second = _trainer(tmp_path / "second", _load(first), earlier_data="other")
+    assert second.privacy_spent().epsilon == 0
+    second.train()
+    ledger = Ledger.load(tmp_path / "second" / LEDGER_NAME)
+    assert ledger.runs[-1].start.continues == OTHER_DATA
+    assert [run.steps for run in ledger.runs] == [4, 4]
+    alone = compute_epsilon(
+        noise_multiplier=1.0, sample_rate=4 / 24, steps=4, delta=1e-3, accountant="rdp"
+    )
+    assert second.privacy_spent().epsilon == ledger.epsilon() == pytest.approx(alone)
+
+
+def test_a_budget_that_is_spent_already_is_refused_with_both_numbers(
+    first: Path, tmp_path: Path
+) -> None:
+    spent = Ledger.load(first / LEDGER_NAME).epsilon()
+    with pytest.raises(PrivacyError, match=rf"target_epsilon=0.5 is spent .* {spent:.4g} at"):
+        _trainer(
+            tmp_path / "second",
+            _load(first),
+            noise_multiplier=None,
+            target_epsilon=0.5,
+            earlier_data="same",
+        )
+
+
+def test_a_run_without_a_guarantee_leaves_none_to_those_after_it(tmp_path: Path) -> None:
+    _trained(tmp_path / "first", method="adam")
+    given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
+    with pytest.raises(PrivacyError, match=r"target_epsilon=5.0 cannot be met.*no guarantee"):
+        _trainer(tmp_path / "second", _load(tmp_path / "first"), **given)
+    second = _trainer(tmp_path / "second", _load(tmp_path / "first"), earlier_data="same")
+    second.train()
+    assert not second.privacy_spent().private
+    assert not Ledger.load(tmp_path / "second" / LEDGER_NAME).private
+    third = _trainer(tmp_path / "third", _load(tmp_path / "first"), earlier_data="other")
+    third.train()
+    assert third.privacy_spent().private
+
+
+def test_runs_about_other_neighbours_are_refused_before_training(
+    first: Path, tmp_path: Path
+) -> None:
+    given: Any = {"adjacency": "replace_one"}
+    with pytest.raises(PrivacyError, match=r"adjacency='replace_one'|different neighbours"):
+        _trainer(tmp_path / "second", _load(first), earlier_data="same", **given)
+    _trainer(tmp_path / "second", _load(first), earlier_data="other", **given)
+
+
+def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> None:
+    earlier: Any = [(2.0, 0.1, 100)]
+    used = compose_epsilon(earlier, delta=1e-5, accountant="rdp")
+    given: Any = {"sample_rate": 0.1, "steps": 50, "accountant": "rdp"}
+    target = used * 1.01
+    sigma = find_noise_multiplier(
+        target_epsilon=target, target_delta=1e-5, earlier=earlier, **given
+    )
+    whole = compose_epsilon([*earlier, (sigma, 0.1, 50)], delta=1e-5, accountant="rdp")
+    assert target * (1 - 1e-3) <= whole <= target
+    with pytest.raises(PrivacyError, match=r"is spent already.*larger target_epsilon"):
+        find_noise_multiplier(target_epsilon=used, target_delta=1e-5, earlier=earlier, **given)
+
+
+# ---- Resuming ----
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.mark.parametrize("target", [None, 8.0])
+def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_path: Path) -> None:
+    out = tmp_path / "second"
+    given = {**SAVING, "noise_multiplier": None if target else 1.0, "target_epsilon": target}
+    second = _trainer(out, _load(first), earlier_data="same", **given)
+    second.train()
+    spent, checkpoint = second.privacy_spent(), out / "checkpoint-2"
+    del second
+    (out / "checkpoint-4").rename(tmp_path / "away")
+    before = Ledger.load(out / LEDGER_NAME).steps
+    for source, answer in ((first, "same"), (checkpoint, None), (checkpoint, "same")):
+        resumed = _trainer(out, _load(source), earlier_data=answer, **given)
+        assert resumed.plan.noise_multiplier == spent.noise_multiplier
+    if target is None:
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert resumed.ledger.steps == before + 2
+        assert [run.steps for run in resumed.ledger.composed_runs] == [4, before + 2]
+        assert resumed.privacy_spent().epsilon > spent.epsilon
+        assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon())
+
+
+def test_a_new_run_needs_a_folder_of_its_own(first: Path) -> None:
+    trainer = _trainer(first, _load(first), earlier_data="same")
+    with pytest.raises(PrivacyError, match=r"resume_from_checkpoint.*output_dir of its own"):
+        trainer.train()
+
+
+def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) -> None:
+    out = tmp_path / "second"
+    _trainer(out, _load(first), earlier_data="same", **SAVING).train()
+    resumed = _trainer(out, only(NAME).model(), **SAVING)
+    with pytest.raises(PrivacyError, match=r"4 earlier releases.* counts 0 .*earlier_ledger"):
+        resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+
+
+# ---- One process at a time ----
+
+_HOLD = """
+import sys
+from dp_grape_hf.ledger import Ledger, Mechanism
+ledger = Ledger.start(Mechanism(**eval(sys.argv[2])), sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks are those of POSIX")
+def test_a_run_of_another_process_is_not_joined_while_it_lives(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_NAME
+    command = [sys.executable, "-c", _HOLD, str(path), repr(vars(MECHANISM))]
+    root = Path(continuing.__file__).parents[1]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        content = path.read_text()
+        with pytest.raises(PrivacyError, match="another process that has not ended"):
+            Ledger.start(MECHANISM, path)
+        with pytest.raises(PrivacyError, match="another process that has not ended"):
+            Ledger.resume(path, tmp_path / "copy", MECHANISM, updates=0)
+        assert path.read_text() == content
+        process.kill()
+    mine = Ledger.start(MECHANISM, path)
+    again = Ledger.start(MECHANISM, path)  # the same process is not locked out
+    again.record()
+    del mine, again
+    with subprocess.Popen(command, **pipes) as process:  # nobody holds it any more
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER_NAME
+    ledger = Ledger.start(MECHANISM, path)
+    code = "import os, sys\nsys.exit(0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    child = os.fork()
+    if child == 0:
+        del ledger
+        os._exit(0)
+    os.waitpid(child, 0)
+    ledger.record()
+    command = [sys.executable, "-c", _HOLD, str(path), repr(vars(MECHANISM))]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "another process that has not ended" in done.stderr
+
+
+def test_a_tuned_earlier_run_counts_as_the_best_of_its_trials(tmp_path: Path) -> None:
+    tuned = replace(MECHANISM, num_trials=10.0, trials_distribution="geometric", steps_of_trial=100)
+    first = Ledger.start(tuned)
+    first.record(100)
+    second = Ledger.start(MECHANISM, continues=first)
+    plain = Ledger.start(MECHANISM)
+    plain.record(100)
+    third = Ledger.start(MECHANISM, continues=plain)
+    assert second.epsilon() > third.epsilon() > 0
+    assert torch.tensor(second.epsilon()).isfinite()
