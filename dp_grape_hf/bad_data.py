@@ -1,7 +1,7 @@
 """Says what is wrong with the training data when a library below fails over it.
 
 Examples are described by names, types and shapes only: an error reaches logs, and values are not
-for them.
+for them. The message of the library that failed is quoted as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 
 from dp_grape_hf.errors import PrivacyError
 
-_COMPARED = 2**14  # examples, at most, among which one that is unlike the first is looked for
+_COMPARED = 64  # examples, at most, among which one that is unlike the first is looked for
 _OF_DATA = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+_OF_THE_MACHINE = ("not enough memory", "out of memory", "cuda error")
 
 
 @contextmanager
@@ -28,14 +29,17 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
 
     Raises:
         PrivacyError: in place of errors that data of a wrong form leads to, with what the first
-            example is, which other is unlike it, and what to do. Errors of this package, of files
-            and of a lack of memory stay as they are.
+            example is, which other is unlike it, and what to do. The error's own message is quoted:
+            one that a data set raises should hold no values. Errors of this package, of files, of
+            the device, of a lack of memory and of what is not implemented stay as they are.
     """
     try:
         yield
-    except (PrivacyError, torch.OutOfMemoryError):
+    except (PrivacyError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except _OF_DATA as error:
+        if any(words in str(error).lower() for words in _OF_THE_MACHINE):
+            raise
         found = f"{doing} failed with {type(error).__name__}: {error}"
         if "DataLoader worker" in str(error) and "exited" in str(error):
             advice = (
@@ -52,30 +56,32 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
 
 
 def described(dataset: Any) -> str:
-    """Says of what form the first example is, and of the first that has another one.
+    """Says of what form the first example is, and of the first of 64 that has another one.
 
     >>> described([{"x": [0.5, 1.5], "labels": 1}, {"x": [0.5]}])
     'train_dataset[0] is {x: list of 2, labels: int}, and train_dataset[1] is {x: list of 1}.'
     """
-    try:
-        first = _form(dataset[0])
-    except Exception as error:
-        return f"train_dataset[0] cannot be fetched ({type(error).__name__}: {error})."
+    first = _said_of(dataset, 0)
     for index in range(1, min(len(dataset), _COMPARED)):
-        try:
-            other = _form(dataset[index])
-        except Exception as error:
-            other = f"cannot be fetched ({type(error).__name__}: {error})"
-        if other != first:
-            return f"train_dataset[0] is {first}, and train_dataset[{index}] is {other}."
-    return f"train_dataset[0] is {first}."
+        if (other := _said_of(dataset, index)) != first:
+            return f"train_dataset[0] {first}, and train_dataset[{index}] {other}."
+    return f"train_dataset[0] {first}."
+
+
+def _said_of(dataset: Any, index: int) -> str:
+    """Says of what form an example is; what its data set says when it fails may hold values."""
+    try:
+        example = dataset[index]
+        if isinstance(example, Mapping):
+            return f"is {{{', '.join(f'{name}: {_form(item)}' for name, item in example.items())}}}"
+        return f"is {_form(example)}"
+    except Exception as error:
+        return f"cannot be fetched ({type(error).__name__})"
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_form(item)}' for name, item in value.items())}}}"
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, Mapping)):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__

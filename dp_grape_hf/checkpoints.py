@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
-from dp_grape_hf.entries import LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ def require_whole_checkpoint(folder: str | Path) -> None:
 def fault_of_checkpoint(folder: str | Path) -> str:
     """Says why a checkpoint cannot be resumed from; empty if it is whole.
 
-    Files that end early, or are no files, are recognised by their own tables of contents, without
-    reading what is in them. The ledger is left to ``Ledger.resume``.
+    Files that a Trainer writes, and that end early or are no files, are recognised by their own
+    tables of contents, without reading what is in them. Other files are their owner's, whatever
+    they are, and the ledger is left to ``Ledger.resume``.
     """
     folder = Path(folder)
     try:
@@ -69,15 +71,15 @@ def fault_of_checkpoint(folder: str | Path) -> str:
     except (OSError, ValueError, TypeError) as error:
         return f"{TRAINER_STATE_NAME} cannot be read ({error})."
     weights = 0
-    for path in sorted(folder.rglob("*")):
-        check = _CHECKS.get(path.suffix)
-        if check is None or path.name in _NOT_NEEDED:
+    adapters = sorted(path.parent for path in folder.glob("*/adapter_config.json"))
+    for path in (path for place in (folder, *adapters) for path in sorted(place.iterdir())):
+        if not _WRITTEN.fullmatch(path.name):
             continue
         try:
-            check(path)
+            _CHECKS[path.suffix](path)
         except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
             return f"{path.name} is damaged or cut short ({error})."
-        weights += path.name.startswith(_WEIGHTS)
+        weights += path.name.startswith(_WEIGHTS) and path.suffix != ".json"
     return "" if weights else "it has no file of weights."
 
 
@@ -90,6 +92,7 @@ def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
 
     Raises:
         PrivacyError: in place of the error of the library that wrote, where there is no space, say.
+            Errors of other kinds are of code that is not ours, and stay as they are.
     """
     folders, now = sort_checkpoints(output_dir) if os.path.isdir(output_dir) else [], time.time()
     if any(os.path.getmtime(folder) > now for folder in folders):
@@ -97,9 +100,9 @@ def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
             os.utime(folder, (now - 2 * age, now - 2 * age))
     try:
         yield
-    except PrivacyError:
-        raise
-    except Exception as error:  # torch and safetensors have kinds of their own
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _OF_WRITING.search(str(error)):
+            raise
         raise PrivacyError(
             f"A checkpoint in {output_dir} could not be saved ({type(error).__name__}: {error}). "
             "Those saved before are whole, and the ledger counts every release. Make room there, "
@@ -107,7 +110,12 @@ def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-_NOT_NEEDED = {"training_args.bin", LEDGER_NAME}
+_OF_WRITING = re.compile("PytorchStreamWriter|inline_container|iostream|basic_ios|unexpected pos")
+_WRITTEN = re.compile(
+    r"(model|pytorch_model|adapter_model|adapter_config|optimizer|scheduler|scaler|config"
+    r"|generation_config|tokenizer|tokenizer_config|trainer_state)"
+    r"(-\d+-of-\d+)?(\.\w+)*\.(safetensors|json|bin|pt)"
+)
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
 
 
@@ -128,15 +136,25 @@ def _check_safetensors(path: Path) -> None:
 def _check_json(path: Path) -> None:
     """Reads a file, and looks for those that an index names."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    named = content.get("weight_map", {}) if isinstance(content, dict) else {}
+    if not path.name.endswith(".index.json"):
+        return
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError("no file name for each weight")
     for name in sorted(set(named.values())):
         if not (path.parent / name).is_file():
             raise ValueError(f"{name} is missing")
 
 
 def _check_archive(path: Path) -> None:
-    """Reads the table of contents, which is at the end of what ``torch.save`` writes."""
-    zipfile.ZipFile(path).close()
+    """Reads the table of contents, which is at the end of what ``torch.save`` writes.
+
+    What torch before 1.6 wrote is a pickle, and has none.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(2)
+    if begin[:1] != b"\x80" or len(begin) < 2:
+        zipfile.ZipFile(path).close()
 
 
 _CHECKS: dict[str, Callable[[Path], None]] = {
@@ -144,5 +162,4 @@ _CHECKS: dict[str, Callable[[Path], None]] = {
     ".json": _check_json,
     ".bin": _check_archive,
     ".pt": _check_archive,
-    ".pth": _check_archive,
 }

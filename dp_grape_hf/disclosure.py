@@ -6,8 +6,10 @@ sections follow ``transformers.Trainer``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     _Host = Trainer
 else:  # the host is the other base of the class that is made
     _Host = object
+
+logger = logging.getLogger(__name__)
 
 _UNNOISED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 
@@ -58,7 +62,23 @@ class DisclosureMixin(_Host):
     _repository: Repository | None = None  # once something is to be published
     _test_generators: TestGenerators | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Now, as a folder that the model was loaded from may be gone when something is published.
+        self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
+
     # ---- Training Utilities ----
+
+    @contextmanager
+    def _keeping_state(self, resumes: bool) -> Iterator[None]:
+        """Keeps the state that belongs to the weights where a run is refused before it starts."""
+        ledger, model, state = self.ledger, self.model, self.state
+        try:
+            yield
+        except BaseException:
+            if self.ledger is ledger and self.model is model and not resumes:
+                self.state = state
+            raise
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Reports the norm of the private gradient; clipping again would be wrong."""
@@ -122,17 +142,25 @@ class DisclosureMixin(_Host):
 
     def _card(self, ledger: Ledger) -> str:
         """Writes the card of a ledger, and of what is known of the model without its data."""
-        details, configs = self._card_details, getattr(self.model, "peft_config", {})
-        names = [c.base_model_name_or_path for c in configs.values()]
-        names.append(getattr(getattr(self.model, "config", None), "_name_or_path", None))
-        base = next((n for n in names if n and is_hub_name(n)), None)  # a path is ours alone
+        details = self._card_details
+        names = (n for n in self._base_names() if self._is_on_hub(n))  # a path is ours alone
         details = replace(
             details,
-            base_model=details.base_model or base,
-            adapter=bool(configs),
+            base_model=details.base_model or next(names, None),
+            adapter=bool(getattr(self.model, "peft_config", {})),
             repo_id=self.hub_model_id if self._repository is not None else None,
         )
         return render(ledger, details, updates=self.state.global_step)
+
+    def _base_names(self) -> list[str]:
+        """Returns where the model was loaded from: names on the Hub, or paths."""
+        configs = getattr(self.model, "peft_config", {}).values()
+        names = [config.base_model_name_or_path for config in configs]
+        names.append(getattr(getattr(self.model, "config", None), "_name_or_path", None))
+        return [name for name in names if name]
+
+    def _is_on_hub(self, name: str) -> bool:
+        return self._on_hub[name] if name in self._on_hub else is_hub_name(name)
 
     # ---- Logging & Metrics ----
 
@@ -167,8 +195,17 @@ class DisclosureMixin(_Host):
         """Makes or opens the repository, once it is known that only ours uploads to it.
 
         Raises:
-            PrivacyError: the host uploads in a place that is not known here.
+            PrivacyError: the host uploads in a place that is not known here, or PEFT would save the
+                adapter in a folder of its own, where it is not published from.
         """
+        adapters = list(getattr(self.model, "peft_config", {}))
+        own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
+        if adapters and own_format and "default" not in adapters:
+            raise PrivacyError(
+                f"The model's adapters are {adapters}, and only one named 'default' is published, "
+                "as PEFT saves the others in folders of their own. Make it by get_peft_model() "
+                "without adapter_name, or turn push_to_hub off."
+            )
         for host in type(self).__mro__[type(self).__mro__.index(DisclosureMixin) + 1 :]:
             if issubclass(host, Trainer):
                 refuse_other_uploads(host)
@@ -245,23 +282,28 @@ class DisclosureMixin(_Host):
         """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
 
         With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as well, and with
-        "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
+        "all_checkpoints" into a folder of the checkpoint's name: all in one commit. Where that
+        fails, the error is logged, and training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
         if not self.is_world_process_zero() or strategy is HubStrategy.END:
             return
-        if self._repository is None:
-            self.init_hf_repo()
-        assert self._repository is not None
-        if self._repository.busy and not self.args.hub_always_push:
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         copies = {
             HubStrategy.CHECKPOINT: ("last-checkpoint",),
             HubStrategy.ALL_CHECKPOINTS: (folder.name,),
         }
         message = f"Training in progress, step {self.state.global_step}"
-        self._publish(folder, message, copies.get(strategy, ()), wait=False)
+        try:
+            if self._repository is None:
+                self.init_hf_repo()
+            assert self._repository is not None
+            if self._repository.busy and not self.args.hub_always_push:
+                return
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self._publish(folder, message, copies.get(strategy, ()), wait=False)
+        except Exception as error:
+            advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
+            logger.exception("%s was not published (%r). %s", folder, error, advice)
 
     def _finish_current_push(self) -> None:
         """Waits for the uploads in the background."""
@@ -288,6 +330,7 @@ class DisclosureMixin(_Host):
             token=token,
             revision=revision if revision is not None else self.args.hub_revision,
             background=not wait,
+            on_hub=self._is_on_hub,
         )
 
     # ---- Hyperparameter Search ----

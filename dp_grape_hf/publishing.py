@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from pathlib import Path, PurePosixPath
 from types import CodeType
 from typing import Any
@@ -30,8 +30,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
+from dp_grape_hf.entries import Weights
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.weight_files import PATTERNS, digests
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +72,13 @@ _UPLOADS = {
 }
 _INDEX = "model.safetensors.index.json"
 _PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
-_WEIGHTS_ELSEWHERE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)$")
+_PATH = re.compile(r"~\w*[/\\]|\.\.?/|file:|[A-Za-z]:\\|/[^/]+/[^/]")  # wherever it is written
+_WEIGHTS = re.compile("|".join(map(translate, (*PATTERNS, "*.pkl", "adapter_config.json"))))
+_LEFTOVERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.")
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 Card = Callable[[Ledger], str]
+OnHub = Callable[[str], bool]
 
 
 def kind_of(name: str) -> str | None:
@@ -96,7 +101,7 @@ def is_hub_name(name: str) -> bool:
 # ---- From a folder of a run to what may be seen ----
 
 
-def stage(folder: Path, into: Path, card: Card) -> Ledger:
+def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> Ledger:
     """Copies what may be published of a saved model, and writes the card that its ledger supports.
 
     Weights, tokenizer and ledger are copied byte by byte. Local paths are taken out of the copies
@@ -106,13 +111,15 @@ def stage(folder: Path, into: Path, card: Card) -> Ledger:
         folder: where a run saved its model; everything that is not on the list stays there.
         into: an empty folder.
         card: writes the card from the ledger that lies beside the weights.
+        on_hub: whether a name in a config can be one on the Hub.
 
     Returns:
         That ledger.
 
     Raises:
-        PrivacyError: there is no complete ledger or no complete set of weights of one model, a
-            name on the list is a link or no file, or safetensors carry notes of their own.
+        PrivacyError: there is no complete ledger or no complete set of weights of one model, the
+            weights are not those that it was saved with, a name on the list is a link or no file,
+            or safetensors carry notes of their own.
     """
     found = {path.name: path for path in sorted(folder.iterdir()) if kind_of(path.name)}
     for path in found.values():
@@ -132,7 +139,8 @@ def stage(folder: Path, into: Path, card: Card) -> Ledger:
     for name, path in found.items():
         shutil.copyfile(path, into / name)
         if kind_of(name) == "config" or name.endswith("_config.json"):
-            _take_out_paths(into / name)
+            _take_out_paths(into / name, on_hub)
+    _require_recorded(ledger, into, folder)
     (into / CARD_NAME).write_text(card(ledger), encoding="utf-8")
     return ledger
 
@@ -141,11 +149,10 @@ def _check_weights(folder: Path, found: dict[str, Path]) -> None:
     weights = {name for name in found if name.endswith(".safetensors")}
     if _INDEX in found:
         text = (folder / _INDEX).read_text(encoding="utf-8")
-        named = set(json.loads(text)["weight_map"].values())
-        whole = bool(named) and weights == named
+        whole = weights == set(json.loads(text)["weight_map"].values())
     else:
         whole = weights in ({"model.safetensors"}, {"adapter_model.safetensors"})
-    if not whole:
+    if not (whole and weights):
         raise PrivacyError(
             f"{folder} holds {sorted(weights) or 'no weights'}, which are not the weights of one "
             "saved model: model.safetensors, or the parts that its index names, or one adapter. "
@@ -164,33 +171,39 @@ def _check_weights(folder: Path, found: dict[str, Path]) -> None:
             )
 
 
-def _take_out_paths(path: Path) -> None:
+def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
+    """Holds copied weights against the digests noted when they were saved, since schema 5."""
+    entries = (link.entry for link in ledger.links)
+    noted = [entry.files for entry in entries if isinstance(entry, Weights) and entry.files]
+    found = digests(staged) if noted else {}
+    if other := ", ".join(name for name in found if noted[-1].get(name) != found[name]):
+        raise PrivacyError(
+            f"{other} in {folder} changed since {LEDGER_NAME} was saved, which does not "
+            "speak for these weights. Save them again, with trainer.save_model()."
+        )
+
+
+def _take_out_paths(path: Path, on_hub: OnHub) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
-    cleaned = _without_paths(content)
-    if cleaned != content:
+    if (cleaned := _without_paths(content, on_hub)) != content:
         path.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _without_paths(content: Any, key: str = "") -> Any:
+def _without_paths(content: Any, on_hub: OnHub, key: str = "") -> Any:
     if isinstance(content, dict):
-        return {
-            name: _without_paths(value, name)
-            for name, value in content.items()
-            if not _is_place(name, value)
-        }
+        items = [item for item in content.items() if not _is_place(*item, on_hub)]
+        return {name: _without_paths(value, on_hub, name) for name, value in items}
     if isinstance(content, list):
-        kept = (item for item in content if not _is_place(key, item))
-        return [_without_paths(item, key) for item in kept]
+        return [_without_paths(i, on_hub, key) for i in content if not _is_place(key, i, on_hub)]
     return content
 
 
-def _is_place(key: str, value: Any) -> bool:
+def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:
     """Whether a value is a path on this machine, or could be one of another."""
     if not isinstance(value, str) or len(value) < 2:
         return False
-    if _PLACE.search(key) and not is_hub_name(value):
-        return True
-    return os.path.isabs(value) and os.path.exists(value)
+    named = bool(_PLACE.search(key)) and not on_hub(value)
+    return named or bool(_PATH.match(value)) or (os.path.isabs(value) and os.path.exists(value))
 
 
 # ---- The host ----
@@ -282,11 +295,12 @@ class Repository:
         token: str | None = None,
         revision: str | None = None,
         background: bool = False,
+        on_hub: OnHub = is_hub_name,
     ) -> CommitInfo | Future[CommitInfo]:
         """Publishes a saved model in one commit; the folder may change once this has returned.
 
         Args:
-            folder: as for `stage`, and so is ``card``.
+            folder: as for `stage`, and so are ``card`` and ``on_hub``.
             workspace: a folder with room for a copy, which is there until the push is done.
             message: the commit's.
             places: the folders in the repository, each of which receives the same files.
@@ -300,12 +314,11 @@ class Repository:
         """
         staged = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
         try:
-            stage(folder, staged / "model", card)
+            stage(folder, staged / "model", card, on_hub)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        token = self._token if token is None else token
-        rest: tuple[Any, ...] = (staged, tuple(places), message, token, revision)
+        rest = staged, tuple(places), message, token or self._token, revision
         if not background:
             return self._send(*rest)
         push: Future[CommitInfo] = self._api.run_as_future(self._send, *rest)
@@ -362,8 +375,9 @@ class Repository:
     ) -> None:
         there = self._api.list_repo_files(self.repo_id, token=token, revision=revision)
         places = {target.parent for target in targets}
-        paths = {PurePosixPath(name) for name in there if _WEIGHTS_ELSEWHERE.search(name)}
-        if foreign := sorted(str(p) for p in paths - targets.keys() if p.parent in places):
+        others = {path for name in there if (path := PurePosixPath(name)).parent in places}
+        found = (path for path in others - targets.keys() if not _LEFTOVERS.match(path.name))
+        if foreign := sorted(str(path) for path in found if _WEIGHTS.match(path.name.lower())):
             raise PrivacyError(
                 f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
                 "card and ledger beside them would seem to speak for them. Delete them there, or "

@@ -268,7 +268,7 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (lambda: [], "train_dataset is empty"),
     "a generator": (lambda: (e for e in points(24).examples), "list(...)"),
     "a number": (lambda: 5, "list(...)"),
-    "a set": (lambda: set(range(24)), "not subscriptable"),
+    "a set": (lambda: set(range(24)), "list(...)"),
     "a text": (lambda: TEXT * 24, "train_dataset[0] is str"),
     "a tensor": (lambda: torch.zeros(24, FEATURES), "train_dataset[0] is torch.float32 (6,)"),
     "None": (lambda: Examples([None] * 24), "train_dataset[0] is NoneType"),
@@ -290,7 +290,7 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "one wide input": (lambda: _each(_with("x", WIDE), 5), "train_dataset[5] is {x: torch.float32"),
     "inputs of whole numbers": (lambda: _each(_with("x", WIDE[:6].long())), "x: torch.int64"),
     "inputs that are missing": (lambda: _each(_with("x", None)), "x: NoneType"),
-    "too long": (lambda: Longer(points(24).examples), "train_dataset[24] is cannot be fetched"),
+    "too long": (lambda: Longer(points(24).examples), "train_dataset[24] cannot be fetched"),
     "failing": (lambda: Failing([{}] * 24), "train_dataset[0] cannot be fetched (KeyError"),
 }
 
@@ -337,8 +337,41 @@ def test_what_is_described_has_no_values() -> None:
     )
 
 
+class Leaky(Examples):
+    """Says a value when it fails, from the third example on."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index > 1:
+            raise ValueError("could not convert string to float: 'Ada Lovelace'")
+        return super().__getitem__(index)
+
+
+def test_neither_inner_keys_nor_the_errors_of_a_data_set_are_described() -> None:
+    text = described([{"x": 1, "extra": {"Ada": 1, "Bob": 2}}])
+    assert text == "train_dataset[0] is {x: int, extra: dict of 2}."
+    text = described(Leaky([{"x": 1}] * 9))
+    assert text.endswith("and train_dataset[2] cannot be fetched (ValueError).")
+
+
+def test_few_examples_are_fetched_to_describe_many() -> None:
+    fetched = []
+
+    class Counted(Examples):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            fetched.append(index)
+            return super().__getitem__(index)
+
+    assert described(Counted([{"x": 1}] * 1000)) == "train_dataset[0] is {x: int}."
+    assert len(fetched) == 64
+
+
 def test_errors_that_are_not_of_the_data_stay_as_they_are() -> None:
-    for error in (PrivacyError("ours"), OSError("disk"), torch.OutOfMemoryError("full")):
+    for error in (
+        *(PrivacyError("ours"), OSError("disk"), torch.OutOfMemoryError("full")),
+        *(NotImplementedError("aten::foo"), RuntimeError("CUDA error: device-side assert")),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+        RuntimeError("MPS backend out of memory"),
+    ):
         with pytest.raises(type(error)) as raised, explaining_bad_data([{}], "It"):
             raise error
         assert raised.value is error

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
@@ -171,6 +172,63 @@ def test_weights_in_several_files_are_whole_only_together(run: Path) -> None:
     assert "no file of weights" in fault_of_checkpoint(folder)
 
 
+def _legacy(path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "notes.json": lambda path: path.write_text("my notes"),
+    "metrics.json": _empty,
+    "samples.bin": lambda path: path.write_bytes(bytes(100)),
+    "old.pt": _legacy,
+    "folder.json": Path.mkdir,
+    "link.json": lambda path: path.symlink_to("nowhere"),
+    "rows/config.json": lambda path: path.write_text('{"a": 1}\n{"a": 2}\n'),
+    ".ipynb_checkpoints/config.json": lambda path: path.write_text("{"),
+    "._model.safetensors": lambda path: path.write_bytes(b"\0\5\x16\7"),
+    "model_notes.json": lambda path: path.write_text("my notes"),
+    "weights.json": lambda path: path.write_text('{"weight_map": [1]}'),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_others_do_not_make_a_checkpoint_unusable(name: str, run: Path) -> None:
+    path = run / "checkpoint-4" / name
+    path.parent.mkdir(exist_ok=True)
+    OTHERS[name](path)
+    assert fault_of_checkpoint(run / "checkpoint-4") == ""
+
+
+def test_weights_in_a_legacy_pickle_are_weights(run: Path) -> None:
+    folder = run / "checkpoint-4"
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    assert "no file of weights" in fault_of_checkpoint(folder)
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert fault_of_checkpoint(folder) == ""
+    for content in (b"", bytes(50), b"\x80", b"PK" + bytes(50)):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        assert "pytorch_model.bin is damaged" in fault_of_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "index", [None, 1, "a", [], {}, {"weight_map": [1]}, {"weight_map": {"a": 1, "b": "c"}}]
+)
+def test_an_index_of_any_other_form_is_damaged(index: Any, run: Path) -> None:
+    (run / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "no file name for each weight" in fault_of_checkpoint(run / "checkpoint-4")
+
+
+def test_a_damaged_adapter_in_a_folder_of_its_own_is_recognised(run: Path) -> None:
+    adapter = run / "checkpoint-4" / "mine"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    shutil.copy(run / "checkpoint-4" / "model.safetensors", adapter / "adapter_model.safetensors")
+    assert fault_of_checkpoint(run / "checkpoint-4") == ""
+    _halve(adapter / "adapter_model.safetensors")
+    assert "adapter_model.safetensors is damaged" in fault_of_checkpoint(run / "checkpoint-4")
+
+
 # ---- No space left ----
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -248,6 +306,14 @@ def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
         raise OSError("no space")
     with pytest.raises(PrivacyError, match=r"^as it is$"), saving_a_checkpoint(str(tmp_path)):
         raise PrivacyError("as it is")
+    kinds = (KeyError("a bug"), RuntimeError("a bug"), TypeError("a bug"))
+    for bug in kinds:
+        with pytest.raises(type(bug)) as raised, saving_a_checkpoint(str(tmp_path)):
+            raise bug
+        assert raised.value is bug
+    for fault in (SafetensorError("I/O"), RuntimeError("PytorchStreamWriter failed writing")):
+        with pytest.raises(PrivacyError, match="could not be saved"), saving_a_checkpoint("."):
+            raise fault
 
 
 # ---- Two trainers at once ----

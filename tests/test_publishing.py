@@ -31,8 +31,11 @@ from transformers import (
 )
 
 from dp_grape_hf import publishing
+from dp_grape_hf.chain import extended
+from dp_grape_hf.checkpoints import fault_of_checkpoint
 from dp_grape_hf.cli import main
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.entries import Weights
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import (
@@ -44,6 +47,7 @@ from dp_grape_hf.publishing import (
     stage,
 )
 from dp_grape_hf.trainer import DPGrapeTrainer
+from dp_grape_hf.weight_files import digests
 from tests.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
 from tests.models import only
 from tests.trainers import (
@@ -385,6 +389,13 @@ def push(saved: tuple[Path, Any], workspace: Path, **changes: Any) -> Any:
     return Repository(REPO, token=TOKEN).publish(folder, card, **settings)
 
 
+def note_weights(folder: Path) -> None:
+    """Has the ledger of a folder note its weights, as saving them does."""
+    ledger = Ledger.load(folder / LEDGER_NAME)
+    assert ledger.updates is not None
+    ledger.snapshot(ledger.updates, digests(folder)).save(folder / LEDGER_NAME)
+
+
 def messages_of(error: BaseException) -> str:
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
@@ -448,6 +459,7 @@ def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
     weights = copy[0] / "model.safetensors"
     moved = {name: tensor + 1 for name, tensor in load(weights.read_bytes()).items()}
     save_file(moved, weights, metadata={"format": "pt"})
+    note_weights(copy[0])
     hub.faults.append(Fault(method, pattern, times=10**6))
     with pytest.raises((RuntimeError, HTTPError)) as error:
         push(copy, tmp_path)
@@ -512,7 +524,13 @@ def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
     assert set(hub.files(REPO)) == INITIAL | MODEL
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "old.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("adapter_model.safetensors", "pytorch_model.bin", "old.gguf", "model.npz", "model.pkl"),
+        *("model.safetensors.index.json", "adapter_config.json", "MODEL.Safetensors"),
+    ],
+)
 def test_weights_of_another_origin_do_not_come_under_our_card(
     name: str, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -523,6 +541,93 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
     del hub.files(REPO)[name]
     push(saved, tmp_path)
     assert set(hub.files(REPO)) == MODEL | {f"elsewhere/{name}", "figure.png"}
+
+
+def test_what_an_older_push_left_beside_the_weights_does_not_block(
+    hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    left = {"training_args.bin", "optimizer.pt", "rng_state_0.pth", "config.json"}
+    hub.add(REPO, dict.fromkeys(left, b"of a plain Trainer"))
+    push(saved, tmp_path)
+    assert set(hub.files(REPO)) == MODEL | left
+
+
+class FailingPush(TrainerCallback):
+    def on_push_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyError("a callback's own bug")
+
+
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdtemp(*args: Any, **kwargs: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publishing.tempfile, "mkdtemp", mkdtemp)
+
+
+@pytest.mark.parametrize("fault", ["callback", "no room"])
+def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
+    fault: str,
+    hub: Hub,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    callbacks = [FailingPush()] if fault == "callback" else []
+    trainer = trainer_of(tmp_path, push_to_hub=True, callbacks=callbacks)
+    if fault == "no room":
+        _no_room(monkeypatch)
+    with caplog.at_level(logging.ERROR, logger="dp_grape_hf"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+    assert f"{tmp_path / 'checkpoint-2'} was not published" in caplog.text
+    assert "checkpoint is whole and training goes on" in caplog.text
+    assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
+    with pytest.raises(KeyError if callbacks else OSError):
+        trainer.push_to_hub()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_that_peft_saves_elsewhere_is_refused_at_construction(
+    hub: Hub, tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    model = only(NAME).model(num_hidden_layers=1)
+    model = peft.get_peft_model(model, config, adapter_name="mine")
+    with pytest.raises(PrivacyError, match=r"adapters are \['mine'\].*without adapter_name"):
+        trainer_of(tmp_path, model=model, push_to_hub=True)
+    assert hub.requests == []
+    trainer_of(tmp_path, model=model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")
+def test_what_a_base_is_called_is_decided_before_training(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    only(NAME).model(num_hidden_layers=1).save_pretrained("patients/base")
+    model = AutoModelForSequenceClassification.from_pretrained("patients/base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    trainer = trained(tmp_path / "out", model=peft.get_peft_model(model, config))
+    shutil.rmtree("patients")
+    assert is_hub_name("patients/base")
+    trainer.push_to_hub()
+    assert b"patients" not in b"".join(hub.files(REPO).values())
+
+
+def test_a_refused_second_run_leaves_the_count_of_updates(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise PrivacyError("no ledger for a second run")
+
+    trainer = trained(tmp_path)
+    monkeypatch.setattr(trainer, "_start_ledger", refuse)
+    with pytest.raises(PrivacyError, match="second run"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+    trainer.save_model()
+    assert Ledger.load(tmp_path / LEDGER_NAME).updates == 4
 
 
 # ---- The list ----
@@ -667,6 +772,32 @@ def test_a_ledger_that_was_not_saved_with_weights_is_refused(
         stage(copy[0], tmp_path / "into", copy[1])
 
 
+@pytest.mark.parametrize("since_schema_5", [True, False])
+def test_weights_that_are_not_those_of_the_ledger_are_refused(
+    since_schema_5: bool, copy: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder = copy[0]
+    weights = load((folder / "model.safetensors").read_bytes())
+    moved = {name: tensor + 1 for name, tensor in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    if since_schema_5:
+        with pytest.raises(
+            PrivacyError, match=r"model\.safetensors in .* with trainer\.save_model\(\)"
+        ):
+            staged(copy, tmp_path / "into")
+        note_weights(folder)
+    else:  # which knew no digests
+        content = json.loads((folder / LEDGER_NAME).read_text())
+        ledger = Ledger.load(folder / LEDGER_NAME)
+        undigested = [
+            replace(link.entry, files={}) if isinstance(link.entry, Weights) else link.entry
+            for link in ledger.links
+        ]
+        Ledger(extended((), *undigested)).save(folder / LEDGER_NAME)
+        assert json.loads((folder / LEDGER_NAME).read_text()) != content
+    assert staged(copy, tmp_path / "into") == MODEL
+
+
 def test_parts_of_weights_are_published_with_their_index(
     copy: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -679,6 +810,7 @@ def test_parts_of_weights_are_published_with_their_index(
     both = zip(names, halves, strict=True)
     index = {"weight_map": {key: name for name, half in both for key, _ in half}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    note_weights(folder)
     expected = MODEL - {"model.safetensors"} | {*names, "model.safetensors.index.json"}
     assert staged(copy, tmp_path / "into") == expected
 
@@ -692,8 +824,11 @@ def test_paths_are_taken_out_of_configs_and_nothing_else_is(
         "tokenizer_file": "../secret/tokenizer.json",
         "cache_dir": "~/cache",
         "note": tempfile.gettempdir(),
+        "auto_map": "/data/patients/model--modeling.Mine",
+        **{"a": "~/model", "b": "../model", "c": "file:///data/model", "d": "C:\\patients\\model"},
     }
-    kept = {"base_model_name_or_path": "facebook/opt-125m", "sep": "/", "eos": "</s>"}
+    kept = {"base_model_name_or_path": "facebook/opt-125m", "sep": "/", "eos": "</s>", "a": "~~"}
+    kept |= {"b": "...", "c": "files", "d": "/-/"}
     (copy[0] / "config.json").write_text(json.dumps(config | places | {"inner": [places | kept]}))
     stage(copy[0], tmp_path / "into", copy[1])
     assert json.loads((tmp_path / "into" / "config.json").read_text()) == config | {"inner": [kept]}
