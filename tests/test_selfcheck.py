@@ -170,10 +170,13 @@ def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatc
 def test_a_module_used_twice_but_recorded_once_is_found(
     rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    settings = {"model": UsedTwiceForSequenceClassification(), "projection_rank": rank}
-    make_trainer(tmp_path / "right", **settings).train()
+    def trainer_of_a_new_model(name: str) -> Any:
+        model = UsedTwiceForSequenceClassification()
+        return make_trainer(tmp_path / name, model=model, projection_rank=rank)
+
+    trainer_of_a_new_model("right").train()
     _record_once(monkeypatch)
-    trainer = make_trainer(tmp_path / "wrong", **settings)
+    trainer = trainer_of_a_new_model("wrong")
     with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
         trainer.train()
     assert trainer.ledger.steps == 0, "nothing was released"
@@ -228,6 +231,7 @@ def test_where_the_first_draw_has_too_few_examples_others_are_taken(
     trainer.train()
     assert trainer.ledger.steps == 4
     _record_once(monkeypatch)
+    model = UsedTwiceForSequenceClassification()
     trainer = make_trainer(tmp_path / "wrong", model=model, callbacks=[Empty()])
     with pytest.raises(UnsupportedModelError, match="twice"):
         trainer.train()
