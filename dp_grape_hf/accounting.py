@@ -244,8 +244,7 @@ class EpsilonCurve:
         _check_delta("delta", delta)
         _check_steps("max_steps", max_steps)
         _check_accountant(accountant)
-        before = compose_epsilon(self._earlier, delta=delta, accountant=accountant)
-        self._answers = {0: before}
+        self._answers: dict[int, float] = {}
         self._delta, self._max_steps = delta, int(max_steps)
         self._composition = self._compose(accountant)
 
@@ -267,6 +266,8 @@ class EpsilonCurve:
         if steps > self._max_steps:
             self._max_steps = max(int(steps), 2 * self._max_steps)
             self._composition = self._compose(self.accountant)
+        if steps == 0:
+            return compose_epsilon(self._earlier, delta=self._delta, accountant=self.accountant)
         if steps not in self._answers:
             self._answers[steps] = self._composition.epsilon(self._all(int(steps))[1])
         return self._answers[steps]

@@ -77,11 +77,12 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
     except PrivacyError as error:
         return [Check("ledger", MISMATCH, "-", f"{error}")]
     folder = path.parent if place.is_dir() else None
+    card, spent = _card(folder), _spent(ledger)
     return [
         *_of_the_chain(links, head),
         *_of_the_live_ledger(ledger, folder),
-        *_of_epsilon(ledger, delta, _card(folder)),
-        *_of_the_card(ledger, _card(folder)),
+        *_of_epsilon(ledger, delta, card, spent),
+        *_of_the_card(ledger, card, spent),
         *_of_the_weights(ledger, folder),
     ]
 
@@ -155,9 +156,10 @@ def earlier_runs(ledger: Ledger) -> str:
 # ---- Epsilon ----
 
 
-def _of_epsilon(ledger: Ledger, delta: float | None, card: str | None) -> Iterator[Check]:
+def _of_epsilon(
+    ledger: Ledger, delta: float | None, card: str | None, spent: float | None
+) -> Iterator[Check]:
     own, target = ledger.mechanism, ledger.mechanism.target_epsilon
-    spent = _spent(ledger)
     private = ledger.private and spent != math.inf
     guarantee = "private" if private else "none: " + "; ".join(ledger.not_private_reasons)
     if card is not None:
@@ -238,12 +240,12 @@ def _claims_privacy(card: str) -> bool:
     return tagged or finite or "trained with differential privacy" in card
 
 
-def _of_the_card(ledger: Ledger, card: str | None) -> Iterator[Check]:
+def _of_the_card(ledger: Ledger, card: str | None, spent: float | None) -> Iterator[Check]:
     if card is None:
         yield Check("card", ABSENT, "-", f"no {CARD_NAME} beside the ledger")
         return
     rows = _rows(card)
-    yield from _of_the_epsilon_on_it(ledger, card, rows)
+    yield from _of_the_epsilon_on_it(spent, card, rows)
     for name, (found, agrees) in _expected(ledger).items():
         values = [value for row, value in rows if row == name]
         if values:
@@ -255,11 +257,10 @@ def _of_the_card(ledger: Ledger, card: str | None) -> Iterator[Check]:
 
 
 def _of_the_epsilon_on_it(
-    ledger: Ledger, card: str, rows: list[tuple[str, str]]
+    spent: float | None, card: str, rows: list[tuple[str, str]]
 ) -> Iterator[Check]:
     what = "card: epsilon"
     cells = [value for name, value in rows if name == _CARD_EPSILON]
-    spent = _spent(ledger)
     if spent is None:
         yield Check(what, ABSENT, " and ".join(cells) or "-", "not known, see above")
         return
