@@ -25,7 +25,6 @@ from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine, make_engine
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.randomness import SecretGenerator
 from dp_grape_hf.ranks import auto_ranks, first_matches, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
@@ -50,8 +49,6 @@ def make_engine_of_run(
         return BatchEngine(per_sample, ledger=ledger, distributed=distributed)
     if args.privacy_unit_column is not None:
         per_sample = UnitEngine(per_sample)
-    if isinstance(noise_generator, SecretGenerator):  # a test's own is left as it is
-        noise_generator.secure = args.secure_noise
     return PrivateEngine(
         per_sample,
         max_grad_norm=args.max_grad_norm,

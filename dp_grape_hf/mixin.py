@@ -308,7 +308,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self._projections = Projections(args, self.model, trainable, device)
         self._iterate = iterate_of_run(args, trainable)
         generators = self._test_generators
-        noise = generators.noise if generators else noise_generator(device)
+        noise = generators.noise if generators else noise_generator(device, args.secure_noise)
         self._engine = make_engine_of_run(args, self._per_sample, self.plan, ledger, noise)
 
     def _low_precision(self) -> bool:

@@ -476,7 +476,7 @@ def _options_one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _noise_from_seed(patch: pytest.MonkeyPatch) -> None:
-    def seeded(device: Any = "cpu") -> torch.Generator:
+    def seeded(device: Any = "cpu", secure: bool = False) -> torch.Generator:
         return torch.Generator(device).manual_seed(42)  # the seed of the arguments
 
     patch.setattr(mixin, "noise_generator", seeded)
