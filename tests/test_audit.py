@@ -207,15 +207,15 @@ def test_a_sampled_run_draws_what_it_says() -> None:
     "changes",
     [
         {"method": "dp_grape", "steps": 2},
-        {"method": "dp_jl", "steps": 1, "canaries": 1000},
+        {"method": "dp_jl", "steps": 1},
         {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
     ],
     ids=str,
 )
 def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> None:
-    """Fails in far fewer than one of 10,000 runs: a bound reaches half of its claim here."""
-    result = audit(AuditSettings(**{"canaries": 3000} | changes))
+    """Of 30,000 simulated attacks with these numbers, none failed (with 20 guesses: a quarter)."""
+    result = audit(AuditSettings(canaries=3000, guesses=150, **changes))
     assert 0 < result.lower_bound < result.claimed_epsilon < 5
     assert result.correct > 0.55 * result.settings.number_of_guesses
 
