@@ -14,6 +14,7 @@ FLAT, PER_LAYER, AUTOMATIC = "flat", "per_layer", "automatic"
 CLIPPING_MODES = (FLAT, PER_LAYER, AUTOMATIC)
 POISSON, TRUNCATED_POISSON = "poisson", "truncated_poisson"
 SAMPLING_MODES = (POISSON, TRUNCATED_POISSON)
+SECURE = "secure"
 EXAMPLE = "example"  # the privacy unit, where no column names another
 
 # What may differ between a checkpoint and the run that resumes it, and why. Everything else
@@ -33,12 +34,14 @@ ADDED_IN_VERSION: dict[int, dict[str, Any]] = {
 
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
-LEFT_OUT_IF_NONE = ("num_trials", "trials_distribution", "steps_of_trial")
+_OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
+LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
     "processes: after a change of that number, give the recorded value.",
+    "noise": "It is 'secure' with secure_noise=True, and None without.",
 }
 
 _POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
@@ -48,6 +51,7 @@ _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1)", lambda x: 0 < x < 1)}
 _TRIALS = {"valid": (f"one of {', '.join(DISTRIBUTIONS)}", lambda x: x in DISTRIBUTIONS)}
+_NOISE = {"valid": (SECURE, lambda x: x == SECURE)}
 _CLIPPING = {"valid": (f"one of {', '.join(CLIPPING_MODES)}", lambda x: x in CLIPPING_MODES)}
 
 
@@ -66,6 +70,7 @@ class Mechanism:
     ``norm_directions`` is the number of random directions that norms are estimated from, if any.
     With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
     each of which may have made ``steps_of_trial`` releases.
+    ``noise`` is ``secure`` where its low bits hide what it was added to.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -95,6 +100,7 @@ class Mechanism:
     num_trials: float | None = field(default=None, metadata=_POSITIVE)
     trials_distribution: str | None = field(default=None, metadata=_TRIALS)
     steps_of_trial: int | None = field(default=None, metadata=_COUNT)
+    noise: str | None = field(default=None, metadata=_NOISE)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -104,7 +110,7 @@ class Mechanism:
             capped == (self.max_batch_size is not None),
             f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
         )
-        tuned = [getattr(self, name) is not None for name in LEFT_OUT_IF_NONE]
+        tuned = [getattr(self, name) is not None for name in _OF_TRIALS]
         require(
             all(tuned) or not any(tuned),
             f"num_trials={self.num_trials!r}, trials_distribution={self.trials_distribution!r} and "

@@ -29,6 +29,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import (
     EXAMPLE,
+    SECURE,
     TRUNCATED_POISSON,
     Mechanism,
     refuse_estimates_by_layer,
@@ -222,6 +223,7 @@ class PrivacyPlan:
             num_trials=args.num_trials,
             trials_distribution=self._trials_distribution,
             steps_of_trial=None if args.num_trials is None else self.steps,
+            noise=SECURE if args.secure_noise else None,
         )
 
     def _accountant_in_use(self) -> str:

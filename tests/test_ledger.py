@@ -451,6 +451,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_trials": 20.0,
     "trials_distribution": "logarithmic",
     "steps_of_trial": 200,
+    "noise": "secure",
 }
 
 

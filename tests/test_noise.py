@@ -21,6 +21,7 @@ import scipy.stats
 import torch
 
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.entries import CARD_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.noise import SECURE_DRAWS, add_secure_noise_, grid_of
 from dp_grape_hf.randomness import (
@@ -308,6 +309,10 @@ def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
         assert torch.equal(cells, cells.round()) is secure
         std = (flat.double() * trainer.args.expected_batch_size).std()
         assert std == pytest.approx(1.3, rel=6 / math.sqrt(2 * len(flat)))
+        assert trainer.ledger.mechanism.noise == ("secure" if secure else None)
+        trainer.save_model()
+        card = (tmp_path / str(secure) / CARD_NAME).read_text(encoding="utf-8")
+        assert ("| Noise | secure, " in card) is secure
 
 
 def test_secure_noise_is_refused_where_it_protects_nothing(
