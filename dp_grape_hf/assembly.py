@@ -241,6 +241,9 @@ class Projections:
         )
 
 
+_FACTOR = "learning_rate_factor"  # of a parameter group
+
+
 def rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, float]:
     """Returns the factor of the learning rate of each parameter that a pattern matches.
 
@@ -264,14 +267,36 @@ def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Paramete
     Updates are functions of private gradients, so their lengths are free to choose.
 
     Args:
-        optimizer: just made, before its scheduler.
+        optimizer: just made, before its scheduler. It will refuse the state of one with others.
         factor_of: parameter -> factor.
     """
-    for group in list(optimizer.param_groups):
-        for factor in dict.fromkeys(factor_of[p] for p in group["params"] if p in factor_of):
-            own = [p for p in group["params"] if factor_of.get(p) == factor]
-            group["params"] = [p for p in group["params"] if factor_of.get(p) != factor]
-            optimizer.param_groups.append({**group, "params": own, "lr": group["lr"] * factor})
+    groups = []
+    for group in optimizer.param_groups:
+        factors = {factor_of.get(p, 1.0) for p in group["params"]}
+        for factor in sorted(factors, key=lambda factor: (factor != 1, factor)):  # 1 is logged
+            own = [p for p in group["params"] if factor_of.get(p, 1.0) == factor]
+            rate = group["lr"] * factor
+            groups.append({**group, "params": own, "lr": rate, _FACTOR: factor})
+    optimizer.param_groups[:] = groups
+    optimizer.register_load_state_dict_pre_hook(_require_same_factors)
+
+
+def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuses a checkpoint whose moments belong to other groups of parameters.
+
+    Raises:
+        PrivacyError: it was saved with other ``learning_rate_factors``.
+    """
+    ours, theirs = (
+        [(group.get(_FACTOR), len(group["params"])) for group in groups]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
+    if ours != theirs:
+        raise PrivacyError(
+            f"learning_rate_factors of this run make groups of (factor, parameters) {ours}, and "
+            f"the checkpoint has {theirs}, whose moments do not fit. Pass the factors, and train "
+            "the parameters, that it was saved with."
+        )
 
 
 def _ranks(

@@ -689,6 +689,24 @@ def test_rates_of_their_own_survive_a_checkpoint(tmp_path: Path) -> None:
     whole_and_resumed(tmp_path, 3, **settings, learning_rate_factors={"head": 3})
 
 
+def test_other_rates_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
+    first = make_trainer(tmp_path, **settings, save_steps=1, learning_rate_factors={"head": 3})
+    first.train()
+    for factors in (None, {"head": 4}, {"body": 3}):
+        trainer = make_trainer(tmp_path, **settings, learning_rate_factors=factors)
+        with pytest.raises(PrivacyError, match="learning_rate_factors of this run make groups of"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
+    settings = NOISY | {"method": "dp_grape", "max_steps": 1, "learning_rate": 1e-3}
+    trainer = make_trainer(tmp_path, **settings, learning_rate_factors={"*": 4})
+    trainer.create_optimizer()
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {4e-3}
+    assert all(group["params"] for group in trainer.optimizer.param_groups)
+
+
 # ---- Options of projections ----
 
 
