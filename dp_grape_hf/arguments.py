@@ -13,7 +13,7 @@ from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES
 from dp_grape_hf.continuing import EARLIER_DATA
 from dp_grape_hf.contradictions import refuse_contradictions
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.host_options import refuse_host_options
+from dp_grape_hf.host_options import refuse_host_options, refuse_uploading_trackers
 from dp_grape_hf.mechanism import CLIPPING_MODES, POISSON, SAMPLING_MODES
 from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
@@ -237,6 +237,7 @@ class DPGrapeArguments(MethodArguments):
             eval_data_is_public=self.eval_data_is_public,
         )
         super().__post_init__()
+        refuse_uploading_trackers(self.report_to)
         if self.mixed_precision == "fp16":
             raise PrivacyError(
                 "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "

@@ -37,6 +37,18 @@ REFUSED_IF_SET = {
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
 
+UPLOADING_TRACKERS = {
+    "wandb": ("WANDB_LOG_MODEL", "false"),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
+    "clearml": ("CLEARML_LOG_MODEL", "true"),
+    "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
+    "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
+    "swanlab": ("SWANLAB_LOG_MODEL", "false"),
+    "comet_ml": ("COMET_LOG_ASSETS", "false"),
+    "flyte": ("", "true"),
+}
+"""Name in ``report_to`` -> the variable that makes it upload whole checkpoints, and its default."""
+
 
 def refuse_host_options(
     args: TrainingArguments, *, log_unnoised_statistics: bool, eval_data_is_public: bool
@@ -82,6 +94,24 @@ def refuse_host_options(
         )
     if not eval_data_is_public:
         _refuse_following_evaluation(args)
+
+
+def refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
+    """Refuses trackers that would send checkpoints past the allow-list of what is published.
+
+    Raises:
+        PrivacyError: with the tracker, what makes it upload, and what to do.
+    """
+    for tracker in [trackers] if isinstance(trackers, str) else trackers or []:
+        variable, default = UPLOADING_TRACKERS.get(tracker, ("", "false"))
+        value = os.environ.get(variable, default)
+        if value.strip().lower() not in ("", "0", "false", "no", "off", "none"):
+            how = f"Set the environment variable {variable}=false" if variable else "Leave it out"
+            raise PrivacyError(
+                f"report_to={trackers!r} with {variable or 'its default'}={value!r} is refused: "
+                f"{tracker} would upload whole checkpoints, with optimizer state and everything "
+                f"else that stays on this machine. {how}; push_to_hub publishes the model."
+            )
 
 
 def _refuse_following_evaluation(args: TrainingArguments) -> None:

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import ALIASES, DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.host_options import UPLOADING_TRACKERS
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
 BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}
@@ -429,6 +430,30 @@ def test_half_precision_asked_for_by_the_launcher_is_refused(
 def test_compilation_is_refused_under_its_other_names(option: str, value: str) -> None:
     with pytest.raises(PrivacyError, match=option):
         make(**{option: value})
+
+
+@pytest.mark.parametrize("tracker", UPLOADING_TRACKERS)
+def test_a_tracker_that_uploads_checkpoints_is_refused(
+    tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable, default = UPLOADING_TRACKERS[tracker]
+    trackers: Any = {"report_to": ["tensorboard", tracker]}
+    monkeypatch.delenv(variable, raising=False)
+    if default == "false":
+        assert make(**trackers).report_to == trackers["report_to"]
+        monkeypatch.setenv(variable, "checkpoint")
+    with pytest.raises(PrivacyError, match=f"report_to=.*{tracker}.*{variable}"):
+        make(**trackers)
+    if variable:
+        monkeypatch.setenv(variable, "False")
+        assert make(**trackers).report_to == trackers["report_to"]
+
+
+def test_a_variable_of_a_tracker_that_is_not_used_is_nothing_to_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
+    assert make().report_to == []
 
 
 def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
