@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import CardDetails, render
 
 _DESCRIPTION = """\
@@ -51,7 +52,7 @@ def add_card(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("public", "private"),
         help="what the metrics were computed on; needed with --metric",
     )
-    parser.add_argument("--write", action="store_true", help="write FOLDER/README.md instead")
+    parser.add_argument("--write", action="store_true", help=f"write FOLDER/{CARD_NAME} instead")
 
 
 def _card(args: argparse.Namespace) -> str:
@@ -72,8 +73,8 @@ def _card(args: argparse.Namespace) -> str:
     card = render(Ledger.load(folder / LEDGER_NAME), details)
     if not args.write:
         return card
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    return f"Wrote {folder / 'README.md'}.\n"
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
+    return f"Wrote {folder / CARD_NAME}.\n"
 
 
 def _metric(text: str) -> tuple[str, float]:

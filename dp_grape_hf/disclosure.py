@@ -21,12 +21,13 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
-from dp_grape_hf.publishing import CARD_NAME, Repository, is_hub_name, refuse_other_uploads
+from dp_grape_hf.publishing import Repository, is_hub_name, refuse_other_uploads
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.weight_files import digests
 

@@ -19,7 +19,7 @@ from dp_grape_hf.mechanism import (
     kinds_of,
 )
 
-LEDGER_NAME = "privacy_ledger.json"
+LEDGER_NAME, CARD_NAME = "privacy_ledger.json", "README.md"
 SCHEMA_VERSION = 5
 FIRST_CHAINED = 5
 SAME_DATA, OTHER_DATA = "same data", "other data"

@@ -17,6 +17,7 @@ from dp_grape_hf.accountants import AccountantFailure
 from dp_grape_hf.accounting import Variant, compose_epsilon
 from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
+    CARD_NAME,
     KIND_OF,
     LEDGER_NAME,
     Imported,
@@ -28,18 +29,19 @@ from dp_grape_hf.entries import (
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
-from dp_grape_hf.verify import CARD_NAME, MISMATCH, Check, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, Check, epsilon_by, verify
 from dp_grape_hf.weight_files import PATTERNS
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
-numbers on the model card, and the digests of the weights.
+claim, the table and every epsilon on the model card, and the digests of the weights.
 
   ok        both say the same
   MISMATCH  they do not, and the exit code is 1
   absent    there is nothing to compare, or a check does not apply, and why
 
-A part that was changed on its own is found. Whoever makes ledger, card and weights anew, digests
+A part that was changed on its own is found. The card's other words are its author's, and config
+and tokenizer are not checked. Whoever makes ledger, card and weights anew, digests
 included, has something that agrees with itself: only a digest noted before (--head, which
 dp-grape ledger shows) tells. Whether a run was made as it was recorded is its owner's word.
 """
@@ -116,10 +118,13 @@ def _verify(args: argparse.Namespace) -> tuple[str, int]:
     else:
         require(args.revision is None, f"revision={args.revision!r} is for a repository on the Hub")
     checks = verify(place, delta=args.target_delta, head=args.head)
-    wrong = sum(check.status == MISMATCH for check in checks)
-    verdict = (
-        f"{wrong} of {len(checks)} checks found a mismatch." if wrong else "Nothing disagrees."
+    wrong, absent = (
+        sum(check.status == status for check in checks) for status in (MISMATCH, ABSENT)
     )
+    all_of_them = f"of {len(checks)} checks"
+    verdict = f"{wrong} {all_of_them} found a mismatch." if wrong else "Nothing disagrees."
+    if absent:
+        verdict += f" {absent} {all_of_them} had nothing to compare."
     return f"{_as_table(checks)}\n{verdict}\n", int(wrong > 0)
 
 

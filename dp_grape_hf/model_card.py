@@ -5,7 +5,6 @@ The text is in ``model_card.md``, beside this file; here are the numbers and wha
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,12 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from dp_grape_hf.accounting import REPLACE_ONE
+from dp_grape_hf.claims import claim_of, plain, rounded_up, rows_of, unit_of, without_guarantee
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import EXAMPLE, Mechanism
-from dp_grape_hf.verify import RUNS_ROW, TRIALS_ROW, earlier_runs
+from dp_grape_hf.mechanism import EXAMPLE
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
-_SPLIT = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
-_MADE_BY = {"prv": "prv-accountant", "pld": "dp-accounting", "rdp": "dp_grape_hf"}
 _SOURCES = {
     True: "Computed on evaluation data that its owner declares public.",
     False: "Computed on data that was not declared public: **no ε covers these figures**.",
@@ -124,12 +120,8 @@ def render(
             "it could speak for. Take the one that lies beside the weights, or call save_model()."
         )
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
-    reasons = list(ledger.not_private_reasons)
-    if math.isinf(epsilon) and not reasons:
-        reasons = [f"the accountant {mechanism.accountant} finds no finite ε for these releases"]
+    reasons, spent = without_guarantee(ledger, epsilon), rounded_up(epsilon)
     private = not reasons
-    # Rounded up: an upper bound must not shrink on its way to the reader.
-    spent = f"{math.ceil(epsilon * 1000) / 1000:.3f}" if private else "∞"
     own_tags = ["dp-grape", "differential-privacy"] if private else ["dp-grape"]
     theirs = [
         tag
@@ -147,76 +139,21 @@ def render(
     )
     if details.base_model is not None:
         data["base_model_relation"] = "adapter" if details.adapter else "finetune"
-    versions = [f"{_plain(k)} {_plain(v)}" for k, v in sorted(ledger.versions.items())]
-    named = mechanism.privacy_unit != EXAMPLE
-    unit = f"`{_plain(mechanism.privacy_unit)}` with all its examples" if named else EXAMPLE
+    versions = [f"{plain(k)} {plain(v)}" for k, v in sorted(ledger.versions.items())]
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        title=_plain(details.model_name or "Model card"),
-        claim=_claim(mechanism, spent, unit, reasons),
+        title=plain(details.model_name or "Model card"),
+        claim=claim_of(mechanism, spent, reasons),
         private=private,
-        quantities=_quantities(ledger, spent, unit),
-        unit=f"one {unit}",
-        units="units" if named else "examples",
+        quantities=rows_of(ledger, spent).items(),
+        unit=f"one {unit_of(mechanism)}",
+        units="examples" if mechanism.privacy_unit == EXAMPLE else "units",
         trials=mechanism.trials is not None,
         runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
-        metrics=[(_plain(name), f"{value:.4g}") for name, value in details.metrics.items()],
+        metrics=[(plain(name), f"{value:.4g}") for name, value in details.metrics.items()],
         metrics_source=_SOURCES[details.metrics_are_public is True],
         software=", ".join(versions),
     )
     return f"{card}\n"
-
-
-def _claim(mechanism: Mechanism, spent: str, unit: str, reasons: list[str]) -> str:
-    if reasons:
-        return (
-            f"**This model has no privacy guarantee** (ε = ∞): {'; '.join(map(_plain, reasons))}."
-        )
-    change = "replacing" if mechanism.adjacency == REPLACE_ONE else "adding or removing"
-    return (
-        f"This model was trained with differential privacy: **ε = {spent}** at "
-        f"δ = {mechanism.target_delta:g}, for {change} one {unit} of the training data."
-    )
-
-
-def _quantities(ledger: Ledger, spent: str, unit: str) -> list[tuple[str, str]]:
-    """Returns the rows of the table, which ``dp-grape verify`` reads again."""
-    mechanism = ledger.mechanism
-    projection, seed = mechanism.projection, mechanism.projection_seed
-    if mechanism.projection_rank is not None:
-        projection += f", r = {mechanism.projection_rank}, F = {mechanism.projection_update_steps}"
-    cap, known = mechanism.max_batch_size, mechanism.norm_directions
-    most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
-    version = ledger.versions.get(package or "", "version not recorded")
-    rows = {
-        "ε spent (upper bound)": spent,
-        "δ": "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}",
-        "Adjacency": mechanism.adjacency.replace("_", " "),
-        "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
-        "Sampling": f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}"
-        + ("" if cap is None else f", at most {cap} at a time"),
-        "Dataset size N, as declared": f"{mechanism.num_samples}",
-        "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
-        "Noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
-        "Clipping norm C": f"{mechanism.max_grad_norm:g}{_SPLIT.get(mechanism.clipping, '')}",
-        "Norms": "exact" if known is None else f"estimated from {known} random directions",
-        "Releases": f"{ledger.steps}",
-        "Projection": projection,
-        "Projection seed (public)": "-" if seed is None else f"{seed}",
-        "Method": mechanism.method,
-        "Accountant": mechanism.accountant,
-        "Accountant's software": "-" if package is None else f"{package} {version}",
-    }
-    if mechanism.trials is not None:
-        each = f"of {mechanism.steps_of_trial} releases each"
-        rows[TRIALS_ROW] = f"{mechanism.trials}, {each}, counted in ε"
-    if len(ledger.composed_runs) > 1:
-        rows[RUNS_ROW] = earlier_runs(ledger)
-    return [(name, _plain(value)) for name, value in rows.items()]
-
-
-def _plain(text: str) -> str:
-    """Returns a text that stays in its cell: a ledger's texts must not write the card."""
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").strip()

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from types import CodeType
 from typing import Any
@@ -30,14 +30,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from dp_grape_hf.entries import Weights
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Weights
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.weight_files import PATTERNS, digests
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.weight_files import digests, is_weights
 
 logger = logging.getLogger(__name__)
 
-CARD_NAME = "README.md"
 ALLOWED = {
     "weights": (
         "model.safetensors",
@@ -70,11 +69,9 @@ _UPLOADS = {
     *("upload_file", "upload_folder", "upload_large_folder", "preupload_lfs_files"),
     *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),
 }
-_INDEX = "model.safetensors.index.json"
+_INDEX, _ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 _PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
 _PATH = re.compile(r"~\w*[/\\]|\.\.?/|file:|[A-Za-z]:\\|/[^/]+/[^/]")  # wherever it is written
-_WEIGHTS = re.compile("|".join(map(translate, (*PATTERNS, "*.pkl", "adapter_config.json"))))
-_LEFTOVERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.")
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 Card = Callable[[Ledger], str]
@@ -148,8 +145,11 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
 def _check_weights(folder: Path, found: dict[str, Path]) -> None:
     weights = {name for name in found if name.endswith(".safetensors")}
     if _INDEX in found:
-        text = (folder / _INDEX).read_text(encoding="utf-8")
-        whole = weights == set(json.loads(text)["weight_map"].values())
+        try:
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            whole = weights == set(index["weight_map"].values())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PrivacyError(f"{folder / _INDEX} is no index of weights: {error!r}") from error
     else:
         whole = weights in ({"model.safetensors"}, {"adapter_model.safetensors"})
     if not (whole and weights):
@@ -376,8 +376,8 @@ class Repository:
         there = self._api.list_repo_files(self.repo_id, token=token, revision=revision)
         places = {target.parent for target in targets}
         others = {path for name in there if (path := PurePosixPath(name)).parent in places}
-        found = (path for path in others - targets.keys() if not _LEFTOVERS.match(path.name))
-        if foreign := sorted(str(path) for path in found if _WEIGHTS.match(path.name.lower())):
+        found = others - targets.keys()
+        if foreign := sorted(str(p) for p in found if is_weights(p.name) or p.name == _ADAPTER):
             raise PrivacyError(
                 f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
                 "card and ledger beside them would seem to speak for them. Delete them there, or "

@@ -1,41 +1,37 @@
 """Whether a saved model is what its ledger, its card and its weights say: ``dp-grape verify``.
 
-Everything is derived again from the ledger: epsilon with two accountants, the numbers on the card,
-the digests of the chain and of the weights.
+Everything is derived again from the ledger: epsilon with two accountants, the claim and the table
+of the card, the digests of the chain and of the weights.
 
 Guarantee:
-    A part that was changed on its own does not go unnoticed: an entry of the ledger, the card,
-    the weights. What was changed together is not: whoever writes a new ledger, with its digests, a
-    new card and new weights has something that agrees with itself. A ``head`` noted elsewhere,
-    while the run was known to be honest, shows that too.
+    A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights,
+    the card's claim, its table, an epsilon or delta in its text. Its other words, the config and
+    the tokenizer are the publisher's. What was changed together is not noticed: whoever writes a
+    new ledger, with its digests, a new card and new weights has something that agrees with itself.
+    A ``head`` noted elsewhere, while the run was known to be honest, shows that too.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
 from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
-from dp_grape_hf.entries import Imported, Weights, is_digest
+from dp_grape_hf.claims import EPSILON_ROW, claim_of, rows_of, without_guarantee
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Imported, Weights, is_digest
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.ledger_file import read_links
-from dp_grape_hf.mechanism import EXAMPLE
 from dp_grape_hf.weight_files import digests
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
-CARD_NAME = "README.md"
-
-# Rows that only some cards have, and those need.
-TRIALS_ROW, RUNS_ROW = "Chosen among trials", "Earlier runs on the same data"
-
-_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?|inf|∞"
-_NEEDED = ("δ", "Releases", "Noise multiplier sigma")
-_CARD_EPSILON = "ε spent (upper bound)"
+_NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?|inf|∞"
+_EPSILON, _IS = r"(?:ε|\beps(?:ilon)?\b)", r"\W{0,4}(?:[=:≈≤<]|is|of)\W{0,4}"
+_ANY = "\0"
 # PRV's bound may lie its own error, twice 0.01, above the truth, and PLD's and RDP's elsewhere.
 _BETWEEN_ACCOUNTANTS = 0.02
 _ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
@@ -147,12 +143,6 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
         yield Check("ledger of the run", OK if agrees else MISMATCH, copy, text)
 
 
-def earlier_runs(ledger: Ledger) -> str:
-    """Says which runs before this one are in its epsilon, as a card does."""
-    runs = ledger.composed_runs[:-1]
-    return f"{len(runs)}, with {sum(run.accounted[2] for run in runs)} releases, counted in ε"
-
-
 # ---- Epsilon ----
 
 
@@ -173,8 +163,8 @@ def _of_epsilon(
         yield Check("epsilon", ABSENT, "-", "the ledger has no delta; give one")
         return
     require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
-    claim = _number_after(_CARD_EPSILON, card) if delta == own.target_delta else None
-    source = "card"
+    claims = _cells(card or "", re.escape(EPSILON_ROW)) if delta == own.target_delta else []
+    claim, source = _number(claims[0]) if claims else None, "card"
     if claim is None and (claim := target) is not None:
         source = "asked for"
     for name in dict.fromkeys(("prv", "pld", own.accountant)):
@@ -214,17 +204,13 @@ def _card(folder: Path | None) -> str | None:
     path = None if folder is None else folder / CARD_NAME
     if path is None or not path.is_file():
         return None
-    return path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return re.sub(r"<!--.*?(?:-->|\Z)", "", text, flags=re.DOTALL)  # which nobody sees
 
 
-def _rows(card: str) -> list[tuple[str, str]]:
-    """Returns the rows of two cells of all tables on a card."""
-    return re.findall(r"^\| *(.+?) *\| *(.+?) *\|\s*$", card, re.MULTILINE)
-
-
-def _number_after(name: str, card: str | None) -> float | None:
-    values = [value for row, value in _rows(card or "") if row == name]
-    return _number(values[0]) if values else None
+def _cells(card: str, name: str) -> list[str]:
+    """Returns what stands beside a name, in all tables of a card."""
+    return re.findall(rf"^ *\| *{name} *\| *(.*?) *\|\s*$", card, re.MULTILINE | re.IGNORECASE)
 
 
 def _number(text: str) -> float | None:
@@ -232,91 +218,59 @@ def _number(text: str) -> float | None:
     return None if found is None else float(found[0].replace("∞", "inf"))
 
 
+def _stated_epsilons(card: str) -> list[str]:
+    """Returns epsilon wherever a card names one: in tables and in sentences."""
+    cells = _cells(card, rf"[^|\n]*{_EPSILON}[^|\n]*")
+    return cells + re.findall(rf"{_EPSILON}{_IS}({_NUMBER})", card, re.IGNORECASE)
+
+
 def _claims_privacy(card: str) -> bool:
     metadata = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     tagged = metadata is not None and "differential-privacy" in metadata[1]
-    values = [_number(value) for name, value in _rows(card) if name == _CARD_EPSILON]
+    values = map(_number, _cells(card, re.escape(EPSILON_ROW)))
     finite = any(value is not None and math.isfinite(value) for value in values)
     return tagged or finite or "trained with differential privacy" in card
 
 
 def _of_the_card(ledger: Ledger, card: str | None, spent: float | None) -> Iterator[Check]:
+    """Compares sentence and table with those that the ledger supports, word for word."""
     if card is None:
         yield Check("card", ABSENT, "-", f"no {CARD_NAME} beside the ledger")
         return
-    rows = _rows(card)
-    yield from _of_the_epsilon_on_it(spent, card, rows)
-    for name, (found, agrees) in _expected(ledger).items():
-        values = [value for row, value in rows if row == name]
-        if values:
-            fits = all(agrees(value) for value in values)
-            stated = " and ".join(dict.fromkeys(values))
-            yield Check(f"card: {name}", OK if fits else MISMATCH, stated, found)
-        elif name in _NEEDED or name in (TRIALS_ROW, RUNS_ROW):
-            yield Check(f"card: {name}", MISMATCH, "no such row", found)
+    yield _of_the_epsilon_on_it(spent, card)
+    reasons = without_guarantee(ledger, 0.0 if spent is None else spent)
+    before, _, after = claim_of(ledger.mechanism, _ANY, reasons).partition(_ANY)
+    number = f"(?:{_NUMBER})" if after else ""
+    claim = re.search(rf"^{re.escape(before)}{number}{re.escape(after)}\s*$", card, re.MULTILINE)
+    found = f"{before}{'...' if after else ''}{after}"
+    status, stated = (OK, "as it should be") if claim else (MISMATCH, "no such sentence")
+    yield Check("card: claim", status, stated, found)
+    for name, cell in rows_of(ledger, _ANY).items():
+        if name == EPSILON_ROW:
+            continue
+        cells = _cells(card, re.escape(name))
+        stated = " and ".join(dict.fromkeys(cells)) or "no such row"
+        yield Check(f"card: {name}", OK if {*cells} == {cell} else MISMATCH, stated, cell)
+    deltas = re.findall(rf"(?:δ|\bdelta){_IS}({_NUMBER})", card, re.IGNORECASE)
+    true = ledger.mechanism.target_delta or 0.0
+    if not all(math.isclose(_number(delta) or 0.0, true, rel_tol=1e-5) for delta in deltas):
+        stated = " and ".join(dict.fromkeys(deltas))
+        yield Check("card: δ in the text", MISMATCH, stated, f"{true:g}")
 
 
-def _of_the_epsilon_on_it(
-    spent: float | None, card: str, rows: list[tuple[str, str]]
-) -> Iterator[Check]:
-    what = "card: epsilon"
-    cells = [value for name, value in rows if name == _CARD_EPSILON]
-    if spent is None:
-        yield Check(what, ABSENT, " and ".join(cells) or "-", "not known, see above")
-        return
-    # In the sentences as well: they are what is read.
-    texts = cells + re.findall(rf"ε = ({_NUMBER})", card)
+def _of_the_epsilon_on_it(spent: float | None, card: str) -> Check:
+    what, texts = "card: epsilon", _stated_epsilons(card)
     stated = " and ".join(dict.fromkeys(texts)) or "no such row"
-    fits = bool(cells)
+    if spent is None:
+        return Check(what, ABSENT, stated, "not known, see above")
+    fits = bool(_cells(card, re.escape(EPSILON_ROW)))
     for text in texts:
         number = _number(text)
         fits &= number is not None and (
             number == spent  # both infinite
             or spent - _LAST_DIGITS <= number <= spent + _ROUNDING + _LAST_DIGITS
         )
-    yield Check(what, OK if fits else MISMATCH, stated, _up(spent))
-
-
-_Expected = tuple[str, Callable[[str], bool]]
-
-
-def _expected(ledger: Ledger) -> dict[str, _Expected]:
-    own = ledger.mechanism
-
-    def number(value: float | None) -> _Expected:
-        if value is None:
-            return "-", lambda cell: cell.strip() == "-"
-        # Six digits are printed.
-        return f"{value:.6g}", lambda cell: math.isclose(
-            math.nan if (n := _number(cell)) is None else n, value, rel_tol=1e-5
-        )
-
-    def text(value: str) -> _Expected:
-        return value, lambda cell: cell.strip().startswith(value)
-
-    def rate(cell: str) -> bool:
-        found = re.search(rf"q = ({_NUMBER})", cell)
-        fits = found is not None and math.isclose(float(found[1]), own.sample_rate, rel_tol=1e-5)
-        return fits and cell.strip().startswith(own.sampling)
-
-    more: dict[str, _Expected] = {}
-    if own.trials is not None:
-        more[TRIALS_ROW] = text(f"{own.trials}, of {own.steps_of_trial} releases each")
-    if len(ledger.composed_runs) > 1:
-        more[RUNS_ROW] = text(earlier_runs(ledger))
-    return more | {
-        "δ": number(own.target_delta),
-        "Adjacency": text(own.adjacency.replace("_", " ")),
-        "Privacy unit": text(EXAMPLE if own.privacy_unit == EXAMPLE else f"`{own.privacy_unit}`"),
-        "Sampling": (f"{own.sampling}, q = {own.sample_rate:.6g}", rate),
-        "Dataset size N, as declared": number(own.num_samples),
-        "Expected batch size q N": number(own.expected_batch_size),
-        "Noise multiplier sigma": number(own.noise_multiplier),
-        "Clipping norm C": number(own.max_grad_norm),
-        "Releases": number(ledger.steps),
-        "Method": text(own.method),
-        "Accountant": text(own.accountant),
-    }
+    return Check(what, OK if fits else MISMATCH, stated, _up(spent))
 
 
 # ---- The weights ----
@@ -334,8 +288,8 @@ def _of_the_weights(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
         return
     for name in sorted(recorded.keys() | found.keys()):
         what, ours = f"weights: {name}", recorded.get(name)
-        if name not in found:
-            yield Check(what, ABSENT, str(ours)[:12], "no such file here")
+        if name not in found:  # a part is missing, unless no weights lie here at all
+            yield Check(what, MISMATCH if found else ABSENT, str(ours)[:12], "no such file here")
         elif ours is None:
             yield Check(what, MISMATCH, "unknown to the ledger", found[name][:12])
         else:

@@ -7,7 +7,8 @@ from pathlib import Path
 from dp_grape_hf.entries import LEDGER_NAME
 
 _SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"),
+    *(".onnx", ".npz"),
     ".index.json",  # says in which file a weight is, where there are several
 )
 # What the Trainer and accelerate save beside weights; it stays on the machine that trains.
@@ -15,6 +16,12 @@ _OTHERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "ra
 
 PATTERNS = tuple(f"*{suffix}" for suffix in _SUFFIXES)
 """What weight files are called, as `fnmatch` patterns."""
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of that name is weights, and not what a trainer keeps beside them."""
+    lower = name.lower()
+    return lower.endswith(_SUFFIXES) and not lower.startswith(_OTHERS)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -42,6 +49,5 @@ def _weight_files(folder: Path) -> Iterator[Path]:
     adapters = [path.parent for path in folder.glob("*/adapter_config.json")]
     for place in (folder, *(one for one in adapters if not (one / LEDGER_NAME).exists())):
         for path in place.iterdir():
-            if path.name.endswith(_SUFFIXES) and not path.name.startswith(_OTHERS):
-                if path.is_file():
-                    yield path
+            if is_weights(path.name) and path.is_file():
+                yield path

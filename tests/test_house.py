@@ -31,6 +31,7 @@ TIERS = (
     ("chain", "weight_files"),
     ("ledger_file",),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
+    ("claims",),
     ("per_sample", "optimizer", "publishing", "verify", "continuing"),
     ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
     ("layerwise", "selfcheck"),

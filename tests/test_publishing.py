@@ -717,6 +717,14 @@ def _a_part_missing(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _an_index_that_names_nothing(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": null}')
+
+
+def _an_index_cut_off(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
+
+
 def _cut_off(folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-5])
@@ -744,6 +752,8 @@ def _a_damaged_ledger(folder: Path) -> None:
     ("spoil", "message"),
     [
         (_no_weights, "no weights"),
+        (_an_index_that_names_nothing, "index.json is no index of weights"),
+        (_an_index_cut_off, "index.json is no index of weights"),
         (_an_old_adapter, "not the weights of one saved model"),
         (_a_part_missing, "not the weights of one saved model"),
         (_cut_off, "no whole safetensors file"),

@@ -25,13 +25,14 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.cli import main
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.renyi import ORDERS
 from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, LOGARITHMIC, POISSON, Trials
-from dp_grape_hf.verify import ABSENT, CARD_NAME, MISMATCH, OK, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, OK, epsilon_by, verify
 from dp_grape_hf.weight_files import digests
 from tests.ledgers import MECHANISM, edit
 from tests.trainers import make_args, make_trainer

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from dp_grape_hf import ledger_command
 from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
 from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.claims import EPSILON_ROW, rows_of
 from dp_grape_hf.cli import main
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
+from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.model_card import render
-from dp_grape_hf.verify import ABSENT, CARD_NAME, MISMATCH, OK, Check, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, epsilon_by, verify
 from dp_grape_hf.weight_files import digests, weight_files
 from tests.ledgers import MECHANISM, edit, rewrite, write_old
 from tests.trainers import make_trainer
@@ -175,6 +177,7 @@ def _in_the_ledger(
 
 
 SIGMA = "noise_multiplier"
+ROWS = rows_of(Ledger.start(MECHANISM), "1").keys() - {EPSILON_ROW}
 EPSILON = r"5\.999"
 TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "a count": (
@@ -187,9 +190,12 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     ),
     "delta": (
         _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
-        {"chain", "card: δ", "card: epsilon"},
+        {"chain", "card: δ", "card: epsilon", "card: claim", "card: δ in the text"},
     ),
-    "the seed": (_in_the_ledger(lambda e: e[0]["mechanism"].update(projection_seed=9)), {"chain"}),
+    "the seed": (
+        _in_the_ledger(lambda e: e[0]["mechanism"].update(projection_seed=9)),
+        {"chain", "card: Projection seed (public)"},
+    ),
     "sigma, in one place": (_in_the_ledger(lambda e: e[1].update({SIGMA: 9.0})), {"ledger"}),
     "sigma, everywhere": (
         _in_the_ledger(lambda e: [x.update({SIGMA: 9.0}) for x in (e[0]["mechanism"], e[1], e[3])]),
@@ -232,7 +238,34 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         {"card: Releases"},
     ),
     "no row of releases": (_on_the_card(r"\| Releases \| 6 \|\n", ""), {"card: Releases"}),
-    "delta on the card": (_on_the_card("1e-05", "1e-09"), {"card: δ"}),
+    "delta on the card": (
+        _on_the_card("1e-05", "1e-09"),
+        {"card: δ", "card: claim", "card: δ in the text"},
+    ),
+    "delta in another sentence": (
+        _on_the_card("## Verify", "With delta = 1e-12.\n\n## Verify"),
+        {"card: δ in the text"},
+    ),
+    "the unit in the sentence": (_on_the_card("one example of", "one user of"), {"card: claim"}),
+    "the adjacency in the sentence": (
+        _on_the_card("adding or removing", "replacing"),
+        {"card: claim"},
+    ),
+    "no sentence": (_on_the_card("This model was trained with diff.*\n", ""), {"card: claim"}),
+    "the sentence in a comment": (
+        _on_the_card("(This model was trained with diff.*)\n", r"<!-- \1 -->\n"),
+        {"card: claim"},
+    ),
+    "the table in a comment": (
+        _on_the_card(r"(?s)(\| Quantity.*)(\nThe record)", r"<!-- \1 -->\2"),
+        {f"card: {name}" for name in (*ROWS, "epsilon")},
+    ),
+    "the projection on the card": (_on_the_card(r"r = \d+", "r = 400"), {"card: Projection"}),
+    "the norms on the card": (_on_the_card("Norms . exact", "Norms | sure"), {"card: Norms"}),
+    "more behind the method": (
+        _on_the_card(r"Method \| dp_grape", "Method | dp_grape, checked by the Hub"),
+        {"card: Method"},
+    ),
     "sigma on the card": (
         _on_the_card(r"sigma \| [\d.]+", "sigma | 7"),
         {"card: Noise multiplier sigma"},
@@ -242,6 +275,20 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
 }
 
 
+for words in (
+    "ε = 0.5",
+    "ε=0.5",
+    "ε: 0.5",
+    "Epsilon is **0.5**",
+    "| ε per epoch | .5 |",
+    "eps ≤ 5e-1",
+):
+    TAMPERING[f"{words} elsewhere"] = (
+        _on_the_card("## Verify", f"{words}\n\n## Verify"),
+        {"card: epsilon"},
+    )
+
+
 @pytest.mark.parametrize("what", TAMPERING)
 def test_a_change_is_found(what: str, run: Path) -> None:
     tamper, expected = TAMPERING[what]
@@ -249,12 +296,27 @@ def test_a_change_is_found(what: str, run: Path) -> None:
     assert set(_wrong(verify(run))) == expected
 
 
+def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
+    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for value, name in enumerate(parts):
+        save_file({f"{name}": torch.full((3,), float(value))}, tmp_path / name)
+    ledger = Ledger.start(MECHANISM)
+    ledger.record(10)
+    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    assert _wrong(verify(tmp_path)) == []
+    (tmp_path / parts[0]).unlink()
+    assert _wrong(verify(tmp_path)) == [f"weights: {parts[0]}"]
+    (tmp_path / parts[1]).unlink()
+    status = _status(verify(tmp_path))
+    assert {status[f"weights: {name}"] for name in parts} == {ABSENT}
+
+
 def test_a_mismatch_is_printed_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _swap_weights(run)
     assert main(["verify", str(run)]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^weights: {WEIGHTS} +{MISMATCH} +\w{{12}} +\w{{12}}$", out, re.M)
-    assert out.endswith("1 of 18 checks found a mismatch.\n")
+    assert out.endswith("1 of 23 checks found a mismatch.\n")
 
 
 def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path) -> None:
@@ -269,7 +331,7 @@ def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path
         card.write_text(claim, encoding="utf-8")
         assert _wrong(verify(tmp_path)) == ["guarantee"]
     card.write_text(honest.replace("∞", "6.000"), encoding="utf-8")
-    assert _wrong(verify(tmp_path)) == ["guarantee", "card: epsilon"]
+    assert _wrong(verify(tmp_path)) == ["guarantee", "card: epsilon", "card: claim"]
 
 
 def test_a_card_without_the_claim_of_its_ledger_is_found(tmp_path: Path) -> None:
@@ -343,7 +405,7 @@ def test_an_accountant_that_nobody_knows_is_said(tmp_path: Path) -> None:
     found = {check.what: check for check in verify(tmp_path)}
     assert found["epsilon by abacus"].found == "not applicable: 'abacus' is unknown"
     assert found["card: epsilon"].status == ABSENT
-    assert _wrong(list(found.values())) == ["card: Accountant"]
+    assert _wrong(list(found.values())) == ["card: Accountant", "card: Accountant's software"]
 
 
 def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
