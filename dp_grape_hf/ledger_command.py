@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from dp_grape_hf import accounting
 from dp_grape_hf.accountants import AccountantFailure
-from dp_grape_hf.accounting import Variant, compose_epsilon
+from dp_grape_hf.accounting import EpsilonCurve, Variant
 from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
     CARD_NAME,
@@ -267,21 +268,20 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
 
 def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
     """Returns numbers of releases, over all runs that add up, and epsilon after each."""
-    blocks = ledger.composed
-    total = sum(count for _, _, count, *_ in blocks)
-    steps = sorted({round(total * n / _POINTS) for n in range(_POINTS + 1)})
+    blocks, accountant = ledger.composed, ledger.mechanism.accountant
+    ends = list(accumulate(block[2] for block in blocks))
+    steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
+    curves = []
+    for n, block in enumerate(blocks):
+        variant = block[3] if len(block) == 4 else Variant()
+        own = EpsilonCurve(*block[:2], delta, block[2], accountant, blocks[:n], **variant)
+        curves.append((own, variant.get("num_trials") is not None))
     epsilons = []
     for done in tqdm(steps, disable=None):
-        left, taken = done, list[accounting.Release]()
-        for block in blocks:
-            sigma, rate, count = block[:3]
-            variant = block[3] if len(block) == 4 else Variant()
-            # Of a trial among several, all counts from the start.
-            tuned = variant.get("num_trials") is not None
-            part = count if left and tuned else min(left, count)
-            taken.append((sigma, rate, part, variant))
-            left = max(0, left - part)
-        epsilons.append(compose_epsilon(taken, delta=delta, accountant=ledger.mechanism.accountant))
+        n = bisect_left(ends, done)
+        (curve, tuned), before = curves[n], ends[n] - blocks[n][2]
+        # Of a trial among several, all counts from the start.
+        epsilons.append(curve.epsilon(blocks[n][2] if tuned and done else done - before))
     return steps, epsilons
 
 
