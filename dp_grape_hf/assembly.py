@@ -241,7 +241,8 @@ class Projections:
         )
 
 
-_FACTOR = "learning_rate_factor"  # of a parameter group
+# Of a parameter group, and which of all parameters it has.
+_FACTOR, _NUMBERS = "learning_rate_factor", "parameter_numbers"
 
 
 def rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, float]:
@@ -270,15 +271,22 @@ def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Paramete
         optimizer: just made, before its scheduler. It will refuse the state of one with others.
         factor_of: parameter -> factor.
     """
-    groups = []
+    groups, count = [], 0
     for group in optimizer.param_groups:
-        factors = {factor_of.get(p, 1.0) for p in group["params"]}
-        for factor in sorted(factors, key=lambda factor: (factor != 1, factor)):  # 1 is logged
-            own = [p for p in group["params"] if factor_of.get(p, 1.0) == factor]
-            rate = group["lr"] * factor
-            groups.append({**group, "params": own, "lr": rate, _FACTOR: factor})
+        numbered = list(enumerate(group["params"], count))
+        count += len(numbered)
+        # The one that is logged, the first, is the rate of most.
+        factors = sorted({factor_of.get(p, 1.0) for _, p in numbered} or {1.0}, key=_one_first)
+        for factor in factors:
+            own = [(n, p) for n, p in numbered if factor_of.get(p, 1.0) == factor]
+            scaled = {"lr": group["lr"] * factor, "params": [p for _, p in own]}
+            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in own]})
     optimizer.param_groups[:] = groups
     optimizer.register_load_state_dict_pre_hook(_require_same_factors)
+
+
+def _one_first(factor: float) -> tuple[bool, float]:
+    return factor != 1, factor
 
 
 def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -287,15 +295,16 @@ def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any
     Raises:
         PrivacyError: it was saved with other ``learning_rate_factors``.
     """
-    ours, theirs = (
-        [(group.get(_FACTOR), len(group["params"])) for group in groups]
-        for groups in (optimizer.param_groups, state["param_groups"])
-    )
+    ours = [(group[_FACTOR], group[_NUMBERS]) for group in optimizer.param_groups]
+    theirs = [(group.get(_FACTOR, 1.0), group.get(_NUMBERS)) for group in state["param_groups"]]
+    if all(numbers is None for _, numbers in theirs):  # saved before these were
+        ours, theirs = ([(factor, None) for factor, _ in groups] for groups in (ours, theirs))
     if ours != theirs:
+        made, saved = ([(f, len(n or ())) for f, n in groups] for groups in (ours, theirs))
         raise PrivacyError(
-            f"learning_rate_factors of this run make groups of (factor, parameters) {ours}, and "
-            f"the checkpoint has {theirs}, whose moments do not fit. Pass the factors, and train "
-            "the parameters, that it was saved with."
+            f"learning_rate_factors of this run make groups of (factor, parameters) {made}, and "
+            f"the checkpoint has {saved}, or others of these numbers, whose moments do not fit. "
+            "Pass the factors, and train the parameters, that it was saved with."
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
+from dp_grape_hf.assembly import scale_rates
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import CLIPPING_MODES
 from dp_grape_hf.methods import AFTER_RELEASE, METHODS
@@ -697,6 +698,31 @@ def test_other_rates_than_those_of_the_checkpoint_are_refused(tmp_path: Path) ->
         trainer = make_trainer(tmp_path, **settings, learning_rate_factors=factors)
         with pytest.raises(PrivacyError, match="learning_rate_factors of this run make groups of"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_moments_of_other_parameters_of_the_same_shape_are_refused() -> None:
+    layers = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+
+    def optimizer(factor_of: dict[nn.Parameter, float]) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(layers, lr=0.1)
+        scale_rates(made, factor_of)
+        return made
+
+    first, second = ({layers[n]: 3.0} for n in (0, 1))
+    state = optimizer(first).state_dict()
+    optimizer(first).load_state_dict(state)
+    with pytest.raises(PrivacyError, match=r"\[\(1\.0, 2\), \(3\.0, 1\)\], or others of"):
+        optimizer(second).load_state_dict(state)
+
+
+def test_a_checkpoint_from_before_the_factors_goes_on_without_any() -> None:
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    groups: Any = [{"params": weights}, {"params": []}]  # the second without weight decay
+    state = torch.optim.SGD(groups, lr=0.1).state_dict()
+    new = torch.optim.SGD(groups, lr=0.2)
+    scale_rates(new, {})
+    new.load_state_dict(state)
+    assert [group["lr"] for group in new.param_groups] == [0.1, 0.1]
 
 
 def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
