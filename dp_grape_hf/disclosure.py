@@ -21,13 +21,14 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.config_paths import is_hub_name
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
-from dp_grape_hf.publishing import Repository, is_hub_name, refuse_other_uploads
+from dp_grape_hf.publishing import Repository, refuse_other_uploads
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.weight_files import digests
 
@@ -267,7 +268,7 @@ class DisclosureMixin(_Host):
                 "push_to_hub() before train(): there is no ledger yet, so no card could say what "
                 "was spent. Train first."
             )
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        # on_push_begin is not called: a tracker of the host's uploads its log then.
         if self._repository is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
@@ -300,7 +301,6 @@ class DisclosureMixin(_Host):
             assert self._repository is not None
             if self._repository.busy and not self.args.hub_always_push:
                 return
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self._publish(folder, message, copies.get(strategy, ()), wait=False)
         except Exception as error:
             advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."

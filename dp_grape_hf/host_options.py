@@ -37,17 +37,18 @@ REFUSED_IF_SET = {
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
 
+_MLFLOW = ("HF_MLFLOW_LOG_ARTIFACTS", "false")
 UPLOADING_TRACKERS = {
-    "wandb": ("WANDB_LOG_MODEL", "false"),
-    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
-    "clearml": ("CLEARML_LOG_MODEL", "true"),
-    "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
-    "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
-    "swanlab": ("SWANLAB_LOG_MODEL", "false"),
-    "comet_ml": ("COMET_LOG_ASSETS", "false"),
-    "flyte": ("", "true"),
+    "wandb": (("WANDB_LOG_MODEL", "false"),),
+    "mlflow": (_MLFLOW,),
+    "clearml": (("CLEARML_LOG_MODEL", "true"),),
+    "dagshub": (("HF_DAGSHUB_LOG_ARTIFACTS", "false"), _MLFLOW),
+    "dvclive": (("HF_DVCLIVE_LOG_MODEL", "false"),),
+    "swanlab": (("SWANLAB_LOG_MODEL", "false"),),
+    "comet_ml": (("COMET_LOG_ASSETS", "false"),),
+    "flyte": (("", "true"),),
 }
-"""Name in ``report_to`` -> the variable that makes it upload whole checkpoints, and its default."""
+"""Name in ``report_to`` -> the variables that make it upload whole checkpoints, and defaults."""
 
 
 def refuse_host_options(
@@ -102,8 +103,9 @@ def refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
     Raises:
         PrivacyError: with the tracker, what makes it upload, and what to do.
     """
-    for tracker in [trackers] if isinstance(trackers, str) else trackers or []:
-        variable, default = UPLOADING_TRACKERS.get(tracker, ("", "false"))
+    trackers = [trackers] if isinstance(trackers, str) else trackers or []
+    pairs = [(name, *pair) for name in trackers for pair in UPLOADING_TRACKERS.get(name, ())]
+    for tracker, variable, default in pairs:
         value = os.environ.get(variable, default)
         if value.strip().lower() not in ("", "0", "false", "no", "off", "none"):
             how = f"Set the environment variable {variable}=false" if variable else "Leave it out"

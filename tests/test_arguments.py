@@ -432,11 +432,13 @@ def test_compilation_is_refused_under_its_other_names(option: str, value: str) -
         make(**{option: value})
 
 
-@pytest.mark.parametrize("tracker", UPLOADING_TRACKERS)
+@pytest.mark.parametrize(
+    ("tracker", "variable", "default"),
+    [(tracker, *pair) for tracker, pairs in UPLOADING_TRACKERS.items() for pair in pairs],
+)
 def test_a_tracker_that_uploads_checkpoints_is_refused(
-    tracker: str, monkeypatch: pytest.MonkeyPatch
+    tracker: str, variable: str, default: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variable, default = UPLOADING_TRACKERS[tracker]
     trackers: Any = {"report_to": ["tensorboard", tracker]}
     monkeypatch.delenv(variable, raising=False)
     if default == "false":
