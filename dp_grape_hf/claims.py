@@ -1,16 +1,29 @@
-"""What a model card states of its ledger: one sentence, and the rows of one table.
+"""What a model card states of its ledger, one sentence and one table: written, and read again.
 
-``model_card`` writes them; ``verify`` derives them again and compares each one, word for word.
+``model_card`` writes them at the top of a card; ``verify`` derives them from the ledger, compares
+them word for word, and looks for other statements in the rest of the card.
 """
 
+import html
 import math
 import re
+import unicodedata
+from dataclasses import dataclass
 
 from dp_grape_hf.accounting import REPLACE_ONE
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism
 
 EPSILON_ROW = "ε spent (upper bound)"
+ROWS_OF_SOME = ("Noise", "Chosen among trials", "Earlier runs on the same data")
+ANY = "\0"
+"""Stands for a number that is read and not compared as text."""
+
+NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?|inf|∞"
+_GAP = r"(?:\W?\b(?:is|of|was|below|under|at most|about|up to|only|just)\b|[\s=:≈≤<>~()*_`$|{}\\])*"
+_EPSILON, _DELTA = r"(?:[εɛ]|epsilons?|\beps\b)", r"(?:δ|\bdeltas?\b)"
+_PHRASE = "trained with differential privacy"
+_MARKUP = r"[ \t>*_~`|]*"
 
 _SPLIT = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
 _MADE_BY = {"prv": "prv-accountant", "pld": "dp-accounting", "rdp": "dp_grape_hf"}
@@ -37,16 +50,31 @@ def unit_of(mechanism: Mechanism) -> str:
     return f"`{plain(mechanism.privacy_unit)}` with all its examples"
 
 
-def claim_of(mechanism: Mechanism, spent: str, reasons: list[str]) -> str:
-    """Returns the sentence that says what is guaranteed, or that nothing is, and why."""
+def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
+    """Returns what stands under the title of a card: the claim, and the table.
+
+    Args:
+        ledger: that of the weights.
+        spent: epsilon as the card writes it, or `ANY`.
+        reasons: why there is no guarantee; empty if there is one.
+    """
+    claim = _claim(ledger.mechanism, spent, reasons)
+    rows = [f"| {name} | {cell} |" for name, cell in rows_of(ledger, spent).items()]
+    return "\n".join([claim, "", "## Privacy", "", "| Quantity | Value |", "|---|---|", *rows])
+
+
+def _claim(mechanism: Mechanism, spent: str, reasons: list[str]) -> str:
     if reasons:
         return f"**This model has no privacy guarantee** (ε = ∞): {'; '.join(map(plain, reasons))}."
     change = "replacing" if mechanism.adjacency == REPLACE_ONE else "adding or removing"
     return (
-        f"This model was trained with differential privacy: **ε = {spent}** at "
-        f"δ = {mechanism.target_delta:g}, for {change} one {unit_of(mechanism)} of the training "
-        "data."
+        f"This model was {_PHRASE}: **ε = {spent}** at δ = {_delta(mechanism)}, for {change} one "
+        f"{unit_of(mechanism)} of the training data."
     )
+
+
+def _delta(mechanism: Mechanism) -> str:
+    return "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"
 
 
 def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
@@ -61,7 +89,7 @@ def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
     unit = unit_of(mechanism)
     rows = {
         EPSILON_ROW: spent,
-        "δ": "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}",
+        "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
         "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
         "Sampling": f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}"
@@ -88,9 +116,93 @@ def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε"
         )
-    return {name: plain(value) for name, value in rows.items()}
+    return {name: plain(value) for name, value in rows.items()} | {EPSILON_ROW: spent}
 
 
 def plain(text: str) -> str:
     """Returns a text that stays in its cell: a ledger's texts must not write the card."""
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").strip()
+    known = text.encode(errors="replace").decode()
+    one_line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", known)
+    return one_line.replace("|", "\\|").replace("<", "&lt;").strip()
+
+
+# ---- Reading a card ----
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a card says, as far as it can be held against a ledger.
+
+    ``whole`` if sentence and table stand at the top as they were written, up to epsilon.
+    ``cells`` has what stands beside the name of each row, there and elsewhere. ``epsilons`` and
+    ``deltas`` are those of sentence, table and text. ``claims`` if privacy is claimed at all, and
+    ``again`` if it is claimed besides that sentence.
+    """
+
+    whole: bool
+    cells: dict[str, list[str]]
+    epsilons: list[str]
+    deltas: list[str]
+    claims: bool
+    again: bool
+
+
+def read(card: str, ledger: Ledger, reasons: list[str]) -> Reading:
+    """Reads a card that should state what a ledger supports; ``reasons`` as for `statement_of`."""
+    text = re.sub(r"[ \t]+$", "", "\n".join(card.removeprefix("\ufeff").splitlines()), flags=re.M)
+    metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    body = text[metadata.end() :] if metadata else text
+    tag = r"[\s\[,]['\"]?differential-privacy['\"]?(?:[\s,\]]|$)"
+    tagged = metadata is not None and re.search(tag, metadata[1]) is not None
+    parts = statement_of(ledger, ANY, reasons).split(ANY)
+    whole = re.match(
+        rf"(\s*(?:# [^\n]*\n+)?){f'({NUMBER})'.join(map(re.escape, parts))}(?=\n\n|\s*\Z)", body
+    )
+    rest = body if whole is None else whole[1] + body[whole.end() :]
+    if ledger.mechanism.privacy_unit != EXAMPLE:
+        rest = rest.replace(unit_of(ledger.mechanism), "")  # a column's name may be anything
+    names = [*rows_of(ledger, ANY), *ROWS_OF_SOME]
+    cells = {name: _cells(rest, re.escape(name)) for name in names}
+    if whole is not None:
+        for name, cell in rows_of(ledger, whole[whole.lastindex or 0]).items():
+            cells[name].append(cell)
+    epsilons = [] if whole is None else list(whole.groups()[1:])
+    epsilons += _cells(rest, rf"[^|\n]*{_EPSILON}[^|\n]*") + numbers_after(_EPSILON, rest)
+    sentences = _plainly(rest).count(_PHRASE)
+    return Reading(
+        whole is not None,
+        cells,
+        epsilons,
+        numbers_after(_DELTA, rest),
+        bool(tagged or sentences)
+        or any(number_in(cell) not in (None, math.inf) for cell in epsilons),
+        again=sentences > (whole is None),
+    )
+
+
+def states_privacy(text: str) -> bool:
+    """Whether a text that is to stand on a card would be read as a statement of a guarantee."""
+    found = numbers_after(_EPSILON, text) or numbers_after(_DELTA, text)
+    return bool(found) or _PHRASE in _plainly(text)
+
+
+def number_in(text: str) -> float | None:
+    """Returns the number that a text is; ``None`` if it says anything else."""
+    return float(text.replace("∞", "inf")) if re.fullmatch(NUMBER, text) else None
+
+
+def numbers_after(name: str, text: str) -> list[str]:
+    """Returns the numbers that a text gives for a name, however it words and writes that."""
+    return re.findall(rf"{name}{_GAP}({NUMBER})", _plainly(text), re.IGNORECASE)
+
+
+def _plainly(text: str) -> str:
+    """Returns a text in the letters that a reader sees, without what nobody sees."""
+    visible = re.sub("[\u200b-\u200f\u2060\ufeff\u00ad]", "", html.unescape(text))
+    return unicodedata.normalize("NFKC", visible)
+
+
+def _cells(text: str, name: str) -> list[str]:
+    """Returns what stands beside a name in tables, with or without outer pipes and markup."""
+    cell = rf"{_MARKUP}{name}{_MARKUP}\|{_MARKUP}(.*?){_MARKUP}"
+    return re.findall(rf"^{cell}$", text, re.MULTILINE | re.IGNORECASE)

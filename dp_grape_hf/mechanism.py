@@ -1,6 +1,7 @@
 """What the ledger records of a run's mechanism, and what of it a resumed run may change."""
 
 import math
+import sys
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -41,15 +42,15 @@ LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise")
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
     "processes: after a change of that number, give the recorded value.",
-    "noise": "It is 'secure' with secure_noise=True, and None without.",
+    "noise": "It is 'secure' with secure_noise=True, and None without, or before it was recorded.",
 }
 
 _POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
-_COUNT = {"valid": ("at least 1", lambda x: x >= 1)}
+_COUNT = {"valid": ("at least 1 and at most 10**15", lambda x: 1 <= x <= 10**15)}
 _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
-_DELTA = {"valid": ("in (0, 1)", lambda x: 0 < x < 1)}
+_DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
 _TRIALS = {"valid": (f"one of {', '.join(DISTRIBUTIONS)}", lambda x: x in DISTRIBUTIONS)}
 _NOISE = {"valid": (SECURE, lambda x: x == SECURE)}
 _CLIPPING = {"valid": (f"one of {', '.join(CLIPPING_MODES)}", lambda x: x in CLIPPING_MODES)}

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from dp_grape_hf.claims import claim_of, plain, rounded_up, rows_of, unit_of, without_guarantee
+from dp_grape_hf.claims import (
+    plain,
+    rounded_up,
+    statement_of,
+    states_privacy,
+    unit_of,
+    without_guarantee,
+)
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE
@@ -33,7 +40,8 @@ class CardDetails:
     ``pipeline_tag`` is the Hub's name of a task, such as text-classification.
 
     Raises:
-        PrivacyError: metrics are given without saying whether their data is public.
+        PrivacyError: metrics are given without saying whether their data is public, or a name
+            reads as a statement of a guarantee.
     """
 
     repo_id: str | None = None
@@ -54,6 +62,12 @@ class CardDetails:
                 f"metrics={dict(self.metrics)!r} with metrics_are_public=None: say whether the "
                 "data they were computed on is public. A card never shows them without."
             )
+        for text in (self.model_name or "", *(f"{k}: {v}" for k, v in self.metrics.items())):
+            if states_privacy(text):
+                raise PrivacyError(
+                    f"{text!r} on a card would be read as its guarantee, which only the ledger "
+                    "states. Choose another name."
+                )
 
 
 def declare(
@@ -144,15 +158,14 @@ def render(
         data,
         template_path=str(_TEMPLATE),
         title=plain(details.model_name or "Model card"),
-        claim=claim_of(mechanism, spent, reasons),
+        statement=statement_of(ledger, spent, reasons),
         private=private,
-        quantities=rows_of(ledger, spent).items(),
         unit=f"one {unit_of(mechanism)}",
         units="examples" if mechanism.privacy_unit == EXAMPLE else "units",
         trials=mechanism.trials is not None,
         runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
-        metrics=[(plain(name), f"{value:.4g}") for name, value in details.metrics.items()],
+        metrics=[(plain(name), f"{float(value):.4g}") for name, value in details.metrics.items()],
         metrics_source=_SOURCES[details.metrics_are_public is True],
         software=", ".join(versions),
     )

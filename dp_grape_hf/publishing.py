@@ -2,7 +2,7 @@
 
 A folder that a run saved holds more than a model: optimizer state, logs, pickled arguments with
 their seed and token. Nothing is sent because it is there: a file is sent if its name is on the list
-below, it is a plain file directly in the folder, and its content is of the kind that its name says.
+below, it is a plain file directly in the folder, and it has the format that its name says.
 
 A publication is one commit, which the Hub shows whole or not at all. So the weights never appear
 without the ledger and the card that speak for them, and a push that fails leaves what was there.
@@ -13,8 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
-import re
 import shutil
 import tempfile
 import time
@@ -23,13 +21,12 @@ from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from types import CodeType
-from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
+from dp_grape_hf.config_paths import OnHub, is_hub_name, without_paths
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Weights
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
@@ -70,12 +67,9 @@ _UPLOADS = {
     *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),
 }
 _INDEX, _ADAPTER = "model.safetensors.index.json", "adapter_config.json"
-_PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
-_PATH = re.compile(r"~\w*[/\\]|\.\.?/|file:|[A-Za-z]:\\|/[^/]+/[^/]")  # wherever it is written
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 Card = Callable[[Ledger], str]
-OnHub = Callable[[str], bool]
 
 
 def kind_of(name: str) -> str | None:
@@ -84,15 +78,6 @@ def kind_of(name: str) -> str | None:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return kind
     return None
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether a model's name can be one on the Hub: no path, and nothing that lies here."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return not os.path.exists(name)
 
 
 # ---- From a folder of a run to what may be seen ----
@@ -132,11 +117,13 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
             f"{folder / LEDGER_NAME} says updates=None: it was not saved together with these "
             "weights, and does not speak for them. Save the model first, with save_model()."
         )
+    texts = {name: _text(path, on_hub) for name, path in found.items() if _is_text(name)}
     into.mkdir(parents=True, exist_ok=True)
     for name, path in found.items():
-        shutil.copyfile(path, into / name)
-        if kind_of(name) == "config" or name.endswith("_config.json"):
-            _take_out_paths(into / name, on_hub)
+        if name in texts:
+            (into / name).write_bytes(texts[name])
+        else:
+            shutil.copyfile(path, into / name)
     _require_recorded(ledger, into, folder)
     (into / CARD_NAME).write_text(card(ledger), encoding="utf-8")
     return ledger
@@ -164,11 +151,31 @@ def _check_weights(folder: Path, found: dict[str, Path]) -> None:
                 notes = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise PrivacyError(f"{folder / name} is no whole safetensors file: {error}") from error
-        if unknown := sorted(notes.keys() - {"format"}):
+        if unknown := sorted(k for k, v in notes.items() if (k, v) != ("format", "pt")):
             raise PrivacyError(
                 f"{folder / name} carries the notes {unknown} beside its tensors, and nothing says "
                 "what they tell. Save the weights without metadata."
             )
+
+
+def _is_text(name: str) -> bool:
+    return name.endswith((".json", ".txt", ".jinja")) and kind_of(name) != "weights"
+
+
+def _text(path: Path, on_hub: OnHub) -> bytes:
+    """Returns what a file holds, a config without local paths, if it is what its name says."""
+    data = path.read_bytes()
+    try:
+        text = data.decode()
+        content = json.loads(text) if path.suffix == ".json" else None
+    except ValueError as error:
+        raise PrivacyError(
+            f"{path} does not hold what its name says, so it is not published: {error}. Save the "
+            "model again, or delete that file."
+        ) from error
+    if path.name.endswith("config.json") and (clean := without_paths(content, on_hub)) != content:
+        return f"{json.dumps(clean, indent=2, ensure_ascii=False)}\n".encode()
+    return data
 
 
 def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
@@ -181,29 +188,6 @@ def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
             f"{other} in {folder} changed since {LEDGER_NAME} was saved, which does not "
             "speak for these weights. Save them again, with trainer.save_model()."
         )
-
-
-def _take_out_paths(path: Path, on_hub: OnHub) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if (cleaned := _without_paths(content, on_hub)) != content:
-        path.write_text(json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _without_paths(content: Any, on_hub: OnHub, key: str = "") -> Any:
-    if isinstance(content, dict):
-        items = [item for item in content.items() if not _is_place(*item, on_hub)]
-        return {name: _without_paths(value, on_hub, name) for name, value in items}
-    if isinstance(content, list):
-        return [_without_paths(i, on_hub, key) for i in content if not _is_place(key, i, on_hub)]
-    return content
-
-
-def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:
-    """Whether a value is a path on this machine, or could be one of another."""
-    if not isinstance(value, str) or len(value) < 2:
-        return False
-    named = bool(_PLACE.search(key)) and not on_hub(value)
-    return named or bool(_PATH.match(value)) or (os.path.isabs(value) and os.path.exists(value))
 
 
 # ---- The host ----

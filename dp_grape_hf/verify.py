@@ -5,23 +5,31 @@ of the card, the digests of the chain and of the weights.
 
 Guarantee:
     A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights,
-    the card's claim, its table, an epsilon or delta in its text. Its other words, the config and
-    the tokenizer are the publisher's. What was changed together is not noticed: whoever writes a
-    new ledger, with its digests, a new card and new weights has something that agrees with itself.
-    A ``head`` noted elsewhere, while the run was known to be honest, shows that too.
+    the card's claim and table, which stand right below its title, and an epsilon or delta in
+    the words that usually give one. Its other words, the config and the tokenizer are the
+    publisher's. What was changed together is not noticed: whoever writes a new ledger, with its
+    digests, a new card and new weights has something that agrees with itself. A ``head`` noted
+    elsewhere, while the run was known to be honest, shows that too.
 """
 
 import json
 import math
-import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
 from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
-from dp_grape_hf.claims import EPSILON_ROW, claim_of, rows_of, without_guarantee
+from dp_grape_hf.claims import (
+    ANY,
+    EPSILON_ROW,
+    Reading,
+    number_in,
+    read,
+    rows_of,
+    without_guarantee,
+)
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Imported, Weights, is_digest
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
@@ -29,9 +37,6 @@ from dp_grape_hf.ledger_file import read_links
 from dp_grape_hf.weight_files import digests
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
-_NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?|inf|∞"
-_EPSILON, _IS = r"(?:ε|\beps(?:ilon)?\b)", r"\W{0,4}(?:[=:≈≤<]|is|of)\W{0,4}"
-_ANY = "\0"
 # PRV's bound may lie its own error, twice 0.01, above the truth, and PLD's and RDP's elsewhere.
 _BETWEEN_ACCOUNTANTS = 0.02
 _ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
@@ -74,11 +79,12 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
         return [Check("ledger", MISMATCH, "-", f"{error}")]
     folder = path.parent if place.is_dir() else None
     card, spent = _card(folder), _spent(ledger)
+    reading = None if card is None else read(card, ledger, _reasons(ledger, spent))
     return [
         *_of_the_chain(links, head),
         *_of_the_live_ledger(ledger, folder),
-        *_of_epsilon(ledger, delta, card, spent),
-        *_of_the_card(ledger, card, spent),
+        *_of_epsilon(ledger, delta, reading, spent),
+        *_of_the_card(ledger, reading, spent),
         *_of_the_weights(ledger, folder),
     ]
 
@@ -147,13 +153,13 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
 
 
 def _of_epsilon(
-    ledger: Ledger, delta: float | None, card: str | None, spent: float | None
+    ledger: Ledger, delta: float | None, reading: Reading | None, spent: float | None
 ) -> Iterator[Check]:
     own, target = ledger.mechanism, ledger.mechanism.target_epsilon
     private = ledger.private and spent != math.inf
     guarantee = "private" if private else "none: " + "; ".join(ledger.not_private_reasons)
-    if card is not None:
-        claimed = _claims_privacy(card)
+    if reading is not None:
+        claimed = reading.claims
         status = OK if claimed == private else MISMATCH
         yield Check("guarantee", status, "claimed by card" if claimed else "not claimed", guarantee)
     else:
@@ -163,10 +169,12 @@ def _of_epsilon(
         yield Check("epsilon", ABSENT, "-", "the ledger has no delta; give one")
         return
     require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
-    claims = _cells(card or "", re.escape(EPSILON_ROW)) if delta == own.target_delta else []
-    claim, source = _number(claims[0]) if claims else None, "card"
-    if claim is None and (claim := target) is not None:
+    claim, source, promised = None, "card", delta == own.target_delta
+    if promised and reading is not None and reading.cells[EPSILON_ROW]:
+        claim = number_in(reading.cells[EPSILON_ROW][0])
+    if promised and claim is None and (claim := target) is not None:
         source = "asked for"
+    bounds = [] if spent is None else [spent]
     for name in dict.fromkeys(("prv", "pld", own.accountant)):
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
@@ -175,14 +183,16 @@ def _of_epsilon(
         except (AccountantFailure, PrivacyError) as failure:
             yield Check(what, ABSENT, stated, f"not applicable: {failure}")
             continue
+        bounds.append(epsilon)
         same = source == "card" and name == own.accountant
         slack = _LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
         fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
         found = f"{_up(epsilon)} at delta {delta:g}"
         yield Check(what, OK if fits else MISMATCH, stated, found)
-    if source == "card" and target is not None and spent is not None:
-        fits = spent <= target * (1 + _BETWEEN_ACCOUNTANTS) or not ledger.private
-        yield Check("budget", OK if fits else MISMATCH, f"{target:g} (asked for)", _up(spent))
+    if source == "card" and promised and target is not None and bounds:
+        best = min(bounds)  # a run may end under another accountant than kept its budget
+        fits = best <= target * (1 + _BETWEEN_ACCOUNTANTS) or not ledger.private
+        yield Check("budget", OK if fits else MISMATCH, f"{target:g} (asked for)", _up(best))
 
 
 def _spent(ledger: Ledger) -> float | None:
@@ -204,68 +214,49 @@ def _card(folder: Path | None) -> str | None:
     path = None if folder is None else folder / CARD_NAME
     if path is None or not path.is_file():
         return None
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return re.sub(r"<!--.*?(?:-->|\Z)", "", text, flags=re.DOTALL)  # which nobody sees
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _cells(card: str, name: str) -> list[str]:
-    """Returns what stands beside a name, in all tables of a card."""
-    return re.findall(rf"^ *\| *{name} *\| *(.*?) *\|\s*$", card, re.MULTILINE | re.IGNORECASE)
+def _reasons(ledger: Ledger, spent: float | None) -> list[str]:
+    return without_guarantee(ledger, 0.0 if spent is None else spent)
 
 
-def _number(text: str) -> float | None:
-    found = re.search(_NUMBER, text)
-    return None if found is None else float(found[0].replace("∞", "inf"))
-
-
-def _stated_epsilons(card: str) -> list[str]:
-    """Returns epsilon wherever a card names one: in tables and in sentences."""
-    cells = _cells(card, rf"[^|\n]*{_EPSILON}[^|\n]*")
-    return cells + re.findall(rf"{_EPSILON}{_IS}({_NUMBER})", card, re.IGNORECASE)
-
-
-def _claims_privacy(card: str) -> bool:
-    metadata = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    tagged = metadata is not None and "differential-privacy" in metadata[1]
-    values = map(_number, _cells(card, re.escape(EPSILON_ROW)))
-    finite = any(value is not None and math.isfinite(value) for value in values)
-    return tagged or finite or "trained with differential privacy" in card
-
-
-def _of_the_card(ledger: Ledger, card: str | None, spent: float | None) -> Iterator[Check]:
+def _of_the_card(ledger: Ledger, reading: Reading | None, spent: float | None) -> Iterator[Check]:
     """Compares sentence and table with those that the ledger supports, word for word."""
-    if card is None:
+    if reading is None:
         yield Check("card", ABSENT, "-", f"no {CARD_NAME} beside the ledger")
         return
-    yield _of_the_epsilon_on_it(spent, card)
-    reasons = without_guarantee(ledger, 0.0 if spent is None else spent)
-    before, _, after = claim_of(ledger.mechanism, _ANY, reasons).partition(_ANY)
-    number = f"(?:{_NUMBER})" if after else ""
-    claim = re.search(rf"^{re.escape(before)}{number}{re.escape(after)}\s*$", card, re.MULTILINE)
-    found = f"{before}{'...' if after else ''}{after}"
-    status, stated = (OK, "as it should be") if claim else (MISMATCH, "no such sentence")
-    yield Check("card: claim", status, stated, found)
-    for name, cell in rows_of(ledger, _ANY).items():
-        if name == EPSILON_ROW:
+    epsilon, expected = _of_the_epsilon_on_it(spent, reading), rows_of(ledger, ANY)
+    yield epsilon
+    wrong = epsilon.status == MISMATCH
+    for name, cells in reading.cells.items():
+        cell = expected.get(name)
+        if name == EPSILON_ROW or not (cells or cell):
             continue
-        cells = _cells(card, re.escape(name))
+        fits = {*cells} == {cell}
+        wrong |= not fits
         stated = " and ".join(dict.fromkeys(cells)) or "no such row"
-        yield Check(f"card: {name}", OK if {*cells} == {cell} else MISMATCH, stated, cell)
-    deltas = re.findall(rf"(?:δ|\bdelta){_IS}({_NUMBER})", card, re.IGNORECASE)
+        yield Check(f"card: {name}", OK if fits else MISMATCH, stated, cell or "no such row")
+    what, written = "card: claim and table", "one claim, and below it the table, as written"
+    if reading.again:
+        yield Check(what, MISMATCH, "a second claim", written)
+    elif reading.whole:
+        yield Check(what, OK, "at the top", written)
+    elif not wrong:
+        yield Check(what, MISMATCH, "not at the top, or edited", written)
     true = ledger.mechanism.target_delta or 0.0
-    if not all(math.isclose(_number(delta) or 0.0, true, rel_tol=1e-5) for delta in deltas):
-        stated = " and ".join(dict.fromkeys(deltas))
+    if not all(math.isclose(number_in(d) or 0.0, true, rel_tol=1e-5) for d in reading.deltas):
+        stated = " and ".join(dict.fromkeys(reading.deltas))
         yield Check("card: δ in the text", MISMATCH, stated, f"{true:g}")
 
 
-def _of_the_epsilon_on_it(spent: float | None, card: str) -> Check:
-    what, texts = "card: epsilon", _stated_epsilons(card)
+def _of_the_epsilon_on_it(spent: float | None, reading: Reading) -> Check:
+    what, texts = "card: epsilon", [*reading.epsilons, *reading.cells[EPSILON_ROW]]
     stated = " and ".join(dict.fromkeys(texts)) or "no such row"
     if spent is None:
         return Check(what, ABSENT, stated, "not known, see above")
-    fits = bool(_cells(card, re.escape(EPSILON_ROW)))
-    for text in texts:
-        number = _number(text)
+    fits = bool(reading.cells[EPSILON_ROW])
+    for number in map(number_in, texts):
         fits &= number is not None and (
             number == spent  # both infinite
             or spent - _LAST_DIGITS <= number <= spent + _ROUNDING + _LAST_DIGITS
@@ -286,10 +277,12 @@ def _of_the_weights(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     if isinstance(ledger.links[-1].entry, Imported):
         yield Check("weights", ABSENT, "-", "its schema records no digests of weights")
         return
+    places = {PurePosixPath(name).parent for name in found}
     for name in sorted(recorded.keys() | found.keys()):
         what, ours = f"weights: {name}", recorded.get(name)
-        if name not in found:  # a part is missing, unless no weights lie here at all
-            yield Check(what, MISMATCH if found else ABSENT, str(ours)[:12], "no such file here")
+        if name not in found:
+            part = PurePosixPath(name).parent in places  # of weights whose other parts are here
+            yield Check(what, MISMATCH if part else ABSENT, str(ours)[:12], "no such file here")
         elif ours is None:
             yield Check(what, MISMATCH, "unknown to the ledger", found[name][:12])
         else:

@@ -21,7 +21,7 @@ TIERS = (
     (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "rows", "placement", "iterates", "methods"),
-        *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock"),
+        *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock", "config_paths"),
     ),
     ("accountants", "ranks"),
     ("releases",),

@@ -56,6 +56,23 @@ def claims_privacy(card: str) -> bool:
     return "trained with differential privacy" in card or "differential-privacy" in tags
 
 
+@pytest.mark.parametrize(
+    "details",
+    [
+        {"model_name": "ViT, ε = 3"},
+        {"model_name": "Delta: 2-bit model"},
+        {"model_name": "trained with differential privacy"},
+        {"metrics": {"epsilon": 3.0}, "metrics_are_public": True},
+        {"metrics": {"accuracy at eps=0.03": 0.9}, "metrics_are_public": True},
+    ],
+    ids=str,
+)
+def test_names_that_read_as_a_guarantee_are_refused(details: dict[str, Any]) -> None:
+    with pytest.raises(PrivacyError, match="would be read as its guarantee"):
+        CardDetails(**details)
+    CardDetails(model_name="Delta-tuned ViT of 2026", metrics={"F1": 3.0}, metrics_are_public=True)
+
+
 # ---- Metadata ----
 
 

@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from dp_grape_hf import ledger_command
 from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
 from dp_grape_hf.accounting import compose_epsilon
-from dp_grape_hf.claims import EPSILON_ROW, rows_of
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.ledger import Ledger, Mechanism
-from dp_grape_hf.model_card import render
+from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, epsilon_by, verify
 from dp_grape_hf.weight_files import digests, weight_files
 from tests.ledgers import MECHANISM, edit, rewrite, write_old
@@ -177,7 +176,7 @@ def _in_the_ledger(
 
 
 SIGMA = "noise_multiplier"
-ROWS = rows_of(Ledger.start(MECHANISM), "1").keys() - {EPSILON_ROW}
+CLAIM = {"card: claim and table"}
 EPSILON = r"5\.999"
 TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "a count": (
@@ -190,7 +189,7 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     ),
     "delta": (
         _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
-        {"chain", "card: δ", "card: epsilon", "card: claim", "card: δ in the text"},
+        {"chain", "card: δ", "card: epsilon", "card: δ in the text"},
     ),
     "the seed": (
         _in_the_ledger(lambda e: e[0]["mechanism"].update(projection_seed=9)),
@@ -240,25 +239,58 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "no row of releases": (_on_the_card(r"\| Releases \| 6 \|\n", ""), {"card: Releases"}),
     "delta on the card": (
         _on_the_card("1e-05", "1e-09"),
-        {"card: δ", "card: claim", "card: δ in the text"},
+        {"card: δ", "card: δ in the text"},
     ),
     "delta in another sentence": (
         _on_the_card("## Verify", "With delta = 1e-12.\n\n## Verify"),
         {"card: δ in the text"},
     ),
-    "the unit in the sentence": (_on_the_card("one example of", "one user of"), {"card: claim"}),
-    "the adjacency in the sentence": (
-        _on_the_card("adding or removing", "replacing"),
-        {"card: claim"},
-    ),
-    "no sentence": (_on_the_card("This model was trained with diff.*\n", ""), {"card: claim"}),
+    "the unit in the sentence": (_on_the_card("one example of", "one user of"), CLAIM),
+    "the adjacency in the sentence": (_on_the_card("adding or removing", "replacing"), CLAIM),
+    "no sentence": (_on_the_card("This model was trained with diff.*\n", ""), CLAIM),
     "the sentence in a comment": (
         _on_the_card("(This model was trained with diff.*)\n", r"<!-- \1 -->\n"),
-        {"card: claim"},
+        CLAIM,
+    ),
+    "the sentence in a fence": (
+        _on_the_card("(This model was trained with diff.*)\n", r"```\n\1\n```\n"),
+        CLAIM,
+    ),
+    "a second sentence": (
+        _on_the_card(
+            "## Verify", "It was trained with differential privacy for users.\n\n## Verify"
+        ),
+        CLAIM,
     ),
     "the table in a comment": (
-        _on_the_card(r"(?s)(\| Quantity.*)(\nThe record)", r"<!-- \1 -->\2"),
-        {f"card: {name}" for name in (*ROWS, "epsilon")},
+        _on_the_card(r"(?s)(\| Quantity.*)(\n\nThe record)", r"<!--\n\1\n-->\2"),
+        CLAIM,
+    ),
+    "the table moved": (
+        _on_the_card(r"(?s)(\| Quantity.*?\n)\n(The record.*)", r"\2\n\1"),
+        CLAIM,
+    ),
+    "no line below the header": (_on_the_card(r"\|---\|---\|\n", ""), CLAIM),
+    "the header": (_on_the_card(r"\| Quantity \|", "| Upper bounds of quantities |"), CLAIM),
+    "a row more": (
+        _on_the_card(r"\| Method \|", "| Guarantee | pure DP |\n| Method |"),
+        CLAIM,
+    ),
+    "a row of another run": (
+        _on_the_card("## Verify", "| Noise | secure |\n\n## Verify"),
+        {"card: Noise"},
+    ),
+    "a row in a quote": (
+        _on_the_card("## Verify", "> **Releases** | 3\n\n## Verify"),
+        {"card: Releases"},
+    ),
+    "words around epsilon": (
+        _on_the_card(r"bound\) \| ([\d.]+)", r"bound) | \1 in theory, 0.1 in practice"),
+        {"card: epsilon"},
+    ),
+    "epsilon struck through": (
+        _on_the_card(r"bound\) \| ([\d.]+)", r"bound) | ~~\1~~ **0.1**"),
+        {"card: epsilon"},
     ),
     "the projection on the card": (_on_the_card(r"r = \d+", "r = 400"), {"card: Projection"}),
     "the norms on the card": (_on_the_card("Norms . exact", "Norms | sure"), {"card: Norms"}),
@@ -324,14 +356,80 @@ def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path
     assert _wrong(verify(tmp_path)) == []
     card = tmp_path / CARD_NAME
     honest = card.read_text(encoding="utf-8")
-    for claim in (
-        honest.replace("- dp-grape\n", "- dp-grape\n- differential-privacy\n"),
-        honest + "\nIt was trained with differential privacy.\n",
-    ):
-        card.write_text(claim, encoding="utf-8")
-        assert _wrong(verify(tmp_path)) == ["guarantee"]
+    card.write_text(honest.replace("- dp-grape\n", "- dp-grape\n- differential-privacy\n"))
+    assert _wrong(verify(tmp_path)) == ["guarantee"]
+    card.write_text(honest + "\nIt was trained with differential privacy.\n")
+    assert _wrong(verify(tmp_path)) == ["guarantee", "card: claim and table"]
     card.write_text(honest.replace("∞", "6.000"), encoding="utf-8")
-    assert _wrong(verify(tmp_path)) == ["guarantee", "card: epsilon", "card: claim"]
+    assert _wrong(verify(tmp_path)) == ["guarantee", "card: epsilon"]
+
+
+HONEST: dict[str, dict[str, Any]] = {
+    "a unit that reads as epsilon": {"privacy_unit": "ε = 3"},
+    "a unit that reads as delta": {"privacy_unit": "delta = 3 | `x` <b>\x00\n"},
+    "a projection of that name": {"projection": "eps = 0.1", "projection_rank": None},
+    "delta with many digits": {"target_delta": 1.23456789e-6},
+    "secure noise": {"noise": "secure"},
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_card_is_honest_whatever_words_its_ledger_has(name: str, tmp_path: Path) -> None:
+    _saved(tmp_path, replace(MECHANISM, **HONEST[name]))
+    assert _wrong(verify(tmp_path)) == []
+    card = tmp_path / CARD_NAME
+    card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes().replace(b"\n", b" \r\n"))
+    assert _wrong(verify(tmp_path)) == []
+
+
+def test_a_card_of_a_run_without_privacy_may_name_it_elsewhere(tmp_path: Path) -> None:
+    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
+    details = CardDetails(
+        base_model="a/differential-privacy-bert", tags=("no-differential-privacy",)
+    )
+    (tmp_path / CARD_NAME).write_text(render(ledger, details), encoding="utf-8")
+    assert _wrong(verify(tmp_path)) == []
+
+
+def test_another_delta_is_not_held_against_what_was_promised_at_the_first(tmp_path: Path) -> None:
+    _saved(tmp_path, replace(MECHANISM, target_epsilon=0.85))
+    assert _wrong(verify(tmp_path)) == []
+    assert _wrong(verify(tmp_path, delta=1e-9)) == []
+
+
+def test_named_adapters_that_are_not_published_are_absent(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "style"):
+        folder.mkdir(exist_ok=True)
+        save_file({"a": torch.zeros(3)}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text("{}")
+    ledger = Ledger.start(MECHANISM)
+    ledger.record(10)
+    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    shutil.rmtree(tmp_path / "style")
+    assert _wrong(verify(tmp_path)) == []
+    assert _status(verify(tmp_path))["weights: style/adapter_model.safetensors"] == ABSENT
+
+
+def test_numbers_beyond_all_runs_are_no_ledger(tmp_path: Path) -> None:
+    for changes in ({"count": 10**30}, {"count": 0}):
+        _saved(tmp_path)
+        rewrite(tmp_path / LEDGER_NAME, lambda c, new=changes: c["entries"][1].update(new))
+        assert _wrong(verify(tmp_path)) == ["ledger"]
+    for changes in ({"target_delta": 5e-324}, {"norm_directions": 10**30}):
+        _saved(tmp_path)
+        rewrite(
+            tmp_path / LEDGER_NAME,
+            lambda c, new=changes: c["entries"][0]["mechanism"].update(new),
+        )
+        assert _wrong(verify(tmp_path)) == ["ledger"]
+
+
+def test_a_ledger_that_lost_its_delta_contradicts_its_card(tmp_path: Path) -> None:
+    _saved(tmp_path, replace(MECHANISM, target_epsilon=None))
+    rewrite(
+        tmp_path / LEDGER_NAME, lambda c: c["entries"][0]["mechanism"].update(target_delta=None)
+    )
+    assert "card: δ" in _wrong(verify(tmp_path))
 
 
 def test_a_card_without_the_claim_of_its_ledger_is_found(tmp_path: Path) -> None:
