@@ -27,7 +27,7 @@ TUNED = ("learning_rate", "max_grad_norm")
 MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
-        *("grad_sample_mode", "max_batch_size", "self_check", "regenerate_projections"),
+        *("grad_sample_mode", "self_check", "regenerate_projections"),
         *("log_unnoised_statistics", "eval_data_is_public"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
@@ -38,12 +38,18 @@ PROJECTION = frozenset(
     {
         *("projection", "projection_rank", "projection_ranks", "projection_side"),
         *("projection_update_steps", "project_embeddings", "moments_at_redraw"),
+        "optim_target_modules",
     }
 )
 DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"})
 """What means nothing without projections, or without random directions."""
 
-PRIVACY = frozenset({"target_epsilon", "target_delta", "accountant", "adjacency", "max_grad_norm"})
+PRIVACY = frozenset(
+    {
+        *("target_epsilon", "target_delta", "accountant", "adjacency", "max_grad_norm"),
+        "noise_multiplier",
+    }
+)
 """What means nothing without privacy."""
 
 
@@ -101,30 +107,34 @@ class Run:
         return {point["step"]: point[metric] for point in self.result["curve"]}
 
     @cached_property
+    def silent(self) -> frozenset[str]:
+        """The names of options that the score does not depend on, or on their seed alone."""
+        script, settings = self.result["script"], self.result["settings"]
+        seeds = {name for name in (*script, *settings) if name.endswith("seed")}
+        if self.method == ZERO_SHOT:
+            return MACHINE | seeds | settings.keys() | {"lora_rank", "frozen"}
+        row, silent = METHODS[self.method], MACHINE | seeds
+        silent |= frozenset() if row.private else PRIVACY
+        silent |= frozenset() if row.projected else PROJECTION
+        silent |= frozenset() if row.zeroth_order else DIRECTIONS
+        return silent | (frozenset() if row.adapter else {"lora_rank"})
+
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """What the score depends on, but for the seed."""
         script, settings = self.result["script"], self.result["settings"]
-        data, silent = script["dataset_path"], MACHINE
-        found = {**script}
-        if self.method != ZERO_SHOT:
-            found |= settings
-            row = METHODS[self.method]
-            silent |= frozenset() if row.private else PRIVACY
-            silent |= frozenset() if row.projected else PROJECTION
-            silent |= frozenset() if row.zeroth_order else DIRECTIONS
-            silent |= frozenset() if row.adapter else {"lora_rank"}
-        found |= {
+        data = script["dataset_path"]
+        found = {
+            **script,
+            **settings,
             "family": self.family,
             "model_name_or_path": self.model,
             "dataset_path": None if data is None else Path(data).name,
-            "method": self.method,
             "examples": [self.result["splits"].get(split) for split in ("train", "test")],
         }
-        return {
-            name: value
-            for name, value in found.items()
-            if value is not None and name not in silent and not name.endswith("seed")
-        }
+        silent = self.silent
+        found = {k: v for k, v in found.items() if v is not None and k not in silent}
+        return found | {"method": self.method}
 
 
 class Group(tuple[Run, ...]):

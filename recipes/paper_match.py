@@ -14,9 +14,14 @@ import yaml
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
-from recipes.findings import MACHINE, PRIVACY, TUNED, ZERO_SHOT, Run, is_private, title_of
+from recipes.findings import TUNED, ZERO_SHOT, Run, title_of
 
 PAPER = Path(__file__).with_name("paper_tables.yaml")
+UNKNOWN = "unknown"
+"""What the file has for an option that the paper does not tell: every run says what it had."""
+
+PLACED = ("method", "target_epsilon", *TUNED)
+"""What says in which row a run belongs, or is shown below it."""
 
 Spec = Mapping[str, Any]
 """A part of the file."""
@@ -26,7 +31,8 @@ def read_paper() -> Spec:
     """Returns what the paper prints; each table also has the ``usual`` of all."""
     paper = yaml.safe_load(PAPER.read_text(encoding="utf-8"))
     for spec in paper["tables"].values():
-        spec["usual"] = {"all": paper["usual"], **spec["usual"]}
+        usual = spec["usual"]
+        spec["usual"] = {**usual, "all": paper["usual"] | usual.get("all", {})}
     return paper
 
 
@@ -67,13 +73,10 @@ def _placed(run: Run, spec: Spec) -> tuple[str | None, dict[str, str]]:
 
 
 def _differences(run: Run, wanted: Spec) -> dict[str, str]:
-    silent = set() if is_private(run.method) else set(PRIVACY)
-    if run.method == ZERO_SHOT:
-        silent |= wanted.keys() - run.result["script"].keys()
     return {
         name: f"{run.facts.get(name)}; the paper: {' or '.join(map(str, _offered(value)))}"
         for name, value in wanted.items()
-        if name not in silent and run.facts.get(name) not in _offered(value)
+        if name not in run.silent and run.facts.get(name) not in _offered(value)
     }
 
 
@@ -82,30 +85,50 @@ def _offered(value: Any) -> list[Any]:
 
 
 def variant(run: Run, spec: Spec) -> dict[str, Any]:
-    """Returns the options by which a run differs from the method as the paper has it."""
-    if run.method == ZERO_SHOT:
-        return {}
-    row, column = METHODS[run.method], column_of(run, spec)
+    """Returns the options by which a run differs from the method as the paper has it.
+
+    An option that the paper does not tell is one of them, whatever its value. Those that are not
+    in the result are not: they are newer than the run, and what it did is their default.
+    """
+    column = _column(run, spec)
+    recorded = {*run.result["script"], *run.result["settings"]}
+    silent = {*run.silent, *PLACED, *spec["same"], *column.get("same", {})}
+    return {
+        name: run.facts.get(name)
+        for name, value in _usual(run, spec).items()
+        if name in recorded - silent and run.facts.get(name) not in _offered(value)
+    }
+
+
+def _usual(run: Run, spec: Spec) -> dict[str, Any]:
     wanted = {f.name: f.default for f in fields(DPGrapeArguments)}
-    wanted |= {"update_rule": row.update_rule, "projection": row.projection}
-    levels: Sequence[Spec] = (spec, {} if column is None else spec["columns"][column])
-    for level in levels:
+    if run.method != ZERO_SHOT:
+        row = METHODS[run.method]
+        wanted |= {"update_rule": row.update_rule, "projection": row.projection}
+    for level in (spec, _column(run, spec)):
         usual = level.get("usual", {})
         wanted |= usual.get("all", {}) | usual.get(run.method, {})
-    silent = {*MACHINE, *PRIVACY, *TUNED, *spec["same"], "method"}
-    return {
-        name: run.facts[name]
-        for name, value in wanted.items()
-        if name in run.facts and name not in silent and run.facts[name] not in _offered(value)
-    }
+    return wanted
+
+
+def _column(run: Run, spec: Spec) -> Spec:
+    column = column_of(run, spec)
+    return {} if column is None else spec["columns"][column]
 
 
 def reasons(runs: Sequence[Run], spec: Spec) -> list[str]:
     """Returns what is not the paper's in some runs, a line for each thing."""
-    found: dict[str, dict[str, None]] = {}
+    apart: dict[str, dict[str, None]] = {}
+    variants: dict[str, dict[tuple[str, str], dict[str, None]]] = {}  # titles of methods
     for run in runs:
         for name, value in unlike(run, spec).items():
-            found.setdefault(name, {})[value] = None
+            apart.setdefault(name, {})[value] = None
         for name, value in variant(run, spec).items():
-            found.setdefault(name, {})[f"{value} of {title_of(run.method)}"] = None
-    return [f"{name}: {', '.join(values)}" for name, values in found.items()]
+            told = UNKNOWN not in _offered(_usual(run, spec)[name])
+            ending = "" if told else " (the paper does not say)"
+            titles = variants.setdefault(name, {}).setdefault((str(value), ending), {})
+            titles[title_of(run.method)] = None
+    for name, values in variants.items():
+        for (value, ending), titles in values.items():
+            apart.setdefault(name, {})[f"{value} of {', '.join(titles)}{ending}"] = None
+    return [f"{name}: {'; '.join(values)}" for name, values in apart.items()]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dp_grape_hf.memory import ADAMW
 from recipes.findings import (
     TUNED,
     ZERO_SHOT,
@@ -32,6 +31,17 @@ from recipes.findings import (
     partition,
     title_of,
 )
+from recipes.markdown import (
+    BLANK,
+    NOT_RUN,
+    beside,
+    budget,
+    bullets,
+    header,
+    headings,
+    row,
+    shown,
+)
 from recipes.paper_match import (
     Spec,
     belongs,
@@ -42,9 +52,8 @@ from recipes.paper_match import (
     unlike,
     variant,
 )
-from recipes.sweep import score_text
+from recipes.tables_gpu import comparison, memory, timings
 
-NOT_RUN, BLANK = "not run", ""
 PLACE = ("task", "model_name_or_path")  # what is in one column
 BEST_EPOCH = ", best epoch, chosen on the test data"
 
@@ -77,20 +86,22 @@ def render(findings: Findings, paper: Spec) -> str:
     for name, spec in paper["tables"].items():
         own = [run for run in rest if belongs(run, spec)]
         rest = [run for run in rest if not belongs(run, spec)]
-        lines += ["", *table(own, spec), "", *settings_beside(own, spec, paper["settings"][name])]
+        lines += ["", *table(own, spec), "", *settingsbeside(own, spec, paper["settings"][name])]
         for model, apart in partition(_apart(own, spec), lambda run: run.model).items():
             lines += ["", *stand_in(model, apart, spec)]
-    lines += ["", *timings(findings, paper), "", *memory(paper["memory"])]
+    lines += ["", *comparison(findings, paper["comparison"])]
+    lines += ["", *timings(findings, paper), "", *memory(findings, paper)]
     families = ", ".join(dict.fromkeys(f"{run.family} on {run.task}" for run in rest))
     left_out = {
         f"{len(rest)} belong to no table of the paper: {families}.": len(rest),
-        f"{untested} have no test score: settings were chosen from them.": untested,
+        f"{untested} have no test score: what they score was held out of the training data, to "
+        "choose settings by, or as the authors' code for ViT does in its final runs.": untested,
         f"{len(findings.left_out)} are of sweeps without a `sweep.json`, so that it is not known "
         "which of their runs only chose settings.": len(findings.left_out),
     }
     if any(left_out.values()):
         lines += ["", "## Results that are not shown", ""]
-        lines += [f"* {said}" for said, count in left_out.items() if count]
+        lines += bullets(said for said, count in left_out.items() if count)
     return "\n".join(lines) + "\n"
 
 
@@ -109,25 +120,25 @@ def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
     """Yields a table of the paper, with the runs of the same experiment beside it."""
     same, columns = _same(runs, spec), list(spec["columns"])
     yield from (f"## {spec['title']}", "", f"The paper's `{spec['label']}`.", "")
-    yield from header(["Method", "ε", *_headings(columns)])
+    yield from header(["Method", "ε", *headings(columns)])
     printed = {(row["method"], row.get("epsilon")): row["values"] for row in spec["rows"]}
     by_row = partition(same, _row_of)
     for method, epsilon in [*printed, *sorted(by_row.keys() - printed.keys(), key=_order)]:
         theirs = [shown(v) for v in printed.get((method, epsilon), [None] * len(columns))]
-        lines = lines_of(groups_of(by_row.get((method, epsilon), [])), PLACE, loose=True)
-        options = [_options(line, spec) for line in lines]
-        if all(options):
-            ours = [NOT_RUN] * len(columns)
-            yield row([title_of(method), budget(epsilon), *_beside(theirs, ours)])
-        for line, own in zip(lines, options, strict=True):
-            label = ", ".join([line.label, *(o for o in own if o not in line.label)])
-            paper = [BLANK] * len(columns) if own else theirs
-            for ending, found in _scores(line, spec, lambda run: str(column_of(run, spec))):
-                ours = [shown(found.get(name), NOT_RUN) for name in columns]
-                yield row([label + ending, budget(epsilon), *_beside(paper, ours)])
-                paper = [BLANK] * len(columns)
+        variants = partition(by_row.get((method, epsilon), []), lambda run: _options(run, spec))
+        for options, own in {BLANK: [], **variants}.items():  # the paper's method is the first
+            if not own:
+                ours = [NOT_RUN] * len(columns)
+                yield row([title_of(method), budget(epsilon), *beside(theirs, ours)])
+            for line in lines_of(groups_of(own), PLACE, loose=True):
+                label = ", ".join(filter(None, [line.label, options]))
+                paper = [BLANK] * len(columns) if options else theirs
+                for ending, found in _scores(line, spec, lambda run: str(column_of(run, spec))):
+                    ours = [shown(found.get(name), NOT_RUN) for name in columns]
+                    yield row([label + ending, budget(epsilon), *beside(paper, ours)])
+                    paper = [BLANK] * len(columns)
     yield ""
-    yield from (f"* {said}" for said in [*spec["notes"], *origin(same)])
+    yield from bullets([*spec["notes"], *origin(same)])
 
 
 def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
@@ -142,7 +153,7 @@ def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
                 cells = [shown(found.get(task), NOT_RUN) for task in tasks]
                 yield row([line.label + ending, budget(epsilon), *cells])
     yield from ("", "What is not the paper's:", "")
-    yield from (f"* {said}" for said in [*reasons(runs, spec), *origin(runs)])
+    yield from bullets([*reasons(runs, spec), *origin(runs)])
     yield from ("", "Settings behind it:", "", *header(["Method", "Setting", *tasks]))
     by_task = partition(runs, lambda run: run.task)
     for method in dict.fromkeys(method for method, _ in by_row if method != ZERO_SHOT):
@@ -160,18 +171,9 @@ def _order(row_of: tuple[str, float | None]) -> tuple[str, float]:
     return title_of(method), -(epsilon or 0.0)  # as in the paper: the largest first
 
 
-def _headings(columns: Sequence[str]) -> list[str]:
-    return _beside([f"{name}, paper" for name in columns], ["ours"] * len(columns))
-
-
-def _beside(paper: Sequence[str], ours: Sequence[str]) -> list[str]:
-    return [cell for pair in zip(paper, ours, strict=True) for cell in pair]
-
-
-def _options(line: Line, spec: Spec) -> list[str]:
-    """Returns the options that make a line a variant of the paper's method."""
-    found = [variant(group[0], spec) for group in line.groups]
-    return list(dict.fromkeys(f"{k} = {v}" for options in found for k, v in options.items()))
+def _options(run: Run, spec: Spec) -> str:
+    """Returns the options that make a run a variant of the paper's method."""
+    return ", ".join(f"{name} = {value}" for name, value in variant(run, spec).items())
 
 
 def _scores(line: Line, spec: Spec, column: Callable[[Run], str]) -> Iterator[tuple[str, Scores]]:
@@ -213,113 +215,28 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted(values))
 
 
-# ---- Settings, timings, memory ----
+# ---- Settings ----
 
 
-def settings_beside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[str]:
+def settingsbeside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[str]:
     """Yields the clipping bounds and learning rates of a table, the paper's and ours."""
     columns, by_column = (
         list(spec["columns"]),
         partition(_same(runs, spec), lambda run: column_of(run, spec)),
     )
-    yield from (f"Settings behind it; the paper's are of: {chosen['label']}.", "")
-    yield from header(["Method", "Setting", *_headings(columns)])
+    said = f"Settings behind it; the paper's are of: {chosen['label']}; ours, of all rows above."
+    yield from (said, "")
+    yield from header(["Method", "Setting", *headings(columns)])
     for line in chosen["rows"]:
         method, name = line["method"], line["setting"]
         ours = [_values(by_column.get(column, []), method, name) for column in columns]
         theirs = ["n/a" if value is None else f"{value:g}" for value in line["values"]]
-        yield row([title_of(method), name, *_beside(theirs, ours)])
+        yield row([title_of(method), name, *beside(theirs, ours)])
 
 
 def _values(runs: Iterable[Run], method: str, name: str) -> str:
     found = sorted({run.facts[name] for run in runs if run.method == method and name in run.facts})
     return " / ".join(f"{value:g}" for value in found) or NOT_RUN
-
-
-def timings(findings: Findings, paper: Spec) -> Iterator[str]:
-    """Yields throughput and hours, ours from reports of ``gpu_report``."""
-    yield from ("## Throughput and hours", "")
-    columns = ["Model", "Method", *_headings(["samples/s", "hours"]), "measured with"]
-    yield from header(columns)
-    for model in paper["timings"]:
-        for line in model["rows"]:
-            said = [f"{model['model']} (`{model['label']}`)", title_of(line["method"])]
-            theirs = [shown(line["samples_per_second"]), shown(line["hours"])]
-            speeds = [
-                found
-                for report in findings.reports.values()
-                if (found := speed(report["cells"], model, line["method"])) is not None
-            ]
-            for key, device, rate in speeds or [(BLANK, BLANK, None)]:
-                ours = [NOT_RUN, NOT_RUN]
-                if key:
-                    ours = ["OOM", "OOM"]
-                if rate is not None:
-                    hours = line["steps"] * model["batch_size"] / rate / 3600
-                    ours = [f"{rate:.1f}", f"{hours:.2g}"]
-                yield row([*said, *_beside(theirs, ours), f"{key}; {device}" if key else BLANK])
-    yield ""
-    yield from (f"* {said}" for said in paper["timing_notes"])
-
-
-def speed(cells: Spec, model: Spec, method: str) -> tuple[str, str, float | None] | None:
-    """Returns cell, device and samples per second of the largest batch that fits.
-
-    The number is None if memory sufficed for none; all is None if none was tried.
-    """
-    name = ADAMW if method == "adam" else method
-    tried = None
-    for size in range(model["batch_size"], 0, -1):
-        key = f"{model['shape']}, B={size}, {name}"
-        cell = cells.get(key, {})
-        if "samples_per_second" in cell:
-            return key, cell["device"], cell["samples_per_second"]
-        if "out_of_memory" in cell:
-            tried = key, cell["device"], None
-    return tried
-
-
-def memory(spec: Spec) -> Iterator[str]:
-    """Yields the paper's formulas, and where to get numbers for a model."""
-    yield from ("## Memory", "", f"The paper's `{spec['label']}`.", "")
-    yield from header(["Method", *spec["columns"]])
-    for line in spec["rows"]:
-        yield row([title_of(line["method"]), *map(str, line["values"])])
-    yield ""
-    yield from (f"* {said}" for said in spec["notes"])
-    yield (
-        "* Ours depends on the model: `dp-grape plan --all_methods` shows it for one, simulated, "
-        "beside these formulas."
-    )
-
-
-# ---- Markdown ----
-
-
-def header(cells: Sequence[str]) -> list[str]:
-    """Returns the first two lines of a table."""
-    return [row(cells), "|---" * len(cells) + "|"]
-
-
-def row(cells: Sequence[str]) -> str:
-    """Returns a line of a table."""
-    return "| " + " | ".join(cells) + " |"
-
-
-def budget(epsilon: float | None) -> str:
-    """Returns an epsilon, which is infinite if there is none."""
-    return "∞" if epsilon is None else f"{epsilon:g}"
-
-
-def shown(value: Any, missing: str = "n/a") -> str:
-    """Returns a cell: nothing, a number or a word, mean and error, or those of so many runs."""
-    if value is None:
-        return missing
-    if isinstance(value, list):
-        return f"{value[0]} ± {value[1]}"
-    if isinstance(value, tuple):
-        return score_text(value)
-    return str(value)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """The paper's tables have our means and errors beside the paper's, and never one for the other."""
 
-import importlib
 import json
-from dataclasses import asdict, fields
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from dp_grape_hf import METHODS
 from recipes import tables
-from recipes.experiment import parse, recorded
 from recipes.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
-from recipes.paper_match import read_paper, unlike, variant
+from recipes.gpu_report import WAYS
+from recipes.gpu_report_models import SHAPES
+from recipes.paper_match import read_paper
 from recipes.sweep import Sweep
 from recipes.tables import render
+from recipes.tables_gpu import way_of
 from tests.experiments import made_up, saved
 
 PAPER = read_paper()
@@ -57,13 +58,15 @@ def test_without_results_all_of_ours_is_not_run() -> None:
         assert len(cells) >= len(spec["rows"])
         assert all(cell == "not run" for line in cells for cell in line[3::2])
     assert "stand-ins" not in text
-    assert rows(text, "| RoBERTa-large on SST-2")[0][2:6] == ["71.7", "not run", "0.6", "not run"]
+    timing = section(text, "## Throughput")
+    assert rows(timing, "| RoBERTa-large on")[0][2:6] == ["71.7", "not run", "0.6", "not run"]
+    assert {line[-1] for line in rows(section(text, "## Private methods"), "| ")[1:]} == {"not run"}
 
 
 def test_what_is_not_private_and_what_is_not_trained_have_rows_of_their_own() -> None:
     results = made_up(93.0, method="adam"), made_up(79.5, zero_shot=True, max_steps=-1)
     text = section(text_of(*results), "## RoBERTa")
-    assert rows(text, "| Adam (non-private) | ∞")[0][3] == "93.0 [1]"
+    assert rows(text, "| Adam (non-private), max_steps = 1000 | ∞")[0][3] == "93.0 [1]"
     assert rows(text, "| Zero-shot | ∞")[0][2:4] == ["79.0", "79.5 [1]"]
 
 
@@ -103,6 +106,17 @@ def test_a_line_may_have_another_bound_on_each_task() -> None:
     assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
 
 
+def test_a_variant_on_one_task_leaves_the_plain_run_on_another_in_the_papers_row() -> None:
+    results = (
+        made_up(90.0),
+        made_up(70.0, task="RTE", max_steps=100, splits={"train": 1024, "test": 277}),
+    )
+    text = section(text_of(*results), "## RoBERTa")
+    assert rows(text, "| DP-GRAPE | 6")[0][3] == "90.0 [1]"
+    (line,) = rows(text, "| DP-GRAPE, max_steps = 100 | 6")
+    assert (line[3], line[11]) == ("not run", "70.0 [1]")
+
+
 # ---- Stand-ins ----
 
 
@@ -136,7 +150,15 @@ def test_a_task_that_stands_in_is_shown() -> None:
     assert "* task: FASHION-MNIST; the paper does not have it" in part
 
 
-# ---- Settings, epochs, time ----
+def test_what_the_paper_does_not_tell_is_said() -> None:
+    text = text_of(made_up(60.0, method="dp_lora", **MINI), made_up(70.0, **MINI, bf16=True))
+    part = section(text, "### The same experiment on stand-ins: MiniLM")
+    assert "* lora_rank: 16 of DP-LoRA (the paper does not say)" in part
+    assert "* dataset_path: sst2 of DP-LoRA, DP-GRAPE" in part
+    assert "* bf16: True of DP-GRAPE" in part
+
+
+# ---- Settings, epochs ----
 
 
 def test_settings_stand_beside_the_papers() -> None:
@@ -151,27 +173,116 @@ def test_the_best_epoch_is_shown_apart_where_the_paper_has_it() -> None:
         **{"task": "CIFAR-10", "from_scratch": True, "model_name_or_path": "vit-base"},
         **{"expected_batch_size": 1000, "num_train_epochs": 60, "max_steps": -1},
         **{"projection_rank": 64, "projection_update_steps": 250, "target_epsilon": 8.0},
-        **{"splits": {"train": 50000, "test": 10000}, "curve": curve},
+        **{"splits": {"train": 50000, "test": 10000}, "curve": curve, "target_delta": 1.999e-5},
     }
     text = section(text_of(made_up(60.0, "vit", **options)), "## ViT-Base from random")
     assert rows(text, "| DP-GRAPE | 8")[0][4:6] == ["49.2", "60.0 [1]"]
     assert rows(text, "| DP-GRAPE, best epoch")[0][4:6] == ["", "61.0 [1]"]
 
 
+# ---- What was measured on a GPU ----
+
+
+def measured(cells: dict[str, Any]) -> Findings:
+    return Findings(reports={Path("r.json"): {"cells": cells, "simulations": {}}})
+
+
 def test_timings_are_of_the_largest_batch_that_fits() -> None:
-    shape, device = "RoBERTa-large, T=128", {"device": "H100"}
+    shape, device = "RoBERTa-large, T=128", {"device": "H100", "rank": 16}
     cells = {
         f"{shape}, B=128, dp_grape": {"samples_per_second": 99.0, **device},
         f"{shape}, B=32, dp_grape": {"samples_per_second": 80.0, **device},
         f"{shape}, B=8, dp_grape": {"samples_per_second": 10.0, **device},
-        f"{shape}, B=64, dp_adam": {"out_of_memory": "a step", **device},
+        f"{shape}, B=64, dp_adam_materialise": {"out_of_memory": "a step", **device},
+        f"{shape}, B=64, dp_adam": {"samples_per_second": 160.0, **device},
     }
-    findings = Findings(reports={Path("r.json"): {"cells": cells, "simulations": {}}})
-    found = {line[1]: line[2:] for line in rows(render(findings, PAPER), "| RoBERTa-large on")}
+    text = section(render(measured(cells), PAPER), "## Throughput")
+    found = {line[1]: line[2:] for line in rows(text, "| RoBERTa-large on")}
     # 64 x 1000 / 80 = 800 seconds
     assert found["DP-GRAPE"] == ["75.9", "80.0", "0.6", "0.22", f"{shape}, B=32, dp_grape; H100"]
-    assert found["DP-Adam"][1:4:2] == ["OOM", "OOM"]
+    assert found["DP-Adam, materialised"][:4] == ["71.7", "OOM", "0.6", "OOM"]
+    assert found["DP-Adam, ours"][:4] == ["", "160.0", "", "0.11"]
     assert found["DPZero"] == ["268.1", "not run", "1.7", "not run", ""]
+
+
+@pytest.mark.parametrize(
+    ("way", "cell", "ours"),
+    [
+        ("dp_grape", {"rank": 64}, "300.0"),
+        ("dp_grape", {"rank": 16}, "not run"),
+        ("dp_grape", {}, "not run"),  # of a time when reports did not say
+        ("dp_grape r=64", {"rank": 64}, "300.0"),
+        ("dp_grape r=4", {"rank": 4}, "not run"),
+    ],
+)
+def test_another_rank_is_never_beside_the_papers_number(
+    way: str, cell: dict[str, Any], ours: str
+) -> None:
+    key = f"ViT-Base, 224 pixels, B=200, {way}"
+    cell = {"samples_per_second": 300.0, "device": "H100", **cell}
+    text = section(render(measured({key: cell}), PAPER), "## Throughput")
+    (line,) = (line for line in rows(text, "| ViT-Base on") if line[1] == "DP-GRAPE")
+    assert line[2:4] == ["273", ours]
+
+
+def test_memory_is_beside_the_papers_in_its_unit() -> None:
+    shape, device = "RoBERTa-large, T=128, B=40", {"device": "H100", "rank": 16}
+    cells = {
+        f"{shape}, dp_adam_materialise": {"reserved": 80 * 10**9, **device},
+        f"{shape}, dp_adam": {"reserved": 40 * 10**9, **device},
+        f"{shape}, dp_grape": {"reserved": 20 * 2**30, **device},
+        "ViT-Base, 224 pixels, B=200, dp_adam_materialise": {"out_of_memory": "a step", **device},
+        "ViT-Base, 224 pixels, B=50, dp_adam": {"allocated": 1, **device},
+    }
+    text = section(render(measured(cells), PAPER), "## Memory")
+    found = {tuple(line[:3]): line[3:] for line in rows(text, "| ")}
+    roberta, vit = "RoBERTa-large on SST-2", "ViT-Base"
+    assert found[roberta, "DP-Adam, materialised", "40"][:5] == ["78.1", "80.0", "", "", "74.5"]
+    assert found[roberta, "DP-Adam, ours", "40"][:5] == ["", "40.0", "", "50.0%", "37.3"]
+    # 20 x 2^30 = 21.47 x 10^9; 1 - 21.47 / 80 = 0.7316
+    assert found[roberta, "DP-GRAPE", "40"] == [
+        *("24.4", "21.5", "68.7%", "73.2%", "20.0"),
+        f"{shape}, dp_grape; H100",
+    ]
+    assert found[vit, "DP-Adam, materialised", "200"][:2] == ["83.9", "OOM"]
+    assert found[vit, "DP-GRAPE", "500"] == ["70.6", "not run", "", "not run", "", ""]
+    largest = "ViT-Base, about the largest batch on a GPU of 24 GB"
+    assert found[largest, "DP-GRAPE", "165"][:2] == ["at most 24", "not run"]
+    assert found[largest, "DP-Adam, ours", "50"][1] == "not run"
+
+
+def test_the_papers_shapes_are_those_of_the_report() -> None:
+    for model in [*PAPER["timings"], *PAPER["memory_measured"]]:
+        shape = SHAPES[model["shape"]]
+        assert shape.setting.rank == model["rank"]
+        assert {way_of(line) for line in model["rows"]} <= WAYS.keys()
+        assert {line["batch_size"] for line in model["rows"] if "batch_size" in line} <= {
+            *shape.batch_sizes
+        }
+
+
+def test_methods_that_save_memory_say_what_was_run() -> None:
+    runs = [made_up(90.0, method="dp_jl"), made_up(90.0, method="dp_adam")]
+    runs[1]["settings"]["grad_sample_mode"] = "ghost"
+    cells = {
+        "a, B=1, dp_adam_ghost": {"seconds": 1.0, "device": "x"},
+        "a, B=2, dp_adam_ghost": {"out_of_memory": "a step", "device": "x"},
+        "a, B=1, dp_grape r=4": {"seconds": 1.0, "device": "x", "rank": 4},
+    }
+    findings = measured(cells)
+    findings.runs = [Run(result) for result in runs]
+    text = section(render(findings, PAPER), "## Private methods that save memory")
+    found = {line[0]: line[1:] for line in rows(text, "| ")}
+    assert found["Ghost Clipping"] == [
+        *("yes", "yes", "extra backward pass", "no", "medium"),
+        "`--method dp_adam --grad_sample_mode ghost`",
+        "1 runs of roberta-large on SST-2; 1 cells of `gpu_report`",
+    ]
+    assert found["JL projections (Bu et al. 2021)"][-1] == "1 runs of roberta-large on SST-2"
+    assert found["DP-GRAPE"][-1] == "1 cells of `gpu_report`"
+    assert found["Zeroth-order DP"][2:] == [
+        *("none", "yes", "large", "`--method dpzero`, `--method dp_zo`", "not run")
+    ]
 
 
 # ---- Files ----
@@ -204,6 +315,22 @@ def test_of_a_sweep_only_the_final_runs_count(
     assert "not shown" not in text
 
 
+@pytest.mark.parametrize("error", [None, float("nan")])
+def test_a_summary_may_have_no_error_of_one_run(tmp_path: Path, error: float | None) -> None:
+    rows_of = {"ours": {"arguments": {"method": "dp_grape"}}}
+    config = {
+        **{"recipe": "roberta", "arguments": {}, "tasks": {"SST-2": {}}, "rows": rows_of},
+        **{"search": {"epsilon": 6, "seed": 100}, "final": {"epsilons": [6], "seeds": [1]}},
+    }
+    sweep = Sweep(config, tmp_path)
+    (cell,) = sweep.final()
+    saved(tmp_path / cell.folder, made_up(90.0, seed=1))
+    scores = {"SST-2": {"ours": {"settings": {}, "search_runs": 0, "scores": [90.0, error, 1]}}}
+    (tmp_path / "sweep.json").write_text(json.dumps({"config": config, "tasks": scores}))
+    text = render(collect([tmp_path]), PAPER)
+    assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.0 [1]"]
+
+
 def test_a_result_that_is_found_twice_counts_once(tmp_path: Path) -> None:
     result = made_up(90.0)
     folders = [saved(tmp_path / name, result) for name in ("a", "b")]
@@ -214,7 +341,7 @@ def test_what_is_not_shown_is_named(tmp_path: Path) -> None:
     untested = made_up(90.0) | {"metrics": {"dev": {"accuracy": 1.0}}}
     text = text_of(made_up(90.0, "digits"), untested)
     assert "* 1 belong to no table of the paper: digits on SST-2." in text
-    assert "* 1 have no test score" in text
+    assert "* 1 have no test score: what they score was held out of the training data" in text
 
 
 def test_a_wrong_folder_or_file_is_refused(tmp_path: Path) -> None:
@@ -225,7 +352,7 @@ def test_a_wrong_folder_or_file_is_refused(tmp_path: Path) -> None:
         collect([tmp_path])
 
 
-# ---- The paper's numbers, and the recipes ----
+# ---- The paper's numbers ----
 
 
 def test_every_row_has_a_value_for_every_column() -> None:
@@ -235,23 +362,16 @@ def test_every_row_has_a_value_for_every_column() -> None:
             assert line["method"] in {*METHODS, ZERO_SHOT}
 
 
-@pytest.mark.parametrize("name", PAPER["tables"])
-def test_the_papers_preset_is_the_papers_experiment(name: str) -> None:
-    """So what keeps a run out of the paper's columns is never a name that no recipe has."""
-    spec = PAPER["tables"][name]
-    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
-    options = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
-    column = next(iter(spec["columns"].values()))
-    model = column.get("same", {}).get("model_name_or_path", spec["same"].get("model_name_or_path"))
-    wanted = spec["same"] | PAPER["usual"] | spec["usual"]["dp_grape"]
-    assert wanted.keys() <= options
-    words = ["--config=paper", f"--task={column['task']}", "--target_epsilon=2", "--use_cpu"]
-    if isinstance(model, str):
-        words.append(f"--model_name_or_path=x/{model}")
-    given = column.get("usual", {}).get("dp_grape", {}) | {"max_grad_norm": 1.0}
-    words += [f"--{option}={value}" for option, value in given.items()]  # by size of the model
-    script, args = parse(family, [*words, "--output_dir=x", "--method=dp_grape"])
-    found = made_up(1.0, spec["family"], splits=column["sizes"])
-    run = Run(found | {"script": asdict(script), "settings": recorded(args)})
-    assert unlike(run, spec) == {}
-    assert variant(run, spec) == {}
+LABELS = {
+    *("tab:alg-comp", "tab:memory-usage-comp", "tab:roberta-fewshot-results", "tab:roberta-timing"),
+    *("tab:opt-classification-results", "tab:opt-generation-results", "tab:opt-c"),
+    *("tab:opt-timing", "tab:vit-full-results", "tab:vit-full-results-finetuning"),
+    *("tab:vit-grid-search-hyperparameters", "tab:vit-grid-search-hyperparameters-finetuning"),
+    "tab:vit-timing",
+}
+"""Every table of the paper."""
+
+
+def test_every_table_of_the_paper_is_rendered() -> None:
+    assert len(LABELS) == 13
+    assert {*re.findall(r"tab:[a-z-]+", text_of())} == LABELS

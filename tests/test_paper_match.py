@@ -1,0 +1,149 @@
+"""A run is the paper's experiment, or says what it is: in its label, or in a table of its own."""
+
+import importlib
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+
+from dp_grape_hf import METHODS
+from dp_grape_hf.arguments import DPGrapeArguments
+from recipes.experiment import parse, recorded
+from recipes.findings import ZERO_SHOT, Findings, Run
+from recipes.paper_match import read_paper, unlike, variant
+from recipes.tables import render
+from tests.experiments import made_up
+from tests.test_tables import rows
+
+PAPER = read_paper()
+
+
+def preset_run(name: str, method: str) -> Run:
+    """What the preset ``paper`` would record, of a table's first task, with what it lacks given."""
+    spec = PAPER["tables"][name]
+    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
+    column = next(iter(spec["columns"].values()))
+    model = column.get("same", {}).get("model_name_or_path", spec["same"].get("model_name_or_path"))
+    words = [f"--task={column['task']}", f"--method={method}", "--learning_rate=0.1"]
+    if isinstance(model, str):
+        words.append(f"--model_name_or_path=x/{model}")
+    if METHODS[method].private:
+        words += ["--target_epsilon=2", "--max_grad_norm=1.0"]
+    if METHODS[method].adapter:
+        words.append("--lora_rank=8")
+    if METHODS[method].zeroth_order:
+        words.append("--perturbation=0.001")
+    if spec["family"] != "vit" and method not in ("dp_grape", "dp_adam", "dpzero"):
+        words.append("--max_steps=7")
+    words += ["--config=paper", "--use_cpu", "--output_dir=x"]
+    script, args = parse(family, words)
+    found = made_up(1.0, spec["family"], splits=column["sizes"])
+    return Run(found | {"script": asdict(script), "settings": recorded(args)})
+
+
+ROWS = [
+    (name, method)
+    for name, spec in PAPER["tables"].items()
+    for method in dict.fromkeys(line["method"] for line in spec["rows"])
+    if method != ZERO_SHOT
+]
+
+
+@pytest.mark.parametrize(("name", "method"), ROWS)
+def test_the_papers_preset_is_the_papers_experiment(name: str, method: str) -> None:
+    """So what keeps a run out of the paper's columns is never a name that no recipe has."""
+    run, spec = preset_run(name, method), PAPER["tables"][name]
+    wanted = [spec["usual"]["all"], spec["usual"].get(method, {}), spec["same"]]
+    for column in spec["columns"].values():
+        wanted += [column.get("same", {}), column.get("usual", {}).get("all", {})]
+    assert {k for part in wanted for k in part} <= {*run.result["script"], *run.result["settings"]}
+    assert unlike(run, spec) == {}
+    untold = {"max_steps": 7} if run.result["settings"]["max_steps"] == 7 else {}
+    untold |= {"lora_rank": 8} if METHODS[method].adapter else {}
+    assert variant(run, spec) == untold
+
+
+UNSEEN = {
+    *("task", "method", "target_epsilon", "learning_rate", "max_grad_norm"),  # rows, and settings
+    *("seed", "projection_seed", "zero_shot", "config", "selection_runs", "result_dir"),
+    *("curve_steps", "engine", "grad_sample_mode", "regenerate_projections", "self_check"),
+    *("per_device_train_batch_size", "world_size", "gradient_checkpointing"),
+    *("log_unnoised_statistics", "eval_data_is_public"),
+}
+"""What needs no label: it places a run, or only a machine notices it."""
+
+
+@pytest.mark.parametrize("name", PAPER["tables"])
+def test_whatever_else_is_changed_a_run_says_so(name: str) -> None:
+    """A new option is compared, or is in the list above: what it is for has been decided."""
+    spec = PAPER["tables"][name]
+    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
+    known: set[str] = {f.name for cls in (family.script, DPGrapeArguments) for f in fields(cls)}
+    seen: set[str] = set()
+    for method in ("dp_grape", "dp_lora", "dpzero"):  # projects, has an adapter, has directions
+        run = preset_run(name, method)
+        for part in ("script", "settings"):
+            known |= run.result[part].keys()
+            for option, value in run.result[part].items():
+                if option in ("task", "method", "zero_shot"):
+                    continue
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                other = value + 1 if number else not value if value in (True, False) else "other"
+                changed = {**run.result, part: {**run.result[part], option: other}}
+                if option in unlike(Run(changed), spec) or option in variant(Run(changed), spec):
+                    seen.add(option)
+    epochs = set() if spec["family"] == "vit" else {"num_train_epochs"}  # max_steps decides
+    splits = {"split_seed"} if spec["family"] == "vit" else set()
+    assert known - seen == UNSEEN | epochs | splits
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "change"),
+    [
+        ("roberta-fewshot", "dp_grape", {"frozen": "embeddings"}),
+        ("roberta-fewshot", "dp_grape", {"max_length": 48}),
+        ("roberta-fewshot", "dp_grape", {"train_split": "test"}),
+        ("roberta-fewshot", "dp_grape", {"optim_target_modules": ".*query.*"}),
+        ("roberta-fewshot", "dp_grape", {"optim_target_modules": None}),
+        ("roberta-fewshot", "dp_grape", {"adjacency": "replace_one"}),
+        ("roberta-fewshot", "dp_adam", {"max_steps": 100}),
+        ("opt-generation", "dp_adam", {"frozen": "decoder"}),
+        ("opt-generation", "dp_grape", {"max_length": 128}),
+        ("opt-generation", "dp_grape", {"bos_token_id": 2}),
+        ("opt-generation", "dp_grape", {"bos_token_id": None}),
+        ("vit-full", "dp_grape", {"initializer_range": 0.1}),
+        ("vit-full", "dp_grape", {"freeze_embeddings": True}),
+        ("vit-full", "dp_grape", {"target_delta": 1e-3}),
+        ("vit-full", "dp_galore", {"adam_epsilon": 1e-8}),
+    ],
+)
+def test_a_changed_option_is_in_the_label(name: str, method: str, change: dict[str, Any]) -> None:
+    run = preset_run(name, method)
+    ((option, value),) = change.items()
+    part = "script" if option in run.result["script"] else "settings"
+    run = Run({**run.result, part: run.result[part] | change})
+    assert variant(run, PAPER["tables"][name]) == change
+    text = render(Findings([run]), PAPER)
+    title = METHODS[method].title
+    (line,) = rows(text, f"| {title}, {option} = {str(value).replace('*', chr(92) + '*')} | 2")
+    assert "1.0 [1]" in line
+
+
+def test_other_data_are_in_the_label_and_other_heads_are_apart() -> None:
+    other = Run(made_up(90.0, dataset_path="data/other"))
+    text = render(Findings([other]), PAPER)
+    assert rows(text, "| DP-GRAPE, dataset_path = other | 6")[0][2:4] == ["", "90.0 [1]"]
+    run = preset_run("vit-full", "dp_grape")
+    run.result["script"]["num_attention_heads"] = 3
+    assert unlike(run, PAPER["tables"]["vit-full"]) == {
+        "num_attention_heads": "3; the paper: None or 12"
+    }
+
+
+def test_what_the_score_does_not_depend_on_is_in_no_label() -> None:
+    nothing = {"noise_multiplier": 0.0, "max_grad_norm": float("inf"), "target_epsilon": None}
+    result = made_up(93.0, method="adam")
+    result["settings"] |= nothing
+    assert variant(Run(result), PAPER["tables"]["roberta-fewshot"]) == {"max_steps": 1000}
+    asked = made_up(79.0, zero_shot=True, max_steps=-1, lora_rank=4, max_length=48)
+    assert variant(Run(asked), PAPER["tables"]["roberta-fewshot"]) == {"max_length": 48}
