@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from uuid import uuid4
 
 import torch
 import yaml
@@ -64,7 +65,11 @@ class ExperimentArguments:
         default="ours", metadata={"help": "A preset by name, or a YAML file of settings."}
     )
     dataset_path: str | None = field(
-        default=None, metadata={"help": "A folder with the task's data. Default: from the Hub."}
+        default=None,
+        metadata={
+            "help": "A folder with the task's data, or the name of a data set of the Hub, as in "
+            "nyu-mll/glue:sst2. Default: the task's own of the Hub."
+        },
     )
     result_dir: str = field(
         default="runs/results", metadata={"help": "Where the result goes, as a file of its own."}
@@ -145,6 +150,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         raise FileExistsError(
             f"{path} exists, and results are not overwritten: move it, or give --result_dir."
         )
+    origin = {"versions": versions(), "git_commit": git_commit()}  # files may change meanwhile
     set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
     experiment = family.load(script, args)
     freeze(experiment.model, script.frozen)
@@ -154,7 +160,13 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     start = time.perf_counter()
     spent = None
     model: nn.Module = experiment.model
-    if not script.zero_shot:
+
+    def scores() -> dict[str, Scores]:
+        return {split: experiment.score(model, split) for split in experiment.splits}
+
+    if script.zero_shot:
+        metrics = scores()
+    else:
         trainer = DPGrapeTrainer(
             model,
             args,
@@ -167,13 +179,15 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         if not trainer.is_world_process_zero():
             return {}
         spent, model = asdict(trainer.privacy_spent()), trainer.model
-    seconds = time.perf_counter() - start
-    peak = peak_memory()
+    # Of training alone where there is any, otherwise of the scores.
+    seconds, peak = time.perf_counter() - start, peak_memory()
+    if not script.zero_shot:
+        metrics = scores()
     result = {
         "family": family.name,
         "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
         "settings": recorded(args),
-        "metrics": {split: experiment.score(model, split) for split in experiment.splits},
+        "metrics": metrics,
         "curve": curve.points,
         "privacy": spent,
         "parameters": sum(p.numel() for p in experiment.model.parameters()),
@@ -181,16 +195,17 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         "seconds": round(seconds, 2),
         "peak_memory": peak,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **origin,
         "date": time.strftime("%Y-%m-%d"),
         "notes": list(experiment.notes),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")
+    whole = path.with_name(f"{path.stem}-{uuid4().hex}.part")
     whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.link(whole, path)  # at once, and never over another
-    whole.unlink()
+    try:
+        os.link(whole, path)  # at once, and never over another
+    finally:
+        whole.unlink()
     sys.stdout.write(f"{report(result)}\n{path}\n")
     return result
 
@@ -254,12 +269,14 @@ class Curve(TrainerCallback):
 def result_path(
     family: Family[Script], script: ExperimentArguments, args: DPGrapeTrainingArguments
 ) -> Path:
-    """Returns where the result of a run belongs."""
+    """Returns where the result of a run belongs; its name has any preset in it but ``ours``."""
     what = "zero-shot" if script.zero_shot else args.method
     if not script.zero_shot and args.target_epsilon is not None:
         what += f"-eps{args.target_epsilon:g}"
+    preset = Path(script.config).stem.removeprefix(f"{family.name}_")
+    start = family.name if preset == "ours" else f"{family.name}-{preset}"
     model = Path(script.model_name_or_path).name
-    name = f"{family.name}-{model}-{script.task}-{what}-seed{args.seed}.json"
+    name = f"{start}-{model}-{script.task}-{what}-seed{args.seed}.json"
     return Path(script.result_dir) / name
 
 

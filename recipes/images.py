@@ -1,11 +1,10 @@
 """Labelled images: from the Hub or from files, kept as bytes, and made into batches for a model.
 
-A data set that is not on the Hub is a folder in one of three forms:
+Data come from the Hub or from a folder as ``recipes.data`` reads them, or from a folder with
 
 * the four IDX files of MNIST and Fashion-MNIST, gzipped or not (``train-images-idx3-ubyte.gz``);
 * ``[name_]train.npz`` and ``[name_]test.npz`` with ``label`` and either ``img``, (N, H, W[, C])
-  uint8, or ``jpeg`` and ``offsets``: image i is the file ``jpeg[offsets[i]:offsets[i + 1]]``;
-* what ``DatasetDict.save_to_disk`` or a download from the Hub left.
+  uint8, or ``jpeg`` and ``offsets``: image i is the file ``jpeg[offsets[i]:offsets[i + 1]]``.
 
 Nothing is computed from the images but each batch from itself: means and deviations of a private
 data set would be a release of their own.
@@ -26,11 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_dataset, load_from_disk
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+
+from recipes.data import load_split
 
 SPLITS = ("train", "test")
 _IDX_NAMES = {"train": "train", "test": "t10k"}
@@ -100,7 +100,7 @@ def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
     Args:
         source: the data set.
         path: a folder with it, or a folder and the name in front of ``train.npz``, as in
-            ``data/full_jpeg``; None for the Hub.
+            ``data/full_jpeg``, or the name of another data set of the Hub; None for its own.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -118,29 +118,25 @@ def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
 
 
 def _load(source: Source, path: str | None) -> dict[str, Images]:
-    if path is None:
-        return _from_datasets(load_dataset(source.hub), source)
+    if path is not None:
+        folder = Path(path)
+        if any(folder.glob("*-images-idx3-ubyte*")):
+            return {split: _from_idx(folder, name) for split, name in _IDX_NAMES.items()}
+        if files := _archives(folder):
+            return {split: _from_npz(file) for split, file in files.items()}
+    return {split: _from_datasets(load_split(split, path, source.hub), source) for split in SPLITS}
+
+
+def is_local(path: str) -> bool:
+    """Returns whether a path leads to files here, and not to the Hub."""
     folder = Path(path)
-    if any(folder.glob("*-images-idx3-ubyte*")):
-        return {split: _from_idx(folder, name) for split, name in _IDX_NAMES.items()}
-    if files := _archives(folder):
-        return {split: _from_npz(file) for split, file in files.items()}
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"dataset_path={path!r} is no folder, and in front of no {' and '.join(SPLITS)}.npz."
-        )
-    saved = (folder / "dataset_dict.json").is_file()
-    return _from_datasets(load_from_disk(path) if saved else load_dataset(path), source)
+    return folder.is_dir() or bool(_archives(folder))
 
 
-def _from_datasets(splits: Mapping[str, Any], source: Source) -> dict[str, Images]:
-    """Reads splits of a library whose images are decoded when they are asked for."""
-    result = {}
-    for split in SPLITS:
-        data = splits[split]
-        images = [_to_array(image) for image in data[source.image]]
-        result[split] = _images(images, np.asarray(data[source.label]))
-    return result
+def _from_datasets(data: Any, source: Source) -> Images:
+    """Reads a split of a library whose images are decoded when they are asked for."""
+    images = [_to_array(image) for image in data[source.image]]
+    return _images(images, np.asarray(data[source.label]))
 
 
 def _from_idx(folder: Path, name: str) -> Images:

@@ -28,12 +28,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import evaluate
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.cross_entropy import IGNORE_INDEX, cross_entropy
+from recipes.data import origin
 from recipes.experiment import (
     Experiment,
     ExperimentArguments,
@@ -72,6 +74,13 @@ class OPTArguments(ExperimentArguments):
     bos_token_id: int | None = field(
         default=None,
         metadata={"help": "The token that texts begin with. Default: what the tokenizer puts."},
+    )
+    metric_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A metric of evaluate for generated answers, by name (squad) or folder. "
+            "Default: the same F1, without a download."
+        },
     )
     dtype: str = field(default="float32", metadata={"help": "Of the weights: float32 or bfloat16."})
     frozen: str | None = field(
@@ -176,14 +185,14 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     )
     collator = Collator(padding_of(tokenizer))
     sizes = {"train": script.num_train, "dev": script.num_dev, "test": script.num_eval}
+    metric = None if script.metric_path is None else evaluate.load(script.metric_path)
     questions = load_splits(task, script.dataset_path, args.seed, sizes, script.test_split)
 
     def score(trained: nn.Module, split: str) -> Scores:
         size = args.per_device_eval_batch_size
         if task.generates:
-            found = mean_f1(
-                trained, questions[split], encoder, collator.pad, size, script.max_new_tokens
-            )
+            most = script.max_new_tokens
+            found = mean_f1(trained, questions[split], encoder, collator.pad, size, most, metric)
             return {"f1": found}
         return {"accuracy": accuracy(trained, questions[split], encoder, collator, size)}
 
@@ -246,7 +255,8 @@ def notes(script: OPTArguments, args: DPGrapeTrainingArguments, tested: int) -> 
     if Path(script.model_name_or_path).name not in MODELS:
         found.append(f"The model is {Path(script.model_name_or_path).name}, none of the paper's.")
     if script.dataset_path is not None:
-        found.append(f"The data are a local stand-in: train and {script.test_split} of a folder.")
+        where = f"train and {script.test_split}"
+        found.append(f"The data are {origin(script.dataset_path)}: splits {where}.")
     elif script.test_split != "validation":
         found.append(f"The test questions are from {script.test_split}, not validation.")
     if (script.num_train, script.num_dev) != (1000, 500):

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_dataset
 from torch import Tensor
+
+from recipes.data import load_split
 
 Row = Mapping[str, Any]
 Example = dict[str, Any]
@@ -47,7 +47,7 @@ class Task:
     """A data set, and how its rows are read.
 
     Args:
-        hub: the arguments of ``load_dataset``.
+        hub: the name of the data set of the Hub, and of its configuration if it has several.
         read: makes a question of a row.
         generates: whether an answer is generated, and compared with several right ones.
     """
@@ -102,7 +102,7 @@ TASKS: Mapping[str, Task] = {
 
 def load_splits(
     task: Task,
-    folder: str | None,
+    path: str | None,
     seed: int,
     sizes: Mapping[str, int],
     test_split: str = "validation",
@@ -114,7 +114,7 @@ def load_splits(
 
     Args:
         task: a row of ``TASKS``.
-        folder: has ``<split>.jsonl`` files with the columns of the Hub; None for the Hub itself.
+        path: where the data are, with the columns of the Hub, as ``load_split`` takes it.
         seed: of the permutations.
         sizes: how many questions each split is to have.
         test_split: which split of the data ``test`` is taken from.
@@ -122,23 +122,19 @@ def load_splits(
     Raises:
         ValueError: if there are not enough training data.
     """
-    if folder is None:
-        data = load_dataset(*task.hub)
-    else:
-        files = {name: str(Path(folder, f"{name}.jsonl")) for name in ("train", test_split)}
-        data = load_dataset("json", data_files=files)
-    rows, train, dev = data["train"], sizes["train"], sizes["dev"]
+    rows, tests = (load_split(split, path, *task.hub) for split in ("train", test_split))
+    train, dev = sizes["train"], sizes["dev"]
     if len(rows) < train + dev:
         raise ValueError(
             f"There are {len(rows)} training rows, and num_train={train} and num_dev={dev} take "
             f"{train + dev}. Give --num_train and --num_dev so that both fit."
         )
     chosen = permutation(len(rows), seed)
-    tested = permutation(len(data[test_split]), seed)[: sizes["test"]]
+    tested = permutation(len(tests), seed)[: sizes["test"]]
     picked = {
         "train": rows.select(chosen[:train]),
         "dev": rows.select(chosen[train : train + dev]),
-        "test": data[test_split].select(tested),
+        "test": tests.select(tested),
     }
     return {name: [task.read(row) for row in part] for name, part in picked.items()}
 

@@ -13,14 +13,12 @@ second, hence a quarter of an hour for 1,000 steps (the paper's own table says 0
 With a small sentence encoder and short texts a CPU will do, at five minutes of one core for 200
 steps of 22 million parameters. All-MiniLM-L6-v2 had 75 % test accuracy (seed 13):
 
-    python -m recipes.roberta --config ours --task SST-2 --head mean --use_cpu --bf16 \\
-        --model_name_or_path <encoder> --max_length 48 --max_steps 200 --frozen embeddings \\
-        --learning_rate_factors '{"classifier": 50}' --target_epsilon 6 --output_dir runs/roberta \\
-        --per_device_train_batch_size 16 --train_sampling_strategy group_by_length
+    python -m recipes.roberta --config small --task SST-2 --method dp_grape --target_epsilon 6 \\
+        --seed 13 --output_dir runs/roberta
 
-Data come from the Hub, or from ``--dataset_path``, a folder of ``<split>.jsonl`` files with the
-Hub's columns. The dev split, the next k examples of each class, is for choosing settings; it and
-the test split count as public.
+Data come from the Hub, or from ``--dataset_path``, a folder with the Hub's columns (see
+``recipes.data``). The dev split, the next k examples of each class, is for choosing settings; it
+and the test split count as public.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset, load_dataset
+from datasets import ClassLabel, Dataset
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -42,8 +40,20 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from dp_grape_hf import DPGrapeTrainingArguments
-from recipes.experiment import Experiment, ExperimentArguments, Family, Scores, main, with_adapter
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from recipes.data import load_split, origin
+from recipes.experiment import (
+    UNKNOWN,
+    Experiment,
+    ExperimentArguments,
+    Family,
+    Scores,
+    main,
+    preset_for,
+    preset_path,
+    recorded,
+    with_adapter,
+)
 from recipes.roberta_prompts import (
     TASKS,
     Task,
@@ -57,6 +67,11 @@ PROMPT, CLASSIFICATION, MEAN = "prompt", "classification", "mean"
 HEADS = (PROMPT, CLASSIFICATION, MEAN)
 MODEL = "FacebookAI/roberta-large"  # of the paper
 K = 512
+USUAL = {"bf16": False, "frozen": None, "learning_rate_factors": None}  # where `paper` is silent
+COMPARED = (
+    *("learning_rate", "max_grad_norm", "expected_batch_size", "max_steps", "lr_scheduler_type"),
+    *("projection_rank", "projection_update_steps", "accountant", "adjacency", *USUAL),
+)
 TEST_ROWS, TEST_SEED = 1000, 42  # a larger test split is cut to so many rows, whatever the seed
 
 Example = dict[str, Any]
@@ -124,7 +139,7 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         score=score,
         splits={name: len(splits[name]) for name in ("dev", "test")},
         loss=None if script.head == CLASSIFICATION else cross_entropy,
-        notes=notes(task, script, splits),
+        notes=notes(task, script, args, splits),
     )
 
 
@@ -137,16 +152,10 @@ def rows_of(task: Task, script: RobertaArguments, split: str) -> Dataset:
     Rows without a label (-1, as SNLI has) are left out.
 
     Raises:
-        FileNotFoundError: if the folder of the data has no files.
+        FileNotFoundError: if there are no such data.
         ValueError: if the data have other labels than the task.
     """
-    if script.dataset_path is None:
-        data = load_dataset(task.path, task.name, split=split, revision=task.revision)
-    else:
-        files = {path.stem: str(path) for path in Path(script.dataset_path).glob("*.jsonl")}
-        if not files:
-            raise FileNotFoundError(f"dataset_path={script.dataset_path!r} has no .jsonl files.")
-        data = load_dataset("json", data_files=files, split=split)
+    data = load_split(split, script.dataset_path, task.path, task.name, task.revision)
     feature = data.features[task.label]
     names = feature.names if isinstance(feature, ClassLabel) else task.names
     if set(names) != set(task.words):
@@ -271,15 +280,20 @@ def by_length(examples: Sequence[Example], batch_size: int) -> Iterator[list[Exa
 # ---- What differs from the paper ----
 
 
-def notes(task: Task, script: RobertaArguments, splits: dict[str, list[Example]]) -> list[str]:
-    """Returns what differs from the paper's experiment."""
+def notes(
+    task: Task,
+    script: RobertaArguments,
+    args: DPGrapeTrainingArguments,
+    splits: dict[str, list[Example]],
+) -> list[str]:
+    """Returns what differs from the paper's experiment, of which the preset ``paper`` tells."""
     found = [
         "The few-shot split is drawn by the paper's rule from the rows of another copy of the "
         "data, in another order: the same distribution, not the same examples."
     ]
     if script.dataset_path is not None:
         where = f"{script.train_split} and {script.test_split or task.test}"
-        found.append(f"The data are a local stand-in: splits {where} of a folder.")
+        found.append(f"The data are {origin(script.dataset_path)}: splits {where}.")
     if script.model_name_or_path != MODEL:
         found.append(f"The model is {Path(script.model_name_or_path).name}, not {MODEL}.")
     if script.head != PROMPT:
@@ -299,6 +313,17 @@ def notes(task: Task, script: RobertaArguments, splits: dict[str, list[Example]]
                 f"Label {name} has {counts['train']} training and {counts['dev']} dev "
                 f"examples: there are not twice {script.k}."
             )
+    if script.zero_shot:
+        return found
+    paper = USUAL | preset_for(preset_path("roberta", "paper"), args.method, script.task)
+    settings = recorded(args) | {"frozen": script.frozen}
+    if not METHODS[args.method].private:
+        del paper["accountant"]
+    found += [
+        f"{name} is {settings[name]}, not {paper[name]}."
+        for name in COMPARED
+        if name in paper and paper[name] not in (UNKNOWN, settings[name])
+    ]
     return found
 
 

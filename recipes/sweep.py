@@ -22,11 +22,12 @@ The file says what is run:
 For each task and row all combinations of the grid are run at the budget and with the seed of the
 search; the one with the best score on the dev split is run at every budget with every seed. A row
 without a grid is run as it is. The search is not covered by any epsilon: every result says how many
-runs it cost.
+runs it cost, those of a grid that was changed since included.
 
 Each run is a process with a folder of its own, which holds its command, its log and its result. A
 run that has a result is not run again; one that fails is named at the end, and tried again the next
-time. ``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there.
+time. A result whose preset was changed since stops the sweep, before anything is mixed.
+``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -42,7 +44,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,7 @@ import yaml
 from tqdm import tqdm
 
 from dp_grape_hf import METHODS
+from recipes.experiment import parse, recorded
 
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
 
@@ -100,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(argv)
     sweep = Sweep(read(options.config), options.output_dir, options.jobs)
+    sweep.refuse_changed([*sweep.search(), *sweep.final()])
     failed = []
     for stage in (sweep.search, sweep.final):
         sweep.write_summary()  # so that what is there can be shown before all is
-        failed += sweep.complete(list(stage()))
+        failed += sweep.complete(stage())
     text = table(sweep.write_summary())
     (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
@@ -160,18 +165,22 @@ class Sweep:
                 yield self._cell(name, task, epsilon, seed, settings, cost)
 
     def chosen(self, name: str, task: str) -> tuple[dict[str, Any] | None, int]:
-        """Returns the best settings of the grid on the dev split, and how many runs they cost."""
-        grid = list(self._grid(name))
-        if not grid:
-            return {}, 0
+        """Returns the best settings of the grid on the dev split, and how many runs they cost.
+
+        Whoever changes a grid has looked at what it gave before: all runs of searches count that
+        this row has results of for the task, and not those that have failed.
+        """
         best = None
-        for settings in grid:
-            result = self.result(self._searched(name, task, settings))
+        for settings in self._grid(name):
+            cell = self._searched(name, task, settings)
+            result = self.result(cell)
             if result is not None:
                 score = first_score(result, "dev")
                 if best is None or score > best[0]:
-                    best = score, settings
-        return (None if best is None else best[1]), len(grid)
+                    best = score, settings, (self.folder / cell.folder).parent
+        if best is None:
+            return (None if self.config["rows"][name].get("grid") else {}), 0
+        return best[1], len({path.parent for path in best[2].glob("*-run-*/*.json")})
 
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
@@ -204,8 +213,46 @@ class Sweep:
 
     # ---- Running ----
 
+    def refuse_changed(self, cells: Iterable[Cell]) -> None:
+        """Refuses results that were made with other settings than their runs would have today.
+
+        A folder is named for what the file of the sweep says, and not for what a preset does.
+
+        Raises:
+            ValueError: if there are any.
+        """
+        found = [(cell, self.result(cell)) for cell in cells]
+        wrong = [
+            f"{self.folder / cell.folder}: {', '.join(changes)}"
+            for cell, result in found
+            if result is not None and (changes := self._changes(cell, result))
+        ]
+        if wrong:
+            raise ValueError(
+                "Results would be mixed that were made with different settings. What was changed, "
+                "in a preset or in a default, since these were made:\n  "
+                + "\n  ".join(wrong)
+                + "\nUndo the change, or move or delete these folders so that they are run again, "
+                "or give another --output_dir."
+            )
+
+    def _changes(self, cell: Cell, result: Mapping[str, Any]) -> list[str]:
+        """Returns the settings of a result that its command would no longer have."""
+        words = cell.command(self.config["recipe"], self.folder / cell.folder)[3:]
+        family = import_module(f"recipes.{self.config['recipe']}").FAMILY
+        script, args = parse(family, [*words, "--use_cpu=True"])  # no device is needed to compare
+        today = json.loads(json.dumps({"script": asdict(script), "settings": recorded(args)}))
+        return [
+            f"{name} was {was!r} and is {today[part][name]!r} now"
+            for part in today
+            for name, was in result[part].items()
+            if name in today[part] and name != "selection_runs" and was != today[part][name]
+        ]
+
     def complete(self, cells: Iterable[Cell]) -> list[Path]:
         """Runs what has no result yet; returns the folders of the runs that failed."""
+        cells = list(cells)
+        self.refuse_changed(cells)
         missing = [cell for cell in cells if self.result(cell) is None]
         failed = []
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -258,7 +305,7 @@ class Sweep:
                 row["scores"].setdefault(budget, []).append(first_score(result, "test"))
         for rows in tasks.values():
             for row in rows.values():
-                row["scores"] = {k: mean_and_error(v) for k, v in row["scores"].items()}
+                row["scores"] = {k: _finite(mean_and_error(v)) for k, v in row["scores"].items()}
         return {"config": dict(self.config), "tasks": tasks}
 
 
@@ -271,6 +318,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float, int]:
     """Returns the mean, its standard error (NaN of one value) and the number of values."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return statistics.mean(values), error, len(values)
+
+
+def _finite(values: Iterable[float]) -> list[float | None]:
+    """Returns the values, with None for what JSON has no number for."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def table(summary: Mapping[str, Any]) -> str:
@@ -299,8 +351,8 @@ def table(summary: Mapping[str, Any]) -> str:
     )
 
 
-def score_text(found: tuple[float, float, int] | None) -> str:
-    """Returns what ``mean_and_error`` found, as the cell of a table."""
+def score_text(found: Sequence[Any] | None) -> str:
+    """Returns a mean, its error (None or NaN of one value) and their number, for a table."""
     if found is None:
         return "not run"
     mean, error, count = found

@@ -30,7 +30,15 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.experiment import Experiment, ExperimentArguments, Family, main, with_adapter
-from recipes.images import Batches, Images, Source, accuracy, held_out, load_images
+from recipes.images import (
+    Batches,
+    Images,
+    Source,
+    accuracy,
+    held_out,
+    is_local,
+    load_images,
+)
 
 HELD_OUT = 0.2
 _CIFAR = {"train": 50_000, "test": 10_000}
@@ -49,11 +57,12 @@ FINE_TUNE = "-fine-tune"
 """Ends the names of tasks whose preset starts from a checkpoint."""
 
 # Built-in sizes, for --from_scratch without a configuration from the Hub (Dosovitskiy et al. 2021;
-# Touvron et al. 2021 for the smaller two).
+# Touvron et al. 2021 for the next two); the last is for a CPU.
 SIZES = {
     "vit-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
     "vit-small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6},
     "vit-tiny": {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3},
+    "vit-64x2": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 _SHAPE = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers"),
@@ -193,7 +202,8 @@ def notes(script: ViTArguments, source: Source, data: dict[str, Images]) -> list
         if images.lossy:
             found.append(f"{split}: images were stored as JPEG, which changes them a little")
     if script.dataset_path is not None:
-        found.append("images from local files")
+        local = is_local(script.dataset_path)
+        found.append(f"images from {'local files' if local else script.dataset_path}")
     return found
 
 

@@ -1,6 +1,8 @@
 """Presets, runs and results of the recipes, with a family of points in space."""
 
 import json
+from dataclasses import fields
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,18 @@ from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
 
-from dp_grape_hf import METHODS
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from recipes import experiment, opt, roberta, vit
 from recipes.experiment import (
     CONFIGS,
+    UNKNOWN,
     Experiment,
     ExperimentArguments,
     Family,
     freeze,
     main,
     parse,
-    preset_for,
+    result_path,
     run,
 )
 from tests.trainers import TinyForSequenceClassification, points
@@ -148,7 +152,7 @@ def test_a_result_says_what_it_depends_on_and_is_never_overwritten(
 ) -> None:
     others = ["--result_dir", str(preset.parent / "results"), "--curve_steps", "1"]
     result = main(FAMILY, words(preset, *others))
-    path = preset.parent / "results" / "toy-none-points-dp_grape-eps8-seed42.json"
+    path = preset.parent / "results" / "toy-preset-none-points-dp_grape-eps8-seed42.json"
     assert json.loads(path.read_text()) == result
     assert f"{path}\n" in capsys.readouterr().out
     assert result["metrics"].keys() == {"dev", "test"}
@@ -173,13 +177,121 @@ def test_a_model_is_scored_as_it_is(preset: Path) -> None:
     assert result["privacy"] is None
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_*.yaml")), ids=lambda path: path.stem)
-def test_a_preset_names_methods_that_exist(path: Path) -> None:
+def test_software_is_that_of_the_start(preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = ["before"]
+    monkeypatch.setattr(experiment, "git_commit", lambda: now[0])
+    monkeypatch.setattr(experiment, "versions", lambda: {"torch": now[0]})
+
+    def late(script: ExperimentArguments, args: Any) -> Experiment:
+        now[0] = "after"  # somebody commits, or installs, while the run goes on
+        return load(script, args)
+
+    family = Family("toy", ExperimentArguments, ("points",), late)
+    result = main(family, words(preset, "--result_dir", str(preset.parent)))
+    assert (result["git_commit"], result["versions"]) == ("before", {"torch": "before"})
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [([], ["peak", "dev", "test"]), (["--zero_shot"], ["dev", "test", "peak"])],
+)
+def test_memory_is_that_of_training_or_of_the_scores_where_there_is_none(
+    preset: Path, monkeypatch: pytest.MonkeyPatch, others: list[str], expected: list[str]
+) -> None:
+    order = []
+
+    def watched(script: ExperimentArguments, args: Any) -> Experiment:
+        found = load(script, args)
+        found.score = lambda model, split: order.append(split) or {"accuracy": 1.0}
+        return found
+
+    monkeypatch.setattr(experiment, "peak_memory", lambda: order.append("peak") or {})
+    family = Family("toy", ExperimentArguments, ("points",), watched)
+    main(family, words(preset, "--result_dir", str(preset.parent), *others))
+    assert order == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("ours", "roberta-some-SST-2-dp_grape-eps2-seed42.json"),
+        ("paper", "roberta-paper-some-SST-2-dp_grape-eps2-seed42.json"),
+        ("reference_code", "roberta-reference_code-some-SST-2-dp_grape-eps2-seed42.json"),
+        (str(CONFIGS / "roberta_paper.yaml"), "roberta-paper-some-SST-2-dp_grape-eps2-seed42.json"),
+    ],
+)
+def test_results_of_several_presets_fit_into_one_folder(config: str, expected: str) -> None:
+    given = ["--task=SST-2", "--model_name_or_path=a/some", f"--config={config}", "--eps=2"]
+    script, args = parse(roberta.FAMILY, [*given, "--use_cpu", "--result_dir=out"])
+    assert result_path(roberta.FAMILY, script, args) == Path("out", expected)
+
+
+def test_a_result_that_appears_meanwhile_is_not_overwritten(preset: Path) -> None:
+    path = preset.parent / "toy-preset-none-points-dp_grape-eps8-seed42.json"
+    unfinished = path.with_suffix(".part")  # of somebody else
+    unfinished.write_text("half")
+
+    def overtaken(script: ExperimentArguments, args: Any) -> Experiment:
+        path.write_text("first")
+        return load(script, args)
+
+    family = Family("toy", ExperimentArguments, ("points",), overtaken)
+    with pytest.raises(FileExistsError):
+        main(family, words(preset, "--result_dir", str(preset.parent)))
+    assert (path.read_text(), unfinished.read_text()) == ("first", "half")
+    assert list(preset.parent.glob("*.part")) == [unfinished]
+
+
+# ---- The files of settings ----
+
+FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
+PRESETS = sorted(path for name in FAMILIES for path in CONFIGS.glob(f"{name}_*.yaml"))
+PARTS = {"arguments", "methods", "tasks", "models"}
+
+
+def test_every_file_of_settings_is_tested() -> None:
+    """Those of sweeps in test_sweep, digits.yaml in test_recipes, the last below."""
+    others = {path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "sweeps"}
+    names = {path.name for path in others - {*PRESETS}}
+    assert names == {"digits.yaml", "compare_digits.yaml"}
+    assert len(PRESETS) == 11
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_sets_what_there_is(path: Path) -> None:
+    family = FAMILIES[path.stem.partition("_")[0]]
+    known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
     preset = yaml.safe_load(path.read_text())
-    if "rows" in preset:
-        methods = {row["method"] for row in preset["rows"].values()}
-    else:
-        tasks = preset.get("tasks", {}).values()
-        methods = set(preset.get("methods", {})).union(*(t.get("methods", {}) for t in tasks))
-        assert all(preset_for(path, method, "") for method in methods)
+    models = preset.get("models", {})
+    methods: set[str] = set()
+    for part in (preset, *models.values()):
+        tasks = part.get("tasks", {})
+        assert set(tasks) <= set(family.tasks)
+        for layer in (part, *tasks.values()):
+            assert layer.keys() <= PARTS
+            of_methods = layer.get("methods", {})
+            methods |= of_methods.keys()
+            for options in (layer.get("arguments", {}), *of_methods.values()):
+                assert options.keys() <= known
     assert methods <= METHODS.keys()
+    of_methods_and_tasks = product(sorted(methods), family.tasks)
+    for (method, task), model in zip(of_methods_and_tasks, cycle(models or [None])):
+        given = [f"--config={path}", f"--method={method}", f"--task={task}", "--use_cpu=True"]
+        given += ["--target_epsilon=2"] * METHODS[method].private
+        given += [] if model is None else [f"--model_name_or_path={model}"]
+        try:
+            _, args = parse(family, given)
+        except ValueError as error:
+            if "does not know" not in str(error) or UNKNOWN not in path.read_text():
+                raise
+        else:
+            assert args.method == method
+
+
+def test_the_comparison_of_methods_sets_what_there_is() -> None:
+    config = yaml.safe_load((CONFIGS / "compare_digits.yaml").read_text())
+    known = {f.name for f in fields(DPGrapeTrainingArguments)}
+    assert config["shared"].keys() <= known
+    for row in config["rows"].values():
+        assert row.keys() - {"grid"} <= known
+        assert row["method"] in METHODS

@@ -490,6 +490,56 @@ def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.Mo
     assert mean_f1(None, questions, encoder, PAD, 2, 4) == 75.0
 
 
+METRIC = """
+import datasets
+import evaluate
+
+
+class Same(evaluate.Metric):
+    def _info(self):
+        text, place = datasets.Value("string"), datasets.Value("int32")
+        answers = datasets.Features({"text": [text], "answer_start": [place]})
+        return evaluate.MetricInfo(
+            description="Whether an answer is right, letter by letter.",
+            citation="",
+            features=datasets.Features(
+                {
+                    "predictions": {"id": text, "prediction_text": text},
+                    "references": {"id": text, "answers": answers},
+                }
+            ),
+        )
+
+    def _compute(self, predictions, references):
+        right = [
+            found["prediction_text"] in wanted["answers"]["text"]
+            for found, wanted in zip(predictions, references, strict=True)
+        ]
+        return {"f1": 100 * sum(right) / len(right), "exact_match": -1.0}
+"""
+
+
+def test_answers_may_be_scored_by_a_metric_of_evaluate(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the last word where it is the same F1, and not where there is no answer."""
+    path = tmp_path / "same"
+    path.mkdir()
+    (path / "same.py").write_text(METRIC)
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "metrics")
+    script, args = parse(FAMILY, words(folder, tmp_path, "SQuAD", **ONE, metric_path=path))
+    told = iter(["Ice", "ice", "Nothing", "no answer"])
+    monkeypatch.setattr("recipes.opt_scores.generate", lambda *others: [*told])
+    golds = [("ice",), ("water", "ice"), ("ice",), ("no answer", "ice")]
+    questions = [Question("?", (" ice\n",), golds=each) for each in golds]
+    monkeypatch.setattr(
+        opt, "load_splits", lambda *others: {name: questions for name in ("train", "dev", "test")}
+    )
+    experiment = opt.load(script, args)
+    assert experiment.score(experiment.model, "dev") == {"f1": 50.0}  # 0, 1, 0 and ours, 1
+
+
 # ---- Runs ----
 
 
@@ -600,8 +650,26 @@ def test_presets_have_the_settings_of_each_size(config: str, model: str) -> None
         assert args.num_samples is None  # N is the number of training examples
         assert (script.frozen is not None) == (config == "reference_code")
         assert script.dtype == ("bfloat16" if config == "ours" else "float32")
-    _, args = settings(config, "opt-2.7b", "BoolQ", "dp_adam")
-    assert (args.learning_rate, args.max_steps, args.max_grad_norm) == (1e-5, 3000, 20.0)
+
+
+DP_ADAM = {  # tab:opt-c; it does not fit with 6.7B
+    "opt-1.3b": {"SST2": 20.0, "BoolQ": 5.0, "SQuAD": 5.0, "DROP": 5.0},
+    "opt-2.7b": {"SST2": 20.0, "BoolQ": 20.0, "SQuAD": 5.0, "DROP": 20.0},
+}
+
+
+@pytest.mark.parametrize("config", ["paper", "reference_code", "ours"])
+def test_presets_have_the_bounds_of_dp_adam(config: str) -> None:
+    for model, bounds in DP_ADAM.items():
+        for task, bound in bounds.items():
+            _, args = settings(config, model, task, "dp_adam")
+            assert (args.learning_rate, args.max_steps) == (1e-5, 3000)
+            assert (args.max_grad_norm, args.expected_batch_size) == (bound, 8)
+
+
+@pytest.mark.parametrize(("config", "seed"), [("paper", 0), ("reference_code", 0), ("ours", 42)])
+def test_the_first_seed_is_that_of_the_code(config: str, seed: int) -> None:
+    assert settings(config, "opt-1.3b", "SST2", "dp_grape")[1].seed == seed
 
 
 @pytest.mark.parametrize(

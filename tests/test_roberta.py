@@ -224,7 +224,7 @@ def test_labels_are_matched_by_name_and_rows_without_one_are_left_out(
             features=Features({**columns, "label": ClassLabel(names=names)}),
         )
 
-    monkeypatch.setattr(roberta, "load_dataset", load_dataset)
+    monkeypatch.setattr("recipes.data.load_dataset", load_dataset)
     script: Any = SimpleNamespace(dataset_path=None)
     rows = roberta.rows_of(TASKS["MNLI"], script, "validation_matched")
     assert rows[:] == {"texts": [["a", "e"], ["b", "f"], ["d", "h"]], "labels": [2, 0, 1]}
@@ -249,7 +249,7 @@ def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has \[6\], which are no labels"):
         roberta.rows_of(TASKS["TREC"], script, "train")
     script.dataset_path = str(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match=r"has no \.jsonl files"):
+    with pytest.raises(FileNotFoundError, match=r"none' is no folder"):
         roberta.rows_of(TASKS["TREC"], script, "train")
 
 
@@ -485,7 +485,56 @@ def test_the_paper_and_the_code_differ_where_the_notes_say(task: str) -> None:
         assert (args.max_steps, args.expected_batch_size) == (1000, 64)
         assert (args.weight_decay, args.lr_scheduler_type.value) == (0.0, "constant")
         assert (script.k, script.model_name_or_path) == (512, roberta.MODEL)
+        assert args.target_delta == 1e-5
         assert args.num_samples is None  # N is the length of the data, never k times the labels
+
+
+def said(*given: str) -> list[str]:
+    """The notes of a run on RTE that are not about its data."""
+    script, args = parse(roberta.FAMILY, ["--task=RTE", "--use_cpu", *given])
+    rows = [{"labels": label} for label in (0, 1) for _ in range(512)]
+    splits = {"train": rows, "dev": rows}
+    return roberta.notes(TASKS["RTE"], script, args, splits)[1:]
+
+
+def test_a_result_says_what_its_settings_have_other_than_the_paper() -> None:
+    assert said("--config=paper", "--eps=6") == []
+    assert said("--config=ours", "--eps=6") == ["accountant is prv, not rdp."]
+    changed = ["--bf16", "--frozen=embeddings", "--max_steps=200", "--learning_rate=3e-4"]
+    factors = '--learning_rate_factors={"lm_head": 50}'
+    assert said("--config=paper", "--eps=6", *changed, factors) == [
+        "learning_rate is 0.0003, not 0.0001.",
+        "max_steps is 200, not 1000.",
+        "bf16 is True, not False.",
+        "frozen is embeddings, not None.",
+        "learning_rate_factors is {'lm_head': 50}, not None.",
+    ]
+    assert said("--config=ours", "--method=adam") == []  # the paper does not tell, nor account
+    assert said("--config=ours", "--method=adam", "--zero_shot", "--bf16") == []
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "factor"),
+    [
+        *(("dp_grape", 1e-4, 50), ("dp_adam", 3e-5, 50), ("dp_galore", 3e-5, 50)),
+        *(("dp_lora", 1e-3, 10), ("adam", 1e-4, 10)),
+    ],
+)
+def test_the_preset_of_a_small_encoder_moves_its_new_head_faster(
+    method: str, rate: float, factor: int
+) -> None:
+    private = ["--eps=2"] * METHODS[method].private
+    given = ["--config=small", "--task=TREC", f"--method={method}", *private]
+    script, args = parse(roberta.FAMILY, given)
+    assert (args.learning_rate, args.learning_rate_factors) == (rate, {"classifier": factor})
+    assert (script.head, script.frozen, script.max_length) == ("mean", "embeddings", 48)
+    assert (args.max_steps, args.expected_batch_size) == (200, 64)
+    assert args.per_device_train_batch_size == 16
+    assert args.train_sampling_strategy == "group_by_length"
+    if METHODS[method].private:
+        assert args.max_grad_norm == 0.5
+    with pytest.raises(ValueError, match="does not know learning_rate"):
+        parse(roberta.FAMILY, ["--config=small", "--task=TREC", "--method=dpzero", "--eps=2"])
 
 
 @pytest.mark.parametrize("method", ["adam", "dp_adam", "lora", "dp_lora", "mezo", "dpzero"])

@@ -1,32 +1,42 @@
 """Sweeps choose on the dev split, go on where they stopped, and say what the choice cost."""
 
 import json
+import struct
 import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
-from recipes import sweep
+from recipes import opt, roberta, sweep, vit
+from recipes.experiment import CONFIGS, ExperimentArguments, Family, parse, recorded
+from recipes.sweep import Cell, Sweep
 
+ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
     "recipe": "toy",
-    "arguments": {"config": "ours", "max_steps": 3},
+    "arguments": {"max_steps": 3},
     "tasks": {"points": {"dataset_path": "data/points"}},
-    "search": {"epsilon": 6, "seed": 100, "arguments": {"held_out": True}},
+    "search": {"epsilon": 6, "seed": 100, "arguments": {"curve_steps": 5}},
     "final": {"epsilons": [2, 6], "seeds": [13, 21]},
     "rows": {
         "DP-GRAPE": {"arguments": {"method": "dp_grape"}, "grid": {"learning_rate": [0.1, 0.3]}},
         "Adam": {"arguments": {"method": "adam", "learning_rate": 0.5}},
     },
 }
+PRESET = {"model_name_or_path": "none", "target_delta": 1e-3, "max_grad_norm": 1.0}
 
 
 class Runs:
     """Stands for the processes: a score is 10 times the rate plus a thousandth of the seed."""
 
     def __init__(self) -> None:
+        self.family: Any = Family("toy", ExperimentArguments, ("points",), load=None)  # type: ignore[arg-type]
         self.commands: list[dict[str, str]] = []
         self.fail = ""
 
@@ -36,9 +46,14 @@ class Runs:
         self.commands.append(words)
         if words["learning_rate"] == self.fail:
             return subprocess.CompletedProcess(command, 1)
-        score = 10 * float(words["learning_rate"]) + int(words["seed"]) / 1000
-        result = {"metrics": {"dev": {"accuracy": score}, "test": {"accuracy": score + 50}}}
-        (Path(words["result_dir"]) / "result.json").write_text(json.dumps(result))
+        script, args = parse(self.family, [*command[3:], "--use_cpu=True"])
+        score = 10 * args.learning_rate + args.seed / 1000
+        result = {
+            "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
+            "settings": recorded(args),
+            "metrics": {"dev": {"accuracy": score}, "test": {"accuracy": score + 50}},
+        }
+        Path(words["result_dir"], "result.json").write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, 0)
 
 
@@ -46,13 +61,26 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
     monkeypatch.setattr(subprocess, "run", runs)
+    monkeypatch.setitem(sys.modules, "recipes.toy", SimpleNamespace(FAMILY=runs.family))
     return runs
 
 
-def run(folder: Path, config: dict[str, Any] = CONFIG) -> int:
-    path = folder / "sweep.yaml"
+def run(folder: Path, config: dict[str, Any] = CONFIG, **preset: Any) -> int:
+    """Runs a sweep, whose preset may be another than that of the time before."""
+    path, of_runs = folder / "sweep.yaml", folder / "preset.yaml"
+    of_runs.write_text(yaml.safe_dump({"arguments": PRESET | preset}))
+    config = config | {"arguments": config["arguments"] | {"config": str(of_runs)}}
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return sweep.main(["--config", str(path), "--output_dir", str(folder / "out")])
+
+
+def strict(path: Path) -> Any:
+    """What a JSON file holds, if it is one: NaN and Infinity are no JSON."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
 
 
 def test_the_best_on_the_dev_split_is_run_at_every_budget(
@@ -62,7 +90,7 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     search, final = runs.commands[:2], runs.commands[2:]
     assert [c["learning_rate"] for c in search] == ["0.1", "0.3"]
     assert {(c["target_epsilon"], c["seed"]) for c in search} == {("6", "100")}
-    assert ["held_out" in c for c in runs.commands] == [True] * 2 + [False] * 6
+    assert ["curve_steps" in c for c in runs.commands] == [True] * 2 + [False] * 6
     assert {c["dataset_path"] for c in runs.commands} == {"data/points"}
     private = [c for c in final if c["method"] == "dp_grape"]
     assert {(c["target_epsilon"], c["seed"]) for c in private} == {
@@ -72,7 +100,7 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     plain = [c for c in final if c["method"] == "adam"]
     assert [c["seed"] for c in plain] == ["13", "21"]
     assert not any("target_epsilon" in c for c in plain)
-    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    record = strict(tmp_path / "out" / "sweep.json")
     row = record["tasks"]["points"]["DP-GRAPE"]
     assert row["search_runs"] == 2
     assert row["scores"]["2"] == pytest.approx([53.017, 0.004, 2])  # 53.013 and 53.021
@@ -107,6 +135,76 @@ def test_a_run_that_fails_is_named_and_tried_again(
     assert run(tmp_path) == 0
 
 
+def test_one_run_has_no_error_and_that_is_json(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, CONFIG | {"final": {"epsilons": [2], "seeds": [13]}})
+    row = strict(tmp_path / "out" / "sweep.json")["tasks"]["points"]["DP-GRAPE"]
+    assert row["scores"]["2"] == [pytest.approx(53.013), None, 1]
+    assert "| DP-GRAPE | 2 | 53.0 [1] |" in capsys.readouterr().out
+    assert sweep.score_text((53.013, float("nan"), 1)) == "53.0 [1]"  # as it was written once
+
+
+def with_grid(*rates: float) -> dict[str, Any]:
+    """The sweep with another grid of learning rates."""
+    rows = CONFIG["rows"] | {
+        "DP-GRAPE": CONFIG["rows"]["DP-GRAPE"] | {"grid": {"learning_rate": [*rates]}}
+    }
+    return CONFIG | {"rows": rows}
+
+
+def test_runs_of_a_grid_that_was_changed_were_looked_at_too(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    runs.commands.clear()
+    run(tmp_path, with_grid(0.3, 0.7))
+    assert [c["learning_rate"] for c in runs.commands] == ["0.7"] * 5
+    assert [c["selection_runs"] for c in runs.commands] == ["0"] + ["3"] * 4
+    assert "from 3 runs" in capsys.readouterr().out
+    record = strict(tmp_path / "out" / "sweep.json")
+    assert record["tasks"]["points"]["DP-GRAPE"]["search_runs"] == 3
+    assert record["tasks"]["points"]["Adam"]["search_runs"] == 0
+    runs.commands.clear()
+    assert run(tmp_path, with_grid(0.1, 0.3)) == 0  # what is there says what it cost then
+    assert runs.commands == []
+
+
+def test_runs_that_failed_could_not_be_looked_at(tmp_path: Path, runs: Runs) -> None:
+    runs.fail = "0.3"
+    run(tmp_path)
+    private = [c for c in runs.commands[2:] if c["method"] == "dp_grape"]
+    assert {(c["learning_rate"], c["selection_runs"]) for c in private} == {("0.1", "1")}
+
+
+def test_results_of_a_preset_that_was_changed_are_not_mixed_with_new_ones(
+    tmp_path: Path, runs: Runs
+) -> None:
+    assert run(tmp_path) == 0
+    files = sorted((tmp_path / "out").rglob("*.*"))
+    runs.commands.clear()
+    with pytest.raises(ValueError, match="made with different settings") as error:
+        run(tmp_path, max_grad_norm=2.0)
+    lines = str(error.value).splitlines()
+    wrong = [line for line in lines if line.startswith("  ")]
+    assert len(wrong) == 6  # a budget has a bound; without privacy there is none
+    assert all(line.endswith(": max_grad_norm was 1.0 and is 2.0 now") for line in wrong)
+    assert all("dp-grape" in line for line in wrong)
+    assert "another --output_dir" in lines[-1]
+    assert sorted((tmp_path / "out").rglob("*.*")) == files
+    assert runs.commands == []
+    for path in (tmp_path / "out" / "points" / "dp-grape").rglob("result.json"):
+        path.unlink()
+    assert run(tmp_path, max_grad_norm=2.0) == 0
+    assert len(runs.commands) == 6
+
+
+def test_a_folder_keeps_its_name() -> None:
+    """Results that were committed lie in folders of such names: SHA-256 of [["a", 1]]."""
+    cell = Cell("DP-Adam, head only", "SST-2", 6, 100, (("a", 1),))
+    assert cell.folder == Path("SST-2", "dp-adam-head-only", "eps6-seed100-run-21cba725")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,3 +216,162 @@ def test_a_run_that_fails_is_named_and_tried_again(
 def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(tmp_path, CONFIG | change)
+
+
+# ---- The files ----
+
+FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
+FILES = sorted((CONFIGS / "sweeps").glob("*.yaml"))
+BOUNDS_OF_VIT = [0.1, 1.0, 10.0]
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "roberta": (
+        {"max_grad_norm": [0.1, 0.5, 1, 5, 10, 20]},
+        {"epsilon": 6, "seed": 100},
+        {"epsilons": [2, 6], "seeds": [13, 21, 42]},
+    ),
+    "roberta_rank": (
+        {"max_grad_norm": [0.1, 0.5, 1, 5, 20]},
+        {"epsilon": 6, "seed": 100},
+        {"epsilons": [2, 6], "seeds": [13, 21, 42]},
+    ),
+    "opt": (
+        {"max_grad_norm": [0.1, 1, 5, 20]},
+        {"epsilon": 6, "seed": 0},
+        {"epsilons": [2, 6], "seeds": [0, 29, 83]},
+    ),
+    "vit": (
+        {"max_grad_norm": BOUNDS_OF_VIT, "learning_rate": [1e-4, 5e-4, 1e-3, 5e-3]},
+        {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},
+        {"epsilons": [1, 2, 4, 8], "seeds": [42]},
+    ),
+    "vit_fine_tune": (
+        {"max_grad_norm": BOUNDS_OF_VIT, "learning_rate": [1e-5, 5e-5, 1e-4, 5e-4]},
+        {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},
+        {"epsilons": [1, 2, 4, 8], "seeds": [42]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_paper_s_searches_are_as_published(name: str) -> None:
+    grid, search, final = PUBLISHED[name]
+    config = sweep.read(CONFIGS / "sweeps" / f"{name}.yaml")
+    private = [row for row in config["rows"].values() if row["arguments"]["method"] == "dp_grape"]
+    assert private
+    assert all(row["grid"] == grid for row in private)
+    assert (config["search"], config["final"]) == (search, final)
+    assert config["arguments"] == {"config": "paper"}
+
+
+def test_ranks_and_sizes_are_those_of_the_paper() -> None:
+    rows = sweep.read(CONFIGS / "sweeps" / "roberta_rank.yaml")["rows"]
+    ranks = [row["arguments"]["projection_rank"] for row in rows.values()]
+    assert ranks == [4, 8, 32, 64, 128, 256]  # 16 is in roberta.yaml
+    assert [*rows] == [f"r = {rank}" for rank in ranks]
+    rows = sweep.read(CONFIGS / "sweeps" / "opt.yaml")["rows"]
+    for name, row in rows.items():
+        size = name.rpartition(", ")[2].lower()
+        assert row["arguments"]["model_name_or_path"] == f"facebook/opt-{size}"
+    assert "DP-Adam, 6.7B" not in rows  # out of memory in the paper
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_run_of_a_file_has_settings_that_exist(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sweep.read(path)
+    family = FAMILIES[config["recipe"]]
+    assert config["tasks"].keys() <= set(family.tasks)
+    assert config["search"].keys() <= {"epsilon", "seed", "arguments"}
+    assert all(isinstance(seed, int) for seed in config["final"]["seeds"])
+    config["final"] = {"epsilons": config["final"]["epsilons"][:1], "seeds": [13]}
+    plan = Sweep(config, tmp_path)
+    first = {name: next(plan._grid(name), {}) for name in config["rows"]}
+    monkeypatch.setattr(Sweep, "chosen", lambda self, name, task: (first[name], 1))
+    last = {(cell.row, cell.task): cell for cell in plan.search()}
+    cells = [*last.values(), *plan.final()]
+    assert {(cell.row, cell.task) for cell in cells} == {
+        (row, task) for row in config["rows"] for task in config["tasks"]
+    }
+    for cell in cells:
+        command = cell.command(config["recipe"], tmp_path)
+        script, args = parse(family, [*command[3:], "--use_cpu=True"])
+        assert (script.task, args.seed, args.target_epsilon) == (cell.task, cell.seed, cell.epsilon)
+        assert args.method == config["rows"][cell.row]["arguments"]["method"]
+        chosen = dict(cell.settings)
+        for option in config["rows"][cell.row].get("grid") or {}:
+            assert getattr(args, option) == chosen[option]
+
+
+# ---- Real processes ----
+
+
+def write_digits(folder: Path) -> None:
+    """Forty training and twenty test images of 8 x 8 pixels, as files of MNIST."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 40), ("t10k", 20)):
+        images = random.integers(0, 256, (count, 8, 8), dtype=np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", images[:, 0, 0] % 10)):
+            sizes = struct.pack(f">{array.ndim}I", *array.shape)
+            head = bytes([0, 0, 8, array.ndim]) + sizes
+            (folder / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
+
+
+TINY = {
+    **{"config": "paper", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "projection_rank": 4, "max_steps": 1},
+    **{"expected_batch_size": 8, "per_device_train_batch_size": 8, "curve_steps": 0},
+    **{"target_delta": 1e-3, "use_cpu": True, "dataloader_pin_memory": False},
+}
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_digits(tmp_path)
+    config = {
+        "recipe": "vit",
+        "arguments": TINY,
+        "tasks": {"MNIST": {"dataset_path": str(tmp_path)}},
+        "search": {"epsilon": 6, "seed": 100, "arguments": {"held_out": True}},
+        "final": {"epsilons": [8], "seeds": [13]},
+        "rows": {
+            "DP-GRAPE": {
+                "arguments": {"method": "dp_grape"},
+                "grid": {"learning_rate": [1e-3, 1e-2]},
+            }
+        },
+    }
+    path, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    words = ["--config", str(path), "--output_dir", str(out)]
+    monkeypatch.chdir(ROOT)
+    start, started = subprocess.run, []
+
+    def interrupted(command: list[str], **kwargs: Any) -> Any:
+        started.append(command)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return start(command, **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.main(words)
+    (first,) = out.rglob("vit-*.json")
+    before = first.stat().st_mtime_ns
+    assert sweep.main(words) == 0
+    assert first.stat().st_mtime_ns == before
+    assert started[1] == started[2]
+    assert len(started) == 4
+    results = [json.loads(found.read_text()) for found in out.rglob("vit-*.json")]
+    assert sorted((r["settings"]["seed"], r["script"]["selection_runs"]) for r in results) == [
+        *((13, 2), (100, 0), (100, 0))
+    ]
+    record = strict(out / "sweep.json")["tasks"]["MNIST"]["DP-GRAPE"]
+    tested = next(r["metrics"]["test"]["accuracy"] for r in results if "test" in r["metrics"])
+    assert record == {
+        "settings": record["settings"],
+        "search_runs": 2,
+        "scores": {"8": [pytest.approx(tested), None, 1]},
+    }

@@ -1,0 +1,115 @@
+"""The data of a task come from the Hub by name, or from a folder of any kind, by the same call."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from recipes import data
+from recipes.data import load_split, origin
+
+ROWS = {
+    "train": [{"text": f"a {i}", "label": i % 2} for i in range(3)],
+    "validation": [{"text": "b", "label": 1}],
+    "test": [{"text": "c", "other": 0.5}],  # of other columns, as test splits without labels are
+}
+HUB = ("nyu-mll/glue", "sst2", "v1")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def as_lines(folder: Path) -> str:
+    for split, rows in ROWS.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text)
+    return str(folder)
+
+
+def as_saved(folder: Path) -> str:
+    parts = {split: Dataset.from_list(rows) for split, rows in ROWS.items()}
+    DatasetDict(parts).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def as_parquet(folder: Path) -> str:
+    (folder / "data").mkdir()
+    for split in ("train", "validation"):
+        Dataset.from_list(ROWS[split]).to_parquet(
+            folder / "data" / f"{split}-00000-of-00001.parquet"
+        )
+    return str(folder)
+
+
+def as_two_configurations(folder: Path) -> str:
+    """A download from the Hub, of which the card says what its configurations are."""
+    as_parquet(folder)
+    names = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: data/{path}-*\n"
+        f"  - split: validation\n    path: data/validation-*\n"
+        for name, path in (("first", "validation"), ("second", "train"))
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{names}---\n")
+    return f"{folder}:second"
+
+
+@pytest.mark.parametrize("kind", [as_lines, as_saved, as_parquet, as_two_configurations])
+def test_a_folder_is_read_whatever_it_holds(kind: Any, tmp_path: Path) -> None:
+    path = kind(tmp_path)
+    assert load_split("train", path, *HUB).to_list() == ROWS["train"]
+    both = load_split("train + validation", path, *HUB)
+    assert both.to_list() == [*ROWS["train"], *ROWS["validation"]]
+    assert origin(path) == "a local stand-in"
+
+
+@pytest.mark.parametrize("kind", [as_lines, as_saved])
+def test_a_split_that_is_not_there_is_named_beside_those_that_are(
+    kind: Any, tmp_path: Path
+) -> None:
+    message = r"has the splits \['test', 'train', 'validation'\], and not 'dev'"
+    with pytest.raises(ValueError, match=message):
+        load_split("dev", kind(tmp_path), *HUB)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (None, ("nyu-mll/glue", "sst2", {"split": "train", "revision": "v1"})),
+        ("SetFit/sst5", ("SetFit/sst5", None, {"split": "train"})),
+        ("someone/glue:sst2", ("someone/glue", "sst2", {"split": "train"})),
+        ("nyu-mll/glue", ("nyu-mll/glue", "sst2", {"split": "train"})),
+        ("nyu-mll/glue:rte", ("nyu-mll/glue", "rte", {"split": "train"})),
+    ],
+)
+def test_what_is_no_folder_is_asked_of_the_hub(
+    path: str | None, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(name: str, config: str | None, **others: Any) -> Dataset:
+        asked.append((name, config, others))
+        return Dataset.from_list(ROWS["train"])
+
+    monkeypatch.setattr(data, "load_dataset", load_dataset)
+    assert load_split("train", path, *HUB).to_list() == ROWS["train"]
+    assert asked == [expected]
+    if path is not None:
+        assert origin(path) == f"{path} of the Hub"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError])
+def test_neither_folder_nor_name_is_said_so(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*args: Any, **others: Any) -> Dataset:
+        raise error("cannot be reached")
+
+    monkeypatch.setattr(data, "load_dataset", load_dataset)
+    message = "dataset_path='data/sts2' is no folder, and the Hub gave .*: cannot be reached"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_split("train", "data/sts2", *HUB)
