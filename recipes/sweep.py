@@ -27,7 +27,8 @@ runs it cost, those of a grid that was changed since included.
 Each run is a process with a folder of its own, which holds its command, its log and its result. A
 run that has a result is not run again; one that fails is named at the end, and tried again the next
 time. A result whose preset was changed since stops the sweep, before anything is mixed.
-``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there.
+``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there, and the scores
+of the search.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage in (sweep.search, sweep.final):
         sweep.write_summary()  # so that what is there can be shown before all is
         failed += sweep.complete(stage())
-    text = table(sweep.write_summary())
+    summary = sweep.write_summary()
+    text = "\n".join(filter(None, (table(summary), search_table(summary))))
     (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
     for folder in failed:
@@ -306,7 +308,19 @@ class Sweep:
         for rows in tasks.values():
             for row in rows.values():
                 row["scores"] = {k: _finite(mean_and_error(v)) for k, v in row["scores"].items()}
-        return {"config": dict(self.config), "tasks": tasks}
+        return {"config": dict(self.config), "tasks": tasks, "search": self._search_scores()}
+
+    def _search_scores(self) -> list[dict[str, Any]]:
+        """Returns the dev score of each combination that was searched, None where it is not run."""
+        scores = []
+        for name in self.config["rows"]:
+            for settings in self._grid(name):
+                found = {}
+                for task in self.config["tasks"]:
+                    result = self.result(self._searched(name, task, settings))
+                    found[task] = None if result is None else first_score(result, "dev")
+                scores.append({"row": name, "settings": settings, "scores": found})
+        return scores
 
 
 def first_score(result: Mapping[str, Any], split: str) -> float:
@@ -326,7 +340,7 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Returns the summary as a table in Markdown: a line for each row and budget."""
+    """Returns the scores as a table in Markdown: a line for each row and budget; empty: no score."""
     config = summary["config"]
     budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
     lines = ["| Method | ε | " + " | ".join(config["tasks"]) + " |"]
@@ -339,6 +353,8 @@ def table(summary: Mapping[str, Any]) -> str:
         if any(found):
             shown = budget.replace("inf", "∞")
             lines.append(f"| {name} | {shown} | " + " | ".join(map(score_text, found)) + " |")
+    if len(lines) == 2:
+        return ""
     cost = sum(row["search_runs"] for rows in summary["tasks"].values() for row in rows.values())
     return "\n".join(
         [
@@ -349,6 +365,23 @@ def table(summary: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def search_table(summary: Mapping[str, Any]) -> str:
+    """Returns what the search saw as a table in Markdown: a line for each combination, if any."""
+    if not summary["search"]:
+        return ""
+    config, where = summary["config"], summary["config"]["search"]
+    lines = ["| Method | Settings | " + " | ".join(config["tasks"]) + " |"]
+    lines.append("|---" * (2 + len(config["tasks"])) + "|")
+    for cell in summary["search"]:
+        settings = ", ".join(f"{name} = {value}" for name, value in cell["settings"].items())
+        scores = [
+            "not run" if score is None else f"{score:.1f}" for score in cell["scores"].values()
+        ]
+        lines.append(f"| {cell['row']} | {settings} | " + " | ".join(scores) + " |")
+    about = f"The search: dev score at ε = {where['epsilon']:g} (if private), seed {where['seed']}."
+    return "\n".join([*lines, "", about, ""])
 
 
 def score_text(found: Sequence[Any] | None) -> str:

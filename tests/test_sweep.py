@@ -110,6 +110,21 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     assert "from 2 runs" in text
 
 
+def test_the_search_is_shown_and_nothing_that_was_not_run(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.fail = "0.3"
+    run(tmp_path, CONFIG | {"final": {"epsilons": [2], "seeds": []}})
+    assert capsys.readouterr().out.splitlines() == [
+        "| Method | Settings | points |",
+        "|---|---|---|",
+        "| DP-GRAPE | learning_rate = 0.1 | 1.1 |",
+        "| DP-GRAPE | learning_rate = 0.3 | not run |",
+        "",
+        "The search: dev score at ε = 6 (if private), seed 100.",
+    ]
+
+
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     found = sorted((tmp_path / "out").rglob("result.json"))
