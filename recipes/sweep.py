@@ -340,7 +340,7 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Returns the scores as a table in Markdown: a line for each row and budget; empty: no score."""
+    """Returns the scores as a table in Markdown, if any: a line for each row and budget."""
     config = summary["config"]
     budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
     lines = ["| Method | ε | " + " | ".join(config["tasks"]) + " |"]
