@@ -3,8 +3,8 @@
     python -m recipes.figures --results runs/results runs/sweep
 
 Below the folders lie results of recipes, sweeps, reports of ``gpu_report`` and what
-``vit_singular_values`` writes. A figure is a PNG for each model, whose name is in the title; one
-that has no data is not drawn, and named. Of the paper's own curves no numbers are printed.
+``singular_values`` writes. A figure is a PNG for each model, whose name is in the title; one that
+has no data is not drawn, and named. Of the paper's own curves no numbers are printed.
 
 Lines join runs that differ in nothing but what is on the axis, in what was searched (learning rate
 and clipping bound), and in seeds: points are means, with standard errors.
@@ -17,12 +17,16 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from dp_grape_hf.memory import ADAMW
 from recipes.findings import (
     Findings,
     Run,
@@ -34,7 +38,7 @@ from recipes.findings import (
     partition,
     title_of,
 )
-from recipes.gpu_report_table import title_of_way
+from recipes.gpu_report_table import TITLES, title_of_way
 from recipes.panels import Panels, Points, logarithmic
 from recipes.sweep import mean_and_error
 
@@ -46,6 +50,9 @@ WEIGHTY = (
 )
 """What memory depends on, beside the model and the method."""
 SHORT = {RANK: "r", PHYSICAL: "B"}
+STEPS_MEMORY = "reserved (simulated: allocated), GB"
+BESIDE_RANKS = (ADAMW, "dp_adam", "dpzero")
+"""What the ranks of DP-GRAPE are compared with, by the names of ``gpu_report``."""
 
 Drawing = tuple[str, Figure]
 """The name of a file, without its ending, and what goes into it."""
@@ -203,44 +210,124 @@ def _weighty(run: Run) -> dict[str, Any]:
     return {name: None if name in silent else known.get(name) for name in WEIGHTY}
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """What ``gpu_report`` has of a training step.
+
+    Args:
+        shape: the name of the model.
+        size: B.
+        method: a name of ``gpu_report``, which a rank may follow.
+        simulated: whether it is, or was measured.
+        rank: r of the projections, if the method has any.
+        gigabytes: the peak: reserved, or allocated where it is simulated or on a CPU.
+    """
+
+    shape: str
+    size: int
+    method: str
+    simulated: bool
+    rank: int
+    gigabytes: float
+
+
+def weighed(report: Mapping[str, Any]) -> list[Weighed]:
+    """Returns what a report has of steps that had enough memory, in its order."""
+    found = []
+    for part, what in (("cells", "reserved"), ("simulations", "allocated")):
+        for key, entry in report[part].items():
+            shape, batch, method = key.rsplit(", ", 2)
+            size = entry.get(what, entry.get("allocated"))  # a CPU reserves nothing
+            if size is not None and "out_of_memory" not in entry:
+                number = int(batch.removeprefix("B="))
+                simulated = part == "simulations"
+                found.append(Weighed(shape, number, method, simulated, entry["rank"], size / GB))
+    return found
+
+
 def memory_against_batch(findings: Findings) -> Iterator[Drawing]:
     """Yields memory of whole steps against the batch size, a panel for each model.
 
-    The paper's fig:roberta-opt-memory-usage; the numbers are those of ``gpu_report``.
+    The paper's fig:roberta-opt-memory-usage; the numbers are those of ``gpu_report``. DP-GRAPE has
+    the rank of the model's experiments. Simulations of what no GPU has room for end at the edge.
     """
     for path, report in findings.reports.items():
-        panels: dict[str, dict[tuple[str, bool], dict[float, tuple[float, float, int]]]] = {}
-        for part, what in (("cells", "reserved"), ("simulations", "allocated")):
-            for key, entry in report[part].items():
-                shape, batch, method = key.rsplit(", ", 2)
-                size = entry.get(what, entry.get("allocated"))  # a CPU reserves nothing
-                if size is not None and "out_of_memory" not in entry:
-                    line = title_of_way(method), part == "simulations"
-                    points = panels.setdefault(shape, {}).setdefault(line, {})
-                    points[float(batch.removeprefix("B="))] = size / GB, math.nan, 1
+        own_ranks = [step for step in weighed(report) if step.method in TITLES]
+        panels = partition(own_ranks, lambda step: step.shape)
         if not panels:
             continue
-        devices = sorted({entry["device"] for entry in report["cells"].values()})
-        title = f"Memory of a training step ({', '.join(devices) or 'simulated'})"
-        picture = Panels(list(panels), title)
-        for panel, (shape, lines) in zip(picture.axes, panels.items(), strict=True):
-            for (method, simulated), points in sorted(lines.items()):
+        picture = Panels(list(panels), _title(report))
+        for panel, (shape, own) in zip(picture.axes, panels.items(), strict=True):
+            lines = partition(own, lambda step: (title_of_way(step.method), step.simulated))
+            for (method, simulated), steps in sorted(lines.items()):
+                points = {float(step.size): (step.gigabytes, math.nan, 1) for step in steps}
                 if simulated:
                     picture.line(panel, f"{method}, simulated", points, beside=method)
                 else:
                     picture.line(panel, method, points)
-            logarithmic(panel, [*{size for points in lines.values() for size in points}])
-            panel.set_ylim(bottom=0)
+            logarithmic(panel, [*{step.size for step in own}])
+            fitting = [step for step in own if not step.simulated] or own
+            panel.set_ylim(0, 1.1 * max(step.gigabytes for step in fitting))
             panel.set_title("\n".join([shape, *_out_of_memory(report["cells"], shape)]), fontsize=9)
-        figure = picture.finished("batch size", "reserved (simulated: allocated), GB")
-        yield _stem("memory_against_batch", path.parent.name), figure
+        figure = picture.finished("batch size", STEPS_MEMORY)
+        yield _stem("memory_against_batch", _device(path)), figure
+
+
+def memory_against_rank(findings: Findings) -> Iterator[Drawing]:
+    """Yields memory of whole steps of DP-GRAPE against r, a figure per model, a panel per batch.
+
+    The paper's fig:roberta-memory-varied-r; the numbers are those of ``gpu_report``. What was
+    measured of other methods is a line across.
+    """
+    for path, report in findings.reports.items():
+        for shape, own in partition(weighed(report), lambda step: step.shape).items():
+            batches = partition(own, lambda step: step.size)
+            varied = {size: steps for size, steps in batches.items() if len(_ranks(steps)) > 1}
+            if not varied:
+                continue
+            title = f"{shape}: DP-GRAPE with projections of rank r"
+            picture = Panels([f"B = {size}" for size in sorted(varied)], _title(report, title))
+            for panel, size in zip(picture.axes, sorted(varied), strict=True):
+                _draw_ranks(picture, panel, varied[size])
+            figure = picture.finished("rank r", STEPS_MEMORY)
+            yield _stem("memory_against_rank", _device(path), shape), figure
+
+
+def _ranks(steps: Sequence[Weighed]) -> set[int]:
+    return {step.rank for step in steps if step.method.split(" ")[0] == "dp_grape"}
+
+
+def _draw_ranks(picture: Panels, panel: Axes, steps: Sequence[Weighed]) -> None:
+    for simulated in (False, True):
+        points = {
+            float(step.rank): (step.gigabytes, math.nan, 1)
+            for step in steps
+            if step.method.split(" ")[0] == "dp_grape" and step.simulated is simulated
+        }
+        if points:
+            label = "DP-GRAPE, simulated" if simulated else "DP-GRAPE"
+            picture.line(panel, label, points, beside="DP-GRAPE" if simulated else "")
+    for step in steps:
+        if step.method in BESIDE_RANKS and not step.simulated:
+            picture.across(panel, title_of_way(step.method), step.gigabytes)
+    logarithmic(panel, [*_ranks(steps)])
+    panel.set_ylim(bottom=0)
+
+
+def _title(report: Mapping[str, Any], what: str = "Memory of a training step") -> str:
+    devices = sorted({entry["device"] for entry in report["cells"].values()})
+    return f"{what} ({', '.join(devices) or 'simulated'})"
+
+
+def _device(path: Path) -> str:
+    return path.stem.removeprefix("gpu_report-")
 
 
 def _out_of_memory(cells: Mapping[str, Any], shape: str) -> list[str]:
     found: dict[str, list[str]] = {}
     for key, entry in cells.items():
         where, batch, method = key.rsplit(", ", 2)
-        if where == shape and "out_of_memory" in entry:
+        if where == shape and method in TITLES and "out_of_memory" in entry:
             found.setdefault(title_of_way(method), []).append(batch[2:])
     return [f"out of memory: {name} at B = {', '.join(sizes)}" for name, sizes in found.items()]
 
@@ -267,7 +354,8 @@ def singular_values(findings: Findings) -> Iterator[Drawing]:
                 points = {float(place): (value, math.nan, 1) for place, value in values}
                 picture.line(panel, _noise(entry), points)
             panel.set_yscale("log")
-        figure = picture.finished("singular values, by size", "mean over layers")
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure = picture.finished("place, from the largest on", "singular value, mean over layers")
         yield _stem("singular_values", model, script["task"]), figure
 
 
@@ -302,7 +390,8 @@ def _stem(*parts: str) -> str:
 FIGURES: Mapping[str, Callable[[Findings], Iterator[Drawing]]] = {
     "memory against batch size, of single steps": memory_against_batch,
     "memory against batch size, of runs": partial(memory_of_runs, along=PHYSICAL),
-    "memory against rank": partial(memory_of_runs, along=RANK),
+    "memory against rank, of single steps": memory_against_rank,
+    "memory against rank, of runs": partial(memory_of_runs, along=RANK),
     "accuracy against rank": accuracy_against_rank,
     "convergence": convergence,
     "accuracy against epsilon, of images": partial(accuracy_against_epsilon, vit=True),

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dp_grape_hf import METHODS
 from recipes.sweep import Sweep, first_score, mean_and_error
+
+T = TypeVar("T")
 
 ZERO_SHOT = "zero_shot"
 TUNED = ("learning_rate", "max_grad_norm")
@@ -178,7 +180,7 @@ class Findings:
     Args:
         runs: the results of experiments, each once.
         reports: of ``gpu_report``, each with its path.
-        spectra: of ``vit_singular_values``.
+        spectra: of ``singular_values``.
         left_out: runs of sweeps that are not finished: some of them chose settings.
     """
 
@@ -349,9 +351,9 @@ def _label(method: str, line: Sequence[Group], parts: Parts) -> str:
     return ", ".join([title_of(method), *(f"{name} = {value}" for name, value in parts)])
 
 
-def partition(runs: Iterable[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
-    """Returns the runs by what a function says of them, in order of appearance."""
-    found: dict[Any, list[Run]] = {}
-    for run in runs:
-        found.setdefault(key(run), []).append(run)
+def partition(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Returns what is to be grouped by what a function says of each, in order of appearance."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found

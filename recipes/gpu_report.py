@@ -7,15 +7,16 @@
 
 Four parts, in this order: ``checks`` compares gradients and releases on the device with their
 definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
-configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, and notes memory and
-time; ``simulations`` runs ``dp_grape_hf.memory`` for the same cells; ``table`` renders what is
-there.
+configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, of images also naive
+DP-GaLore, and notes memory and time; ``simulations`` runs ``dp_grape_hf.memory`` for the same
+cells; ``table`` renders what is there.
 
-The report is kept in ``gpu_report.json`` after every cell and rendered to ``gpu_report.md``. What
-is finished, on the same device with the same versions, is not done again. After ``--minutes`` no
-new cell is started: the exit status is then 3, and the same command goes on. It is 0 when all is
-done, 1 if a check failed or a cell failed for another reason than memory, and 2 where there is no
-CUDA device.
+Each device has a report of its own, ``gpu_report-nvidia-h100-80gb-hbm3.json`` for example, which is
+kept after every cell and rendered to a file of the same name in Markdown. Where there is no GPU,
+``--report nvidia-h100-80gb-hbm3`` adds simulations to the report of one. What is finished, with the
+same versions, is not done again. After ``--minutes`` no new cell is started: the exit status is
+then 3, and the same command goes on. It is 0 when all is done, 1 if a check failed or a cell failed
+for another reason than memory, and 2 where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,14 @@ from dp_grape_hf.per_sample import GHOST, MATERIALISE
 from dp_grape_hf.projection import RedrawnProjector
 from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from recipes.benchmark_methods import PlainTraining, PrivateTraining, now, quiet
-from recipes.benchmark_models import OPT, ROBERTA, VIT, Batch, Setting
+from recipes.benchmark_models import VIT, Batch, Setting
+from recipes.experiment import git_commit
 from recipes.gpu_report_checks import checks
+from recipes.gpu_report_models import SHAPES, TINY, Shape
 from recipes.gpu_report_table import render
 
 PARTS = ("checks", "cells", "simulations", "table")
+MEASURED = {"checks", "cells"}
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 
 WARMUP, STEPS = 2, 8
@@ -76,67 +81,19 @@ WAYS: dict[str, Way] = {
     "dp_adam": _private("dp_adam"),
     "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GHOST),
     "dp_adam_materialise": _private("dp_adam", grad_sample_mode=MATERIALISE),
+    "dp_galore": _private("dp_galore"),
     "dpzero": _private("dpzero"),
 }
 """What runs, by the names in ``gpu_report_table.TITLES``."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model, the batches it is measured with, and further ranks of DP-GRAPE."""
-
-    setting: Setting
-    batch_sizes: tuple[int, ...]
-    ranks: tuple[int, ...] = ()
+def is_measured(method: str, setting: Setting) -> bool:
+    """Returns whether a method is of interest for a model, and takes it."""
+    if method == "dpzero":
+        return setting.dtype == "float32"
+    return method != "dp_galore" or setting.model == VIT  # the paper has it for images
 
 
-def _opt(hidden_size: int, layers: int, **others: Any) -> Setting:
-    return Setting(
-        OPT,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=32,
-        vocab_size=50272,
-        length=512,
-        max_length=2048,
-        dropout=0.1,
-        **others,
-    )
-
-
-def _tiny(model: str, **others: Any) -> Setting:
-    return Setting(model, 32, layers=2, heads=2, vocab_size=64, length=16, rank=4, **others)
-
-
-ROBERTA_LARGE = Setting(
-    ROBERTA,
-    hidden_size=1024,
-    layers=24,
-    heads=16,
-    vocab_size=50265,
-    length=128,
-    max_length=514,
-    dropout=0.1,
-)
-VIT_BASE = Setting(VIT, hidden_size=768, layers=12, heads=12, length=196)
-SHAPES = {
-    "RoBERTa-large, T=128": Shape(
-        ROBERTA_LARGE, (1, 2, 4, 8, 16, 32, 40, 64, 96, 128), ranks=(4, 64, 256)
-    ),
-    "ViT-Base, 224 pixels": Shape(VIT_BASE, (1, 16, 64, 128)),
-    "OPT-1.3B, T=512": Shape(_opt(2048, 24), (1, 4, 8, 16)),
-    "OPT-2.7B, T=512": Shape(_opt(2560, 32), (1, 4, 8)),
-    "OPT-6.7B, bfloat16, checkpointing, T=512": Shape(
-        _opt(4096, 32, dtype="bfloat16", gradient_checkpointing=True), (1, 8, 16)
-    ),
-}
-TINY = {
-    "tiny RoBERTa": Shape(_tiny(ROBERTA, dropout=0.1), (4,)),
-    "tiny OPT, bfloat16, checkpointing": Shape(
-        _tiny(OPT, dtype="bfloat16", gradient_checkpointing=True), (4,)
-    ),
-    "tiny ViT": Shape(_tiny(VIT), (4,)),
-}
 TINY_MODELS = "^(RoBERTa|ViT), (sequence|image) classification"
 
 
@@ -164,11 +121,7 @@ def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
         if re.search(only, name):
             for size in shape.batch_sizes:
                 setting = replace(shape.setting, batch_size=size)
-                cells += [
-                    Cell(name, setting, method)
-                    for method in WAYS
-                    if method != "dpzero" or setting.dtype == "float32"  # others it refuses
-                ]
+                cells += [Cell(name, setting, m) for m in WAYS if is_measured(m, setting)]
                 cells += [
                     Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
                     for rank in shape.ranks
@@ -214,8 +167,8 @@ def peak_memory(
 
 def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
     """Returns what a cell takes, or ``out_of_memory`` and where that was."""
-    where, found = "making the model", dict[str, Any]()
     setting = cell.setting
+    where, found = "making the model", dict[str, Any](rank=setting.rank)
     gc.collect()  # trainers are cycles, and the last cell's holds its model
     try:
         set_seed(0)
@@ -259,10 +212,16 @@ def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
         ),
         gpu=gpu,
     )
-    return {"allocated": peak.total, "kinds": dict(peak.kinds), "phase": peak.phase}
+    found = {"allocated": peak.total, "kinds": dict(peak.kinds), "phase": peak.phase}
+    return {**found, "rank": setting.rank}
 
 
 # ---- The report ----
+
+
+def slug(device: str) -> str:
+    """Returns the name of a device as it stands in the name of a file."""
+    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
 
 
 class Report:
@@ -272,7 +231,7 @@ class Report:
         path: the file; what is in it is gone on with.
         device: the name of what is measured on.
         simulated: the kind of device that simulations are for.
-        again: whether to do everything anew.
+        again: whether to do everything anew; the file is then moved aside.
     """
 
     def __init__(self, path: Path, device: str, simulated: str, again: bool = False) -> None:
@@ -281,8 +240,12 @@ class Report:
             package: metadata.version(package).split("+")[0]  # without the CUDA it was built for
             for package in ("torch", "transformers")
         }
+        self._commit = git_commit()
         self.parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS[:-1]}
-        if path.exists() and not again:
+        if path.exists() and again:
+            places = (path.with_suffix(f".json.{number}") for number in count(1))
+            path.rename(next(place for place in places if not place.exists()))
+        elif path.exists():
             self.parts |= json.loads(path.read_text(encoding="utf-8"))
 
     def has(self, part: str, key: str) -> bool:
@@ -301,6 +264,7 @@ class Report:
             "date": time.strftime("%Y-%m-%d"),
             "device": self._device_of(part),
             "versions": self.versions,
+            "git_commit": self._commit,
         }
         self.parts[part][key] = found | origin
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -370,15 +334,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, help="that are timed, of a cell")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="tiny models, to see that everything works")
-    add("--again", action="store_true", help="forget what was found before")
+    add("--again", action="store_true", help="do everything anew; the old file is moved aside")
+    add("--report", help="the device whose report simulations are for; default: the one here")
     add("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.report and MEASURED & set(options.parts):
+        parser.error("--report is for simulations and tables: what is measured here is of here")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Does what is left of the report; returns the exit status."""
     options = parse(argv)
-    needs_device = bool({"checks", "cells"} & set(options.parts))
+    needs_device = bool(MEASURED & set(options.parts))
     if options.device == "cuda" and needs_device and not torch.cuda.is_available():
         sys.stderr.write(
             "gpu_report measures on a GPU, and torch sees no CUDA device here. Run it on a machine "
@@ -389,17 +357,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    path = options.output_dir / "gpu_report.json"
+    where = options.report or (name if on_gpu else options.device)
+    path = options.output_dir / f"gpu_report-{slug(where)}.json"
     report = Report(path, name, device.type, options.again)
     work = work_of(options, device, report)
     left = run(work, report, options.minutes)
     if "table" in options.parts:
         text = render(report.parts)
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        (options.output_dir / "gpu_report.md").write_text(text, encoding="utf-8")
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
         sys.stdout.write(text)
     if left:
-        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again.\n")
+        how = ", without --again" if options.again else ""
+        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again{how}.\n")
         return UNFINISHED
     failures = report.failures()
     for failure in failures:

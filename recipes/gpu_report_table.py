@@ -16,7 +16,7 @@ TITLES = {
     **{name: METHODS[name].title for name in ("dp_grape", "dp_adam")},
     "dp_adam_ghost": "DP-Adam, ghost",
     "dp_adam_materialise": "DP-Adam, materialised",
-    "dpzero": METHODS["dpzero"].title,
+    **{name: METHODS[name].title for name in ("dp_galore", "dpzero")},
 }
 """What trains, by the names of ``gpu_report``, which a rank may follow: ``dp_grape r=64``."""
 
@@ -43,9 +43,12 @@ def _origin(parts: Parts) -> list[str]:
         for part in ("checks", "cells")
         for entry in parts[part].values()
     )
-    dates = sorted({entry["date"] for part in parts.values() for entry in part.values()})
+    entries = [entry for part in parts.values() for entry in part.values()]
+    dates = sorted({entry["date"] for entry in entries})
+    commits = dict.fromkeys(entry["git_commit"] or "unknown" for entry in entries)
     lines = [f"* {device}; {versions}" for device, versions in origins]
-    return lines + ([f"* {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"] if dates else [])
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+    return lines + ([f"* {when}; commit {', '.join(commits)}"] if dates else [])
 
 
 def title_of_way(method: str) -> str:
@@ -89,9 +92,16 @@ def _cells(parts: Parts) -> list[str]:
         shapes.setdefault(shape, []).append((int(batch.removeprefix("B=")), method, key))
     lines: list[str] = []
     for shape, cells in shapes.items():
+        plain_keys = [key for _, method, key in cells if method in TITLES]
+        found = [part[key] for part in (measured, simulated) for key in plain_keys if key in part]
+        ranks = sorted({f"r={entry['rank']}" for entry in found if "rank" in entry})
         lines += [
             f"### {shape}",
             "",
+            *(
+                [f"Projections have {' or '.join(ranks)} where no other is named.", ""]
+                * bool(ranks)
+            ),
             "| B | method | allocated GiB | reserved | first step | simulated "
             "| measured / simulated | ms per step | samples/s | speed of AdamW |",
             "|---|---|---|---|---|---|---|---|---|---|",

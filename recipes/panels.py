@@ -19,6 +19,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
 COLUMNS, MANY = 3, 40  # of panels; of points, which then have no markers
+MOST_TICKS = 12  # with numbers, along a panel
 
 Points = Mapping[float, tuple[float, float, int]]
 """Mean, standard error (NaN of one value) and number of values, by place."""
@@ -110,7 +111,17 @@ class Panels:
 
 
 def logarithmic(panel: Axes, places: Sequence[float]) -> None:
-    """Gives a panel ticks at some places, a doubling being the same distance everywhere."""
+    """Gives a panel ticks at some places, a doubling being the same distance everywhere.
+
+    Where one would touch another, only the first has its number.
+    """
+    places = sorted(places)
+    room = math.log2(places[-1] / places[0]) / MOST_TICKS
+    labels, last = [], -math.inf
+    for place in places:
+        shown = math.log2(place) - last >= room
+        labels.append(f"{place:g}" if shown else "")
+        last = math.log2(place) if shown else last
     panel.set_xscale("log", base=2)
-    panel.set_xticks(sorted(places), labels=[f"{place:g}" for place in sorted(places)])
+    panel.set_xticks(places, labels=labels)
     panel.minorticks_off()

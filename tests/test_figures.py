@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from recipes import figures
 from recipes.figures import FIGURES
 from recipes.findings import Findings, Run
-from recipes.panels import MANY, Panels
+from recipes.panels import MANY, Panels, logarithmic
 from tests.experiments import made_up, saved
 
-GPU = {"device": "H100"}
+GPU = {"device": "H100", "rank": 64}
 
 
 def drawn(name: str, *results: dict[str, Any], **others: Any) -> dict[str, Figure]:
@@ -138,7 +138,7 @@ def test_memory_of_runs_is_against_rank_or_batch() -> None:
         for rank in (4, 16)
         for size in (8, 40)
     ]
-    (figure,) = drawn("memory against rank", *results).values()
+    (figure,) = drawn("memory against rank, of runs", *results).values()
     assert lines(panels(figure)["SST-2, H100"]) == {
         "DP-GRAPE, B = 8": ([4.0, 16.0], [12.0, 24.0]),
         "DP-GRAPE, B = 40": ([4.0, 16.0], [44.0, 56.0]),
@@ -146,7 +146,7 @@ def test_memory_of_runs_is_against_rank_or_batch() -> None:
     (figure,) = drawn("memory against batch size, of runs", *results).values()
     assert lines(figure.axes[0])["DP-GRAPE, r = 16"] == ([8.0, 40.0], [24.0, 56.0])
     assert lines(figure.axes[0])["DP-Adam"] == ([8.0, 40.0], [18.0, 50.0])
-    assert not drawn("memory against rank", made_up(0.0), made_up(0.0, projection_rank=4))
+    assert not drawn("memory against rank, of runs", made_up(0.0), made_up(0.0, projection_rank=4))
 
 
 def test_memory_of_steps_is_measured_and_simulated_and_says_what_did_not_fit() -> None:
@@ -154,20 +154,80 @@ def test_memory_of_steps_is_measured_and_simulated_and_says_what_did_not_fit() -
         "cells": {
             "ViT, B=1, dp_grape": {"allocated": 1 * 10**9, "reserved": 2 * 10**9, **GPU},
             "ViT, B=8, dp_grape": {"allocated": 3 * 10**9, "reserved": 4 * 10**9, **GPU},
+            "ViT, B=8, dp_grape r=4": {"allocated": 2 * 10**9, "reserved": 3 * 10**9, **GPU},
             "ViT, B=8, dp_adam": {"out_of_memory": "a step", **GPU},
         },
-        "simulations": {"ViT, B=8, dp_grape": {"allocated": 3 * 10**9, "device": "cuda"}},
+        "simulations": {
+            "ViT, B=8, dp_grape": {"allocated": 3 * 10**9, "rank": 64, "device": "cuda"},
+            "ViT, B=8, dp_adam": {"allocated": 90 * 10**9, "rank": 64, "device": "cuda"},
+        },
     }
-    found = drawn("memory against batch size, of single steps", reports={Path("a/b.json"): report})
-    (panel,) = panels(found["memory_against_batch-a"]).values()
+    reports = {Path("a/gpu_report-h100.json"): report}
+    found = drawn("memory against batch size, of single steps", reports=reports)
+    (panel,) = panels(found["memory_against_batch-h100"]).values()
     assert lines(panel) == {
         "DP-GRAPE": ([1.0, 8.0], [2.0, 4.0]),
         "DP-GRAPE, simulated": ([8.0], [3.0]),
+        "DP-Adam, simulated": ([8.0], [90.0]),
     }
-    colours = {line.get_color() for line in panel.get_lines()}
-    assert len(colours) == 1
+    colours = {line.get_label(): line.get_color() for line in panel.get_lines()}
+    assert colours["DP-GRAPE"] == colours["DP-GRAPE, simulated"] != colours["DP-Adam, simulated"]
+    assert panel.get_ylim() == pytest.approx((0.0, 1.1 * 4.0))  # what fits is to be seen
     assert panel.get_title().startswith("ViT\nout of memory: DP-Adam")
     assert panel.get_title().endswith("at B = 8")
+
+
+def test_memory_of_steps_is_against_rank_beside_other_methods() -> None:
+    def cell(gigabytes: int, rank: int, **others: Any) -> dict[str, Any]:
+        return {"reserved": gigabytes * 10**9, "device": "H100", "rank": rank, **others}
+
+    report = {
+        "cells": {
+            "ViT, B=8, dp_grape": cell(5, 64),
+            "ViT, B=8, dp_grape r=4": cell(3, 4),
+            "ViT, B=8, dp_grape r=256": cell(70, 256, out_of_memory="a step"),
+            "ViT, B=8, adamw": cell(6, 64),
+            "ViT, B=8, dp_adam_materialise": cell(50, 64),
+            "ViT, B=16, dp_grape": cell(9, 64),
+            "ViT, B=16, dp_grape r=4": cell(7, 4),
+            "ViT, B=32, dp_grape": cell(9, 64),  # at one rank only
+            "OPT, T=512, B=8, dp_grape": cell(9, 16),
+        },
+        "simulations": {
+            "ViT, B=8, dp_grape": {"allocated": 4 * 10**9, "rank": 64, "device": "cuda"},
+            "ViT, B=8, dp_grape r=256": {"allocated": 12 * 10**9, "rank": 256, "device": "cuda"},
+            "ViT, B=8, adamw": {"allocated": 6 * 10**9, "rank": 64, "device": "cuda"},
+        },
+    }
+    reports = {Path("a/gpu_report-h100.json"): report}
+    found = drawn("memory against rank, of single steps", reports=reports)
+    assert list(found) == ["memory_against_rank-h100-vit"]
+    figure = found["memory_against_rank-h100-vit"]
+    assert figure.get_suptitle() == "ViT: DP-GRAPE with projections of rank r (H100)"
+    shown = {title: lines(panel) for title, panel in panels(figure).items()}
+    assert shown["B = 8"] == {
+        "DP-GRAPE": ([4.0, 64.0], [3.0, 5.0]),
+        "DP-GRAPE, simulated": ([64.0, 256.0], [4.0, 12.0]),
+        "AdamW": ([0.0, 1.0], [6.0, 6.0]),
+    }
+    assert shown["B = 16"] == {"DP-GRAPE": ([4.0, 64.0], [7.0, 9.0])}
+    assert panels(figure).keys() == {"B = 8", "B = 16"}
+
+
+def test_two_devices_have_a_figure_each() -> None:
+    cells = {"ViT, B=1, dp_grape": {"reserved": 10**9, **GPU}}
+    report = {"cells": cells, "simulations": {}}
+    reports = {Path(f"a/gpu_report-{name}.json"): report for name in ("h100", "h200")}
+    found = drawn("memory against batch size, of single steps", reports=reports)
+    assert list(found) == ["memory_against_batch-h100", "memory_against_batch-h200"]
+
+
+def test_ticks_that_would_touch_have_no_number() -> None:
+    panel = Panels(["a"], "many").axes[0]
+    logarithmic(panel, [1, 128, 32, 500, 165, 50, 64, 200])
+    labels = [label.get_text() for label in panel.get_xticklabels()]
+    assert labels == ["1", "32", "", "64", "128", "", "", "500"]
+    assert list(panel.get_xticks()) == [1, 32, 50, 64, 128, 165, 200, 500]
 
 
 def test_singular_values_have_a_panel_for_each_bound() -> None:

@@ -2,8 +2,6 @@
 
 import gzip
 import io
-import json
-import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,10 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as Picture
-from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
 from dp_grape_hf.methods import METHODS
-from recipes import vit, vit_singular_values
+from recipes import vit
 from recipes.experiment import CONFIGS, main, parse
 from recipes.images import Batches, Images, Source, accuracy, held_out, load_images
 
@@ -159,16 +156,22 @@ def test_a_folder_in_the_form_of_the_hub_is_read(tmp_path: Path) -> None:
     assert_loaded(load_images(COLOUR, str(tmp_path)), arrays)
 
 
-def test_without_a_path_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, asked = both_splits((5, 7, 3)), []
 
-    def hub(name: str) -> DatasetDict:
-        asked.append(name)
-        return as_datasets(arrays)
+    def hub(name: str, config: None, split: str, **others: Any) -> Dataset:
+        asked.append((name, split))
+        return as_datasets(arrays)[split]
 
-    monkeypatch.setattr("recipes.images.load_dataset", hub)
+    monkeypatch.setattr("recipes.data.load_dataset", hub)
     assert_loaded(load_images(COLOUR), arrays)
-    assert asked == ["someone/colour"]
+    assert_loaded(load_images(COLOUR, "someone/else"), arrays)
+    assert asked == [
+        *(("someone/colour", "train"), ("someone/colour", "test")),
+        *(("someone/else", "train"), ("someone/else", "test")),
+    ]
+    script = vit.ViTArguments("MNIST", "vit-base", dataset_path="someone/else")
+    assert "images from someone/else" in vit.notes(script, COLOUR, {})
 
 
 def test_other_colours_become_three_channels(tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ def test_damaged_files_are_refused(
 
 
 def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is no folder, and in front of no train and test"):
+    with pytest.raises(FileNotFoundError, match="nothing' is no folder"):
         load_images(GREY, str(tmp_path / "nothing"))
 
 
@@ -430,6 +433,17 @@ def test_built_in_sizes_are_those_of_the_paper() -> None:
     assert (model.config.image_size, model.config.patch_size) == (224, 16)
 
 
+def test_the_small_preset_has_a_size_with_a_name_of_its_own() -> None:
+    given = ["--config=small", "--task=FASHION-MNIST", "--eps=8"]
+    script, _ = parse(vit.FAMILY, given)
+    assert script.model_name_or_path == "vit-64x2"  # vit-tiny is 192 x 12 (Touvron et al. 2021)
+    with torch.device("meta"):
+        config = vit.build_model(script, classes=10).config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 2, 4)
+    assert (config.intermediate_size, config.image_size, config.patch_size) == (256, 28, 7)
+    assert vit.SIZES["vit-tiny"]["hidden_size"] == 192
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_class_token_and_position_table_may_be_frozen(
     frozen: bool, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
@@ -502,83 +516,34 @@ def test_what_the_paper_does_not_say_is_asked_for(method: str) -> None:
     assert args.learning_rate == 0.5
 
 
-def test_the_paper_preset_has_the_tables_of_the_paper() -> None:
-    selected = {}
-    for task in ("MNIST", "CIFAR-100", "CIFAR-10-fine-tune"):
-        words = ["--config=paper", f"--task={task}", "--target_epsilon=1", "--use_cpu"]
-        _, args = parse(vit.FAMILY, words)
-        selected[task] = (args.max_grad_norm, args.learning_rate, args.num_train_epochs)
-    assert selected == {
-        "MNIST": (0.1, 5e-3, 60),
-        "CIFAR-100": (10.0, 1e-3, 60),
-        "CIFAR-10-fine-tune": (0.1, 5e-4, 20),
-    }
-    assert (args.projection_rank, args.projection_update_steps) == (64, 250)
-    assert args.expected_batch_size == 1000
+# tab:vit-grid-search-hyperparameters and the same for fine-tuning: C and learning rate.
+SELECTED = {
+    "MNIST": {"dp_adam": (10, 1e-3), "dp_galore": (1, 5e-4), "dp_grape": (0.1, 5e-3)},
+    "CIFAR-10": {"dp_adam": (0.1, 1e-3), "dp_galore": (1, 5e-4), "dp_grape": (1, 1e-3)},
+    "CIFAR-100": {"dp_adam": (1, 5e-4), "dp_galore": (0.1, 1e-3), "dp_grape": (10, 1e-3)},
+    "CIFAR-10-fine-tune": {
+        **{"dp_adam": (10, 1e-4), "dp_galore": (10, 5e-4), "dp_grape": (0.1, 5e-4)}
+    },
+    "CIFAR-100-fine-tune": {
+        **{"dp_adam": (10, 5e-4), "dp_galore": (1, 5e-4), "dp_grape": (1, 5e-4)}
+    },
+}
 
 
-# ---- Singular values ----
-
-
-def spectrum_words(folder: Path, data: Path) -> list[str]:
-    """A command line for a tiny spectrum."""
-    path = folder / "spectrum.json"
-    options = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
-    given = words(folder, data, noise_multiplier=None, max_steps=None)
-    return [*given, f"--spectrum_path={path}", *options]
-
-
-def test_singular_values_are_written(tmp_path: Path, data: Path) -> None:
-    result = vit_singular_values.main(spectrum_words(tmp_path, data))
-    assert json.loads((tmp_path / "spectrum.json").read_text()) == result
-    settings = [(row["C"], row["sigma"]) for row in result["spectra"]]
-    assert settings == [(None, 0.0), (0.5, 0.0), (0.5, 2.0), (1e9, 0.0), (1e9, 2.0)]
-    plain, clipped, noisy, unclipped, _ = (row["singular_values"] for row in result["spectra"])
-    assert plain == unclipped
-    assert all(len(row["singular_values"]) == 4 for row in result["spectra"])
-    assert sum(clipped) < sum(plain)
-    assert noisy[-1] / noisy[0] > 3 * clipped[-1] / clipped[0]  # noise fills the spectrum
-    assert result["notes"][0].startswith("not private")
-    assert vit.TRAINING_NOTE not in result["notes"]
-    with pytest.raises(FileExistsError, match=r"spectrum\.json exists"):
-        vit_singular_values.main(spectrum_words(tmp_path, data))
-
-
-def test_clipped_sums_are_those_of_one_sample_at_a_time() -> None:
-    shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
-    model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=10))
-    pixels, labels = torch.randn(6, 1, 8, 8), torch.randint(10, (6,))
-    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "classifier" not in n]
-    bounds = [math.inf, 1.0]
-    expected = {bound: dict.fromkeys(names, torch.tensor(0.0)) for bound in bounds}
-    for x, y in zip(pixels.split(1), labels.split(1), strict=True):
-        model.zero_grad()
-        functional.cross_entropy(model(x).logits, y).backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
-        for bound, sums in expected.items():
-            for name in names:
-                sums[name] = sums[name] + grads[name] * min(1.0, bound / float(norm))
-    batches = [
-        {"pixel_values": pixels[:4], "labels": labels[:4]},
-        {"pixel_values": pixels[4:], "labels": labels[4:]},
-    ]
-    found = vit_singular_values.clipped_sums(model, batches, bounds)
-    torch.testing.assert_close(found, expected)
-
-
-def test_singular_values_of_a_known_matrix() -> None:
-    generator = torch.Generator().manual_seed(0)
-    total = torch.diag(torch.tensor([4.0, 8.0, 2.0]))
-    mean = vit_singular_values.privatised(total, math.inf, 0.0, 2, generator)
-    values = vit_singular_values.singular_values(mean, top=2)
-    torch.testing.assert_close(values, torch.tensor([4.0, 2.0]))
-    with pytest.raises(ValueError, match="top=4"):
-        vit_singular_values.singular_values(mean, top=4)
-
-
-def test_noise_of_a_privatised_gradient_has_the_deviation_it_should() -> None:
-    generator = torch.Generator().manual_seed(0)
-    noisy = vit_singular_values.privatised(torch.zeros(300, 300), 3.0, 0.5, 10, generator)
-    # 90,000 draws: the estimate of the deviation is off by 1.5 % once in 10^9 times.
-    assert float(noisy.std()) == pytest.approx(0.5 * 3.0 / 10, rel=0.015)
+@pytest.mark.parametrize("preset", ["paper", "reference_code", "ours"])
+@pytest.mark.parametrize("task", SELECTED)
+def test_presets_have_the_tables_of_the_paper(preset: str, task: str) -> None:
+    fine_tuned = task.endswith("-fine-tune")
+    for method, selected in SELECTED[task].items():
+        given = [f"--config={preset}", f"--task={task}", f"--method={method}"]
+        script, args = parse(vit.FAMILY, [*given, "--target_epsilon=1", "--use_cpu"])
+        assert (args.max_grad_norm, args.learning_rate) == selected
+        assert args.num_train_epochs == (20 if fine_tuned else 60)
+        assert (args.projection_rank, args.projection_update_steps) == (64, 250)
+        assert args.expected_batch_size == 1000
+        checkpoint = "google/vit-base-patch16-224" if fine_tuned else "vit-base"
+        assert script.model_name_or_path == checkpoint
+        examples = (60_000 if task == "MNIST" else 50_000) * (0.8 if script.held_out else 1)
+        if preset != "ours":
+            assert args.target_delta == pytest.approx(1 / examples, rel=1e-3)
+            assert args.target_delta < 1 / examples

@@ -1,0 +1,161 @@
+"""Singular values of gradients: those of the definition, for images and for texts."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import ViTConfig, ViTForImageClassification
+
+from dp_grape_hf.losses import LossFunction
+from recipes import singular_values, vit
+from recipes.opt import AnswerScorer, choice_loss
+from recipes.opt_tasks import Collator
+from tests import test_opt, test_vit
+from tests.models import only
+
+images, texts, _own_cache = test_vit.data, test_opt.folder, test_opt._own_cache  # fixtures
+
+GRID = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
+
+
+def image_words(folder: Path, data: Path) -> list[str]:
+    """A command line for a tiny spectrum of a Vision Transformer."""
+    given = test_vit.words(folder, data, noise_multiplier=None, max_steps=None)
+    return ["--family=vit", *given, f"--spectrum_path={folder / 'spectrum.json'}", *GRID]
+
+
+def text_words(folder: Path, model: Path) -> list[str]:
+    """A command line for a tiny spectrum of a language model that chooses."""
+    options = {
+        **{"config": "paper", "task": "SST2", "model_name_or_path": model},
+        **{"dataset_path": model / "SST2", "num_train": 6, "num_dev": 2, "num_eval": 2},
+        **{"max_grad_norm": 1, "expected_batch_size": 5, "per_device_train_batch_size": 2},
+        **{"use_cpu": True, "spectrum_path": folder / "spectrum.json"},
+    }
+    return ["--family=opt", *(f"--{name}={value}" for name, value in options.items()), *GRID]
+
+
+def assert_spectra_are_right(result: dict[str, Any], path: Path) -> None:
+    assert json.loads(path.read_text()) == result
+    settings = [(row["C"], row["sigma"]) for row in result["spectra"]]
+    assert settings == [(None, 0.0), (0.5, 0.0), (0.5, 2.0), (1e9, 0.0), (1e9, 2.0)]
+    plain, clipped, noisy, unclipped, _ = (row["singular_values"] for row in result["spectra"])
+    assert plain == unclipped
+    assert all(len(row["singular_values"]) == 4 for row in result["spectra"])
+    assert sum(clipped) < sum(plain)
+    assert noisy[-1] / noisy[0] > 3 * clipped[-1] / clipped[0]  # noise fills the spectrum
+    assert result["notes"][0].startswith("not private")
+    assert not any("Poisson" in note or "variance 1/r" in note for note in result["notes"])
+    assert (result["device"], result["versions"]["torch"]) == ("cpu", torch.__version__)
+    assert result.keys() >= {"date", "git_commit"}
+
+
+def test_spectra_of_images_are_written_once(tmp_path: Path, images: Path) -> None:
+    words = image_words(tmp_path, images)
+    result = singular_values.main(words)
+    assert_spectra_are_right(result, tmp_path / "spectrum.json")
+    assert (result["family"], result["script"]["task"]) == ("vit", "MNIST")
+    with pytest.raises(FileExistsError, match=r"spectrum\.json exists"):
+        singular_values.main(words)
+
+
+def test_spectra_of_texts_are_written(tmp_path: Path, texts: Path) -> None:
+    result = singular_values.main(text_words(tmp_path, texts))
+    assert_spectra_are_right(result, tmp_path / "spectrum.json")
+    assert (result["family"], result["script"]["task"]) == ("opt", "SST2")
+
+
+def test_the_file_is_named_after_family_model_and_task(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in text_words(tmp_path, texts) if "spectrum_path" not in word]
+    singular_values.main(words)
+    (path,) = (tmp_path / "runs").iterdir()
+    assert path.name == f"singular_values-opt-{texts.name}-SST2.json"
+
+
+def assert_sums_are_of_single_samples(
+    model: nn.Module,
+    names: list[str],
+    samples: list[dict[str, Tensor]],
+    loss: LossFunction | None,
+) -> None:
+    """``clipped_sums`` is the sum of each sample's own gradient, clipped over all parameters.
+
+    The model's output for a sample alone is what ``loss`` or, without, cross-entropy is taken of.
+    """
+    bounds = [math.inf, 1.0]
+    expected = {bound: dict.fromkeys(names, torch.tensor(0.0)) for bound in bounds}
+    for sample in samples:
+        model.zero_grad()
+        inputs = {name: value for name, value in sample.items() if name != "labels"}
+        outputs, labels = model(**inputs), sample["labels"]
+        if loss is None:
+            functional.cross_entropy(outputs.logits, labels).backward()
+        else:
+            loss(outputs, labels).sum().backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+        for bound, sums in expected.items():
+            for name in names:
+                sums[name] = sums[name] + grads[name] * min(1.0, bound / float(norm))
+    batches = [
+        {name: torch.cat([s[name] for s in part]) for name in part[0]}
+        for part in (samples[:4], samples[4:])
+    ]
+    found = singular_values.clipped_sums(model, batches, bounds, loss)
+    torch.testing.assert_close(found, expected)
+
+
+def test_clipped_sums_of_images_are_those_of_one_sample_at_a_time() -> None:
+    shape = {k: v for k, v in test_vit.SMALL.items() if k in vit._SHAPE}
+    model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=10))
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "classifier" not in n]
+    samples = [
+        {"pixel_values": torch.randn(1, 1, 8, 8), "labels": torch.randint(10, (1,))}
+        for _ in range(6)
+    ]
+    assert_sums_are_of_single_samples(model, names, samples, None)
+
+
+def test_clipped_sums_of_texts_take_all_options_of_an_example_together() -> None:
+    torch.manual_seed(0)
+    model = AnswerScorer(only("opt").model()).eval()
+    kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
+    collator = Collator(pad=1)
+    samples = [collator([e]) for e in test_opt.examples([5] * 6, options=2, longest=1)]
+    assert_sums_are_of_single_samples(model, names, samples, choice_loss)
+
+
+def test_singular_values_of_a_known_matrix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    total = torch.diag(torch.tensor([4.0, 8.0, 2.0]))
+    mean = singular_values.privatised(total, math.inf, 0.0, 2, generator)
+    values = singular_values.singular_values(mean, top=2)
+    torch.testing.assert_close(values, torch.tensor([4.0, 2.0]))
+    with pytest.raises(ValueError, match="top=4"):
+        singular_values.singular_values(mean, top=4)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
+def test_small_singular_values_are_not_lost(shape: tuple[int, int]) -> None:
+    values = torch.tensor([1.0, 1e-3, 1e-6])
+    matrix = torch.zeros(shape)
+    matrix[torch.arange(3), torch.arange(3)] = values
+    rotation = torch.linalg.qr(torch.randn(shape[0], shape[0], dtype=torch.float64))[0]
+    found = singular_values.singular_values(rotation @ matrix.double(), top=3)
+    torch.testing.assert_close(found.float(), values, rtol=1e-3, atol=0)
+
+
+def test_noise_of_a_privatised_gradient_has_the_deviation_it_should() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noisy = singular_values.privatised(torch.zeros(300, 300), 3.0, 0.5, 10, generator)
+    # 90,000 draws: the estimate of the deviation is off by 1.5 % once in 10^9 times.
+    assert float(noisy.std()) == pytest.approx(0.5 * 3.0 / 10, rel=0.015)
