@@ -11,13 +11,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dp_grape_hf import METHODS
+from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.sweep import Sweep, first_score, mean_and_error
 
 T = TypeVar("T")
@@ -53,6 +54,9 @@ PRIVACY = frozenset(
     }
 )
 """What means nothing without privacy."""
+
+SINCE = {f.name: f.default for f in fields(DPGrapeArguments) if f.default is not MISSING}
+"""How code that did not have an option yet behaved: as the option does by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +118,7 @@ class Run:
         script, settings = self.result["script"], self.result["settings"]
         seeds = {name for name in (*script, *settings) if name.endswith("seed")}
         if self.method == ZERO_SHOT:
-            return MACHINE | seeds | settings.keys() | {"lora_rank", "frozen"}
+            return MACHINE | seeds | SINCE.keys() | settings.keys() | {"lora_rank", "frozen"}
         row, silent = METHODS[self.method], MACHINE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
@@ -127,6 +131,7 @@ class Run:
         script, settings = self.result["script"], self.result["settings"]
         data = script["dataset_path"]
         found = {
+            **SINCE,
             **script,
             **settings,
             "family": self.family,
