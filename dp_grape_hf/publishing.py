@@ -361,7 +361,9 @@ class Repository:
         places = {target.parent for target in targets}
         others = {path for name in there if (path := PurePosixPath(name)).parent in places}
         found = others - targets.keys()
-        if foreign := sorted(str(p) for p in found if is_weights(p.name) or p.name == _ADAPTER):
+        if foreign := sorted(
+            str(p) for p in found if is_weights(p.name) or p.name.lower() == _ADAPTER
+        ):
             raise PrivacyError(
                 f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
                 "card and ledger beside them would seem to speak for them. Delete them there, or "

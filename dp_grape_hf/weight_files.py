@@ -1,6 +1,7 @@
 """Which files of a folder are weights, and their digests."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ _SUFFIXES = (
     ".index.json",  # says in which file a weight is, where there are several
 )
 # What the Trainer and accelerate save beside weights; it stays on the machine that trains.
-_OTHERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
+_OTHERS = re.compile(
+    r"(training_args|(optimizer|scheduler|scaler|rng_state|random_states)(_\d+)?)\."
+)
 
 PATTERNS = tuple(f"*{suffix}" for suffix in _SUFFIXES)
 """What weight files are called, as `fnmatch` patterns."""
@@ -21,7 +24,7 @@ PATTERNS = tuple(f"*{suffix}" for suffix in _SUFFIXES)
 def is_weights(name: str) -> bool:
     """Whether a file of that name is weights, and not what a trainer keeps beside them."""
     lower = name.lower()
-    return lower.endswith(_SUFFIXES) and not lower.startswith(_OTHERS)
+    return lower.endswith(_SUFFIXES) and not _OTHERS.match(lower)
 
 
 def weight_files(folder: Path) -> list[str]:
