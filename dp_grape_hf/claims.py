@@ -16,6 +16,7 @@ from dp_grape_hf.mechanism import EXAMPLE, Mechanism
 
 EPSILON_ROW = "ε spent (upper bound)"
 ROWS_OF_SOME = ("Noise", "Chosen among trials", "Earlier runs on the same data")
+_NOISE, _TRIALS, _RUNS = ROWS_OF_SOME
 ANY = "\0"
 """Stands for a number that is read and not compared as text."""
 
@@ -107,15 +108,13 @@ def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
         "Accountant's software": "-" if package is None else f"{package} {version}",
     }
     if mechanism.noise is not None:
-        rows["Noise"] = f"{mechanism.noise}, four float64 draws for each number"
+        rows[_NOISE] = f"{mechanism.noise}, four float64 draws for each number"
     if mechanism.trials is not None:
         each = f"of {mechanism.steps_of_trial} releases each"
-        rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
+        rows[_TRIALS] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
         releases = sum(run.accounted[2] for run in earlier)
-        rows["Earlier runs on the same data"] = (
-            f"{len(earlier)}, with {releases} releases, counted in ε"
-        )
+        rows[_RUNS] = f"{len(earlier)}, with {releases} releases, counted in ε"
     return {name: plain(value) for name, value in rows.items()} | {EPSILON_ROW: spent}
 
 

@@ -86,7 +86,7 @@ def render(findings: Findings, paper: Spec) -> str:
     for name, spec in paper["tables"].items():
         own = [run for run in rest if belongs(run, spec)]
         rest = [run for run in rest if not belongs(run, spec)]
-        lines += ["", *table(own, spec), "", *settingsbeside(own, spec, paper["settings"][name])]
+        lines += ["", *table(own, spec), "", *settings_beside(own, spec, paper["settings"][name])]
         for model, apart in partition(_apart(own, spec), lambda run: run.model).items():
             lines += ["", *stand_in(model, apart, spec)]
     lines += ["", *comparison(findings, paper["comparison"])]
@@ -218,7 +218,7 @@ def _listed(values: Iterable[Any]) -> str:
 # ---- Settings ----
 
 
-def settingsbeside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[str]:
+def settings_beside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[str]:
     """Yields the clipping bounds and learning rates of a table, the paper's and ours."""
     columns, by_column = (
         list(spec["columns"]),
