@@ -18,6 +18,7 @@ The file says what is run:
       AdamW:
         arguments: {method: adam}
         grid: {learning_rate: [1.0e-5, 5.0e-5]}
+        search: {max_steps: 100}                                      # of this row's search only
 
 For each task and row all combinations of the grid are run at the budget and with the seed of the
 search; the one with the best score on the dev split is run at every budget with every seed. A row
@@ -187,7 +188,7 @@ class Sweep:
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
         epsilon = where["epsilon"] if self._private(name) else None
-        own = {**settings, **where.get("arguments", {})}
+        own = {**settings, **where.get("arguments", {}), **self._own_search(name)}
         return self._cell(name, task, epsilon, where["seed"], own)
 
     def _grid(self, name: str) -> Iterator[dict[str, Any]]:
@@ -195,6 +196,9 @@ class Sweep:
         if grid:
             for values in product(*grid.values()):
                 yield dict(zip(grid, values, strict=True))
+
+    def _own_search(self, name: str) -> dict[str, Any]:
+        return self.config["rows"][name].get("search") or {}
 
     def _private(self, name: str) -> bool:
         return METHODS[self.config["rows"][name]["arguments"]["method"]].private
@@ -381,6 +385,9 @@ def search_table(summary: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {cell['row']} | {settings} | " + " | ".join(scores) + " |")
     about = f"The search: dev score at ε = {where['epsilon']:g} (if private), seed {where['seed']}."
+    for name, row in config["rows"].items():
+        own = ", ".join(f"{key} = {value}" for key, value in (row.get("search") or {}).items())
+        about += f" {name} was searched with {own}." if own else ""
     return "\n".join([*lines, "", about, ""])
 
 

@@ -160,6 +160,16 @@ def test_one_run_has_no_error_and_that_is_json(
     assert sweep.score_text((53.013, float("nan"), 1)) == "53.0 [1]"  # as it was written once
 
 
+def test_a_row_may_be_searched_with_settings_of_its_own(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = CONFIG["rows"]["DP-GRAPE"] | {"search": {"max_steps": 2}}
+    run(tmp_path, CONFIG | {"rows": CONFIG["rows"] | {"DP-GRAPE": row}})
+    steps = [(c["max_steps"], c["seed"]) for c in runs.commands if c["method"] == "dp_grape"]
+    assert steps == [("2", "100")] * 2 + [("3", "13"), ("3", "21")] * 2
+    assert "seed 100. DP-GRAPE was searched with max_steps = 2.\n" in capsys.readouterr().out
+
+
 def with_grid(*rates: float) -> dict[str, Any]:
     """The sweep with another grid of learning rates."""
     rows = CONFIG["rows"] | {
