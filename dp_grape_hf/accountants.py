@@ -318,6 +318,11 @@ def _convert(moments: Sequence[npt.NDArray[np.float64]], delta: float) -> float:
     return max(0.0, float(np.where(np.isnan(bounds), np.inf, bounds).min()))
 
 
+def rounded_up(value: float, digits: int = 4) -> float:
+    """Rounds an upper bound for print, never down: what is printed keeps the promise."""
+    return math.ceil(value * 10**digits) / 10**digits if math.isfinite(value) else value
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silences the warnings of a library and turns its errors into `AccountantFailure`."""

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import REPLACE_ONE
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism
@@ -39,9 +40,9 @@ def without_guarantee(ledger: Ledger, epsilon: float) -> list[str]:
     return reasons
 
 
-def rounded_up(epsilon: float) -> str:
+def epsilon_text(epsilon: float) -> str:
     """Writes an upper bound so that it does not shrink on its way to the reader."""
-    return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+    return "∞" if math.isinf(epsilon) else f"{rounded_up(epsilon, 3):.3f}"
 
 
 def unit_of(mechanism: Mechanism) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     ADD_OR_REMOVE_ONE,
@@ -229,7 +230,7 @@ def _calibrate(args: argparse.Namespace) -> str:
                 accountant=args.accountant,
                 **variant,
             )
-            sigma = _round_up(found)
+            sigma = rounded_up(found)
         curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **variant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
@@ -253,7 +254,7 @@ def _calibrate(args: argparse.Namespace) -> str:
         "noise multiplier": [
             f"{row.noise_multiplier:{'.4f' if noise is None else '.6g'}}" for row in rows
         ],
-        "epsilon achieved": [f"{_round_up(row.epsilon):.4f}" for row in rows],
+        "epsilon achieved": [f"{rounded_up(row.epsilon):.4f}" for row in rows],
         "noise std on mean / C": [
             "-" if (std := row.noise_std_on_mean_over_max_grad_norm) is None else f"{std:.4g}"
             for row in rows
@@ -264,7 +265,7 @@ def _calibrate(args: argparse.Namespace) -> str:
         columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
     if trials is not None:
         columns["of one run"] = [
-            f"{_round_up(one):.4f}" for row in rows if (one := row.epsilon_of_one_run) is not None
+            f"{rounded_up(one):.4f}" for row in rows if (one := row.epsilon_of_one_run) is not None
         ]
     directions = args.norm_directions
     estimated = "" if directions is None else f", norms from {directions} directions"
@@ -328,11 +329,6 @@ def _table(columns: dict[str, list[str]]) -> str:
         for title, cells in columns.items()
     ]
     return "".join("  ".join(line) + "\n" for line in zip(*padded, strict=True))
-
-
-def _round_up(value: float) -> float:
-    """Rounds to four decimals, never down: what is printed keeps the promise."""
-    return math.ceil(value * 1e4) / 1e4 if math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accountants import AccountantFailure
+from dp_grape_hf.accountants import AccountantFailure, rounded_up
 from dp_grape_hf.chain import is_prefix
 from dp_grape_hf.entries import Run
 from dp_grape_hf.errors import PrivacyError, require
@@ -191,7 +190,7 @@ def _spent(ledger: Ledger) -> str:
     if not ledger.private:
         return f"it has no guarantee ({'; '.join(ledger.not_private_reasons)})"
     try:
-        epsilon = f"epsilon {math.ceil(ledger.epsilon() * 1e4) / 1e4:g}"
+        epsilon = f"epsilon {rounded_up(ledger.epsilon()):g}"
     except (AccountantFailure, PrivacyError, OverflowError):
         epsilon = "epsilon not known here"
     return f"{epsilon} at delta {ledger.mechanism.target_delta} in {ledger.steps} releases"

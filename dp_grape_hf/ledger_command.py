@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from dp_grape_hf.accountants import AccountantFailure
+from dp_grape_hf.accountants import AccountantFailure, rounded_up
 from dp_grape_hf.accounting import EpsilonCurve, Variant
 from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
@@ -255,7 +254,7 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
         yield f"epsilon after {of}, at delta {delta:g}:"
         for name in ("prv", "pld", "rdp"):
             try:
-                epsilon = f"{math.ceil(epsilon_by(name, ledger, delta) * 1e4) / 1e4:.4f}"
+                epsilon = f"{rounded_up(epsilon_by(name, ledger, delta)):.4f}"
             except AccountantFailure as failure:
                 epsilon = f"not applicable: {failure}"
             yield f"  {name}  {epsilon}" + (
@@ -297,7 +296,7 @@ def _plot(ledger: Ledger, delta: float | None, path: Path) -> None:
         ) from error
     assert delta is not None
     steps, epsilons = _curve(ledger, delta)
-    spent = math.ceil(epsilons[-1] * 1000) / 1000  # an upper bound is never rounded down
+    spent = rounded_up(epsilons[-1], 3)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, epsilons, color="C0", zorder=3)

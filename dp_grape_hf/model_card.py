@@ -13,8 +13,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from dp_grape_hf.claims import (
+    epsilon_text,
     plain,
-    rounded_up,
     statement_of,
     states_privacy,
     unit_of,
@@ -134,7 +134,7 @@ def render(
             "it could speak for. Take the one that lies beside the weights, or call save_model()."
         )
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
-    reasons, spent = without_guarantee(ledger, epsilon), rounded_up(epsilon)
+    reasons, spent = without_guarantee(ledger, epsilon), epsilon_text(epsilon)
     private = not reasons
     own_tags = ["dp-grape", "differential-privacy"] if private else ["dp-grape"]
     theirs = [

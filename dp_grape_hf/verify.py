@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
+from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed, rounded_up
 from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
 from dp_grape_hf.claims import (
@@ -204,7 +204,7 @@ def _spent(ledger: Ledger) -> float | None:
 
 
 def _up(epsilon: float) -> str:
-    return "inf" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+    return f"{rounded_up(epsilon):.4f}"
 
 
 # ---- The card ----
