@@ -1,7 +1,8 @@
 """Random directions of the weights, and the optimizer that moves along them.
 
-A direction is public and never kept: it is drawn anew from the seed, a block at a time, wherever it
-is needed. ``zeroth_order`` says what the numbers are that the optimizer receives.
+A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed. What
+fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch and
+once for the update. ``zeroth_order`` says what the numbers are that the optimizer receives.
 
 Shapes: K directions, d trainable numbers.
 """
@@ -29,6 +30,7 @@ DIRECTION = "direction"
 DISTRIBUTIONS = ("gaussian", "sphere")
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
+_KEPT = 2**24  # numbers of the directions of one step that are kept, of any model
 
 
 class Directions:
@@ -62,6 +64,9 @@ class Directions:
         self.seed, self.count, self.distribution = seed, count, distribution
         self._trainable = dict(trainable)
         self._names = {id(p): name for name, p in trainable.items()}
+        self._kept: dict[tuple[str, int, int, torch.device], Tensor] = {}  # of one step
+        self._kept_step = -1
+        self._room = _KEPT
         self._on_sphere: tuple[int, list[float]] | None = None  # a step and its factors
 
     def name_of(self, weight: Tensor) -> str | None:
@@ -87,7 +92,7 @@ class Directions:
         """
         scales = [c * f for c, f in zip(coefficients, self.factors(step), strict=True)]
         for block, rows in enumerate(row_blocks(weight, _BLOCK)):
-            total = self._draw(weight, step, 0, block, rows).mul_(scales[0])
+            total = self._draw(weight, step, 0, block, rows) * scales[0]
             for number in range(1, self.count):
                 z = self._draw(weight, step, number, block, rows)
                 total.add_(z, alpha=scales[number])
@@ -103,7 +108,7 @@ class Directions:
 
     def _onto_sphere(self, step: int, number: int) -> float:
         squared = [
-            self._draw(weight, step, number, block, rows).square_().sum()
+            self._draw(weight, step, number, block, rows).square().sum()
             for weight in self._trainable.values()
             for block, rows in enumerate(row_blocks(weight, _BLOCK))
         ]
@@ -111,11 +116,20 @@ class Directions:
         return math.sqrt(size / torch.stack(squared).sum(dtype=torch.float64).item())
 
     def _draw(self, weight: Tensor, step: int, number: int, block: int, rows: Any) -> Tensor:
+        """Returns a block of a direction, which must not be written to."""
+        if step != self._kept_step:
+            self._kept, self._kept_step, self._room = {}, step, _KEPT
         name = self._names[id(weight)]
+        key = name, number, block, weight.device
+        if (kept := self._kept.get(key)) is not None:
+            return kept
         seed = projection_seed_for(self.seed, step * self.count + number, name, block)
         generator = torch.Generator(weight.device).manual_seed(seed)
-        z = torch.empty(weight[rows].shape, device=weight.device)
-        return z.normal_(generator=generator)
+        z = torch.empty(weight[rows].shape, device=weight.device).normal_(generator=generator)
+        if z.numel() <= self._room:
+            self._kept[key] = z
+            self._room -= z.numel()
+        return z
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):

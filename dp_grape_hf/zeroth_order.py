@@ -16,8 +16,8 @@ adding or removing one sample, so the noise has std ``sigma C`` and not ``2 sigm
 
 The weights are never written to. While a pass runs, each operation that reads a weight is given a
 copy ``W + mu z``, which is freed after it, so the weights are afterwards what they were, bit for
-bit, and the copies of one operation are all the memory it takes. ``directions`` draws z, and has
-the optimizer.
+bit, and the copies of one operation are all the memory it takes, beside at most 64 MiB of z, which
+``directions`` draws and keeps. It has the optimizer, too.
 
 Shapes: B samples in the batch, K directions, d trainable numbers.
 """

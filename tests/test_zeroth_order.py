@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -492,6 +493,7 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(directions_module, "_BLOCK", 1000)
+    monkeypatch.setattr(directions_module, "_KEPT", 0)
     features, depth = 100, 8
     model = nn.Sequential(*[nn.Linear(features, features) for _ in range(depth)])
     weight = model[0].weight.nbytes
@@ -506,6 +508,32 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
         optimizer.receive(torch.ones(2), 0)
         optimizer.step()
     assert 0 < live.peak < 0.5 * weight
+
+
+def test_what_fits_of_the_directions_of_a_step_is_drawn_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(directions_module, "_BLOCK", 100)
+    model, results = nn.Linear(20, 20), []
+    seeds = Mock(side_effect=directions_module.projection_seed_for)
+    monkeypatch.setattr(directions_module, "projection_seed_for", seeds)
+    for kept, draws in ((0, 25), (250, 13), (1000, 5)):  # blocks: 4 of the weight, 1 of the bias
+        monkeypatch.setattr(directions_module, "_KEPT", kept)
+        trained = copy.deepcopy(model)
+        engine = ZerothOrderEngine(trained, lambda outputs, _: outputs.sum(1), seed=SEED)
+        engine.skip_probe()
+        optimizer = ZerothOrderSGD(trained.parameters(), engine.directions, lr=0.1)
+        for step in (0, 1):
+            engine.use(step)
+            seeds.reset_mock()
+            for _ in range(2):  # physical batches
+                engine({"input": torch.ones(3, 20)}, {})
+            optimizer.receive(torch.ones(1), step)
+            optimizer.step()
+            assert seeds.call_count == draws
+            assert sum(z.numel() for z in engine.directions._kept.values()) <= kept
+        results.append(trained.weight)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_live_bytes_sees_a_copy_of_the_model() -> None:
