@@ -462,9 +462,12 @@ def test_a_worker_that_dies_ends_the_run_and_no_release_is_lost(
         (RuntimeError, PrivacyError), match=r"DataLoader worker \(pid.*\) exited unexpectedly"
     ):
         trainer.train()
-    assert len(releases) == trainer.ledger.steps == Ledger.load(tmp_path / LEDGER_NAME).steps
+    assert trainer.ledger.steps == Ledger.load(tmp_path / LEDGER_NAME).steps
+    # The error comes with a signal, at any time: a release may have been recorded and not made.
+    unmade = trainer.ledger.steps - len(releases)
+    assert unmade in (0, 1)
     assert 2 <= len(releases) < 8
     resumed = make_trainer(tmp_path, train_dataset=points(240), **WORKING)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8
-    assert resumed.ledger.steps == len(releases)
+    assert resumed.ledger.steps == len(releases) + unmade
