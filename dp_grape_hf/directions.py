@@ -1,8 +1,8 @@
 """Random directions of the weights, and the optimizer that moves along them.
 
-A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed. What
-fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch and
-once for the update. ``zeroth_order`` says what the numbers are that the optimizer receives.
+A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
+What fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch
+and once for the update. ``zeroth_order`` says what the numbers are that the optimizer receives.
 
 Shapes: K directions, d trainable numbers.
 """

@@ -50,6 +50,11 @@ def budget(epsilon: float | None) -> str:
     return "∞" if epsilon is None else f"{epsilon:g}"
 
 
+def counted(number: int, what: str) -> str:
+    """Returns how many of a thing there are."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def shown(value: Any, missing: str = "n/a") -> str:
     """Returns a cell: nothing, a number or a word, mean and error, or those of so many runs."""
     if value is None:

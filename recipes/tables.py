@@ -37,6 +37,7 @@ from recipes.markdown import (
     beside,
     budget,
     bullets,
+    counted,
     header,
     headings,
     row,
@@ -193,7 +194,7 @@ def origin(runs: Sequence[Run]) -> list[str]:
     results = [run.result for run in runs]
     cost = sorted({result["script"]["selection_runs"] for result in results})
     facts = {
-        "Ours": f"{len(runs)} runs with seeds {_listed(seeds)}",
+        "Ours": f"{counted(len(runs), 'run')} with seed{'s' * (len(seeds) > 1)} {_listed(seeds)}",
         "data from": _listed({run.facts.get("dataset_path", "the Hub") for run in runs}),
         "on": _listed({result["device"] for result in results}),
         "torch": _listed({result["versions"]["torch"] for result in results}),

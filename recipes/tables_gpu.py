@@ -13,7 +13,7 @@ from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
 from recipes.findings import Findings, partition, title_of
 from recipes.gpu_report_table import GIB, title_of_way
-from recipes.markdown import BLANK, NOT_RUN, beside, bullets, header, headings, row, shown
+from recipes.markdown import BLANK, NOT_RUN, beside, bullets, counted, header, headings, row, shown
 from recipes.paper_match import Spec
 
 GB = 1e9  # bytes, as in the paper
@@ -173,7 +173,7 @@ def _run_of(findings: Findings, line: Spec) -> str:
         and (mode is None or run.result["settings"].get("grad_sample_mode") == mode)
     ]
     kinds = partition(runs, lambda run: f"{run.model} on {run.task}")
-    said = [f"{len(own)} runs of {kind}" for kind, own in kinds.items()]
+    said = [f"{counted(len(own), 'run')} of {kind}" for kind, own in kinds.items()]
     ways = {method if mode is None else f"{method}_{mode}" for method in methods}
     cells = [
         key
@@ -181,4 +181,4 @@ def _run_of(findings: Findings, line: Spec) -> str:
         for key, cell in report["cells"].items()
         if "seconds" in cell and key.rsplit(", ", 1)[1].split(" ")[0] in ways
     ]
-    return "; ".join(said + ([f"{len(cells)} cells of `gpu_report`"] if cells else []))
+    return "; ".join(said + ([f"{counted(len(cells), 'cell')} of `gpu_report`"] if cells else []))

@@ -286,10 +286,10 @@ def test_methods_that_save_memory_say_what_was_run() -> None:
     assert found["Ghost Clipping"] == [
         *("yes", "yes", "extra backward pass", "no", "medium"),
         "`--method dp_adam --grad_sample_mode ghost`",
-        "1 runs of roberta-large on SST-2; 1 cells of `gpu_report`",
+        "1 run of roberta-large on SST-2; 1 cell of `gpu_report`",
     ]
-    assert found["JL projections (Bu et al. 2021)"][-1] == "1 runs of roberta-large on SST-2"
-    assert found["DP-GRAPE"][-1] == "1 cells of `gpu_report`"
+    assert found["JL projections (Bu et al. 2021)"][-1] == "1 run of roberta-large on SST-2"
+    assert found["DP-GRAPE"][-1] == "1 cell of `gpu_report`"
     assert found["Zeroth-order DP"][2:] == [
         *("none", "yes", "large", "`--method dpzero`, `--method dp_zo`", "not run")
     ]
