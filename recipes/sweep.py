@@ -188,7 +188,8 @@ class Sweep:
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
         epsilon = where["epsilon"] if self._private(name) else None
-        own = {**settings, **where.get("arguments", {}), **self._own_search(name)}
+        row = self.config["rows"][name].get("search", {})
+        own = {**settings, **where.get("arguments", {}), **row}
         return self._cell(name, task, epsilon, where["seed"], own)
 
     def _grid(self, name: str) -> Iterator[dict[str, Any]]:
@@ -196,9 +197,6 @@ class Sweep:
         if grid:
             for values in product(*grid.values()):
                 yield dict(zip(grid, values, strict=True))
-
-    def _own_search(self, name: str) -> dict[str, Any]:
-        return self.config["rows"][name].get("search") or {}
 
     def _private(self, name: str) -> bool:
         return METHODS[self.config["rows"][name]["arguments"]["method"]].private
@@ -379,16 +377,20 @@ def search_table(summary: Mapping[str, Any]) -> str:
     lines = ["| Method | Settings | " + " | ".join(config["tasks"]) + " |"]
     lines.append("|---" * (2 + len(config["tasks"])) + "|")
     for cell in summary["search"]:
-        settings = ", ".join(f"{name} = {value}" for name, value in cell["settings"].items())
         scores = [
             "not run" if score is None else f"{score:.1f}" for score in cell["scores"].values()
         ]
+        settings = _settings_text(cell["settings"])
         lines.append(f"| {cell['row']} | {settings} | " + " | ".join(scores) + " |")
     about = f"The search: dev score at ε = {where['epsilon']:g} (if private), seed {where['seed']}."
     for name, row in config["rows"].items():
-        own = ", ".join(f"{key} = {value}" for key, value in (row.get("search") or {}).items())
-        about += f" {name} was searched with {own}." if own else ""
+        if "search" in row:
+            about += f" {name} was searched with {_settings_text(row['search'])}."
     return "\n".join([*lines, "", about, ""])
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in settings.items())
 
 
 def score_text(found: Sequence[Any] | None) -> str:
