@@ -64,14 +64,15 @@ def own_gradients(
 def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the largest relative error of one sample's gradient of one parameter.
 
-    A gradient below 1e-3 of the sample's total counts as that: the gradient of a key's bias is zero
-    in exact arithmetic, and what is left of it is rounding. NaN counts as infinite.
+    A gradient below 1e-2 of the sample's total counts as that: the rounding of the larger terms
+    that it is computed from does not shrink with it, and is all that there is of a gradient that is
+    zero in exact arithmetic, as that of a key's bias. NaN counts as infinite.
     """
     totals = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)  # (B,)
     worst = torch.zeros(())
     for name, gradient in expected.items():
-        errors = (found[name].float() - gradient).flatten(1).norm(dim=1)
-        scale = gradient.flatten(1).norm(dim=1).maximum(1e-3 * totals).clamp(min=1e-20)
+        errors = (found[name] - gradient).flatten(1).norm(dim=1)
+        scale = gradient.flatten(1).norm(dim=1).maximum(1e-2 * totals).clamp(min=1e-20)
         worst = worst.maximum((errors / scale).nan_to_num(nan=torch.inf).max())
     return worst.item()
 

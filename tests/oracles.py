@@ -12,6 +12,7 @@ from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.losses import LossFunction, loss_for
 from dp_grape_hf.per_sample import Gradients
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from recipes.model_matrix import worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 
@@ -53,20 +54,11 @@ def dense(gradients: Gradients, batch_size: int) -> dict[str, Tensor]:
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Returns the largest relative error of one sample's gradient of one parameter.
-
-    A gradient below 1e-3 of the sample's total counts as that: the gradient of a key's bias is zero
-    in exact arithmetic, and what is left of it is rounding.
-    """
+    """Returns the largest relative error of one sample's gradient of one parameter."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    totals = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)  # (B,)
-    worst = 0.0
     for name, gradient in expected.items():
         assert found[name].shape == gradient.shape, (name, found[name].shape, gradient.shape)
-        errors = (found[name] - gradient).flatten(1).norm(dim=1)
-        scale = gradient.flatten(1).norm(dim=1).maximum(1e-3 * totals).clamp(min=1e-20)
-        worst = max(worst, (errors / scale).nan_to_num(nan=float("inf")).max().item())
-    return worst
+    return worst_error(found, expected)
 
 
 def assert_gradients_equal(

@@ -331,6 +331,14 @@ def test_the_matrix_counts_nan_as_wrong() -> None:
     assert whole_error({"weight": 1.5 * expected["weight"]}, expected) == pytest.approx(0.5)
 
 
+def test_the_matrix_forgives_rounding_of_a_zero_gradient_but_no_more() -> None:
+    expected = {"weight": torch.ones(1, 4), "bias": torch.zeros(1, 1)}
+    rounded = {**expected, "bias": torch.full((1, 1), torch.finfo(torch.float32).eps)}
+    wrong = {**expected, "bias": torch.full((1, 1), 1e-4)}
+    assert worst_error(rounded, expected) < 1e-5
+    assert worst_error(wrong, expected) > 1e-3
+
+
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_every_condition_of_the_matrix_runs(name: str) -> None:
     error = cell(row("BERT, sequence classification"), CONDITIONS[name], "layerwise")
