@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from recipes.sweep import score_text
-
 NOT_RUN, BLANK = "not run", ""
 
 
@@ -53,6 +51,14 @@ def budget(epsilon: float | None) -> str:
 def counted(number: int, what: str) -> str:
     """Returns how many of a thing there are."""
     return f"{number} {what}" + "s" * (number != 1)
+
+
+def score_text(found: Sequence[Any] | None) -> str:
+    """Returns a mean, its error (None or NaN of one value) and their number."""
+    if found is None:
+        return NOT_RUN
+    mean, error, count = found
+    return f"{mean:.1f} [1]" if count == 1 else f"{mean:.1f} ± {error:.1f} [{count}]"
 
 
 def shown(value: Any, missing: str = "n/a") -> str:

@@ -57,6 +57,7 @@ from tqdm import tqdm
 
 from dp_grape_hf import METHODS
 from recipes.experiment import parse, recorded
+from recipes.markdown import counted, score_text
 
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
 
@@ -358,12 +359,15 @@ def table(summary: Mapping[str, Any]) -> str:
     if len(lines) == 2:
         return ""
     cost = sum(row["search_runs"] for rows in summary["tasks"].values() for row in rows.values())
+    origin = "are those of the sweep's file, without a search"
+    if cost:
+        origin = f"were chosen on the dev split from {counted(cost, 'run')}, which no ε here covers"
     return "\n".join(
         [
             *lines,
             "",
             "Test score, mean ± standard error over the seeds, whose number is in brackets. The "
-            f"settings were chosen on the dev split from {cost} runs, which no ε here covers.",
+            f"settings {origin}.",
             "",
         ]
     )
@@ -391,14 +395,6 @@ def search_table(summary: Mapping[str, Any]) -> str:
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in settings.items())
-
-
-def score_text(found: Sequence[Any] | None) -> str:
-    """Returns a mean, its error (None or NaN of one value) and their number, for a table."""
-    if found is None:
-        return "not run"
-    mean, error, count = found
-    return f"{mean:.1f} [1]" if count == 1 else f"{mean:.1f} ± {error:.1f} [{count}]"
 
 
 if __name__ == "__main__":

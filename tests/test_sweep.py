@@ -15,6 +15,7 @@ import yaml
 
 from recipes import opt, roberta, sweep, vit
 from recipes.experiment import CONFIGS, ExperimentArguments, Family, parse, recorded
+from recipes.markdown import score_text
 from recipes.sweep import Cell, Sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +126,16 @@ def test_the_search_is_shown_and_nothing_that_was_not_run(
     ]
 
 
+def test_a_sweep_without_grids_says_that_nothing_was_searched(
+    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, CONFIG | {"rows": {"Adam": CONFIG["rows"]["Adam"]}})
+    assert [command["method"] for command in runs.commands] == ["adam", "adam"]
+    assert (
+        "The settings are those of the sweep's file, without a search." in capsys.readouterr().out
+    )
+
+
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     found = sorted((tmp_path / "out").rglob("result.json"))
@@ -157,7 +168,7 @@ def test_one_run_has_no_error_and_that_is_json(
     row = strict(tmp_path / "out" / "sweep.json")["tasks"]["points"]["DP-GRAPE"]
     assert row["scores"]["2"] == [pytest.approx(53.013), None, 1]
     assert "| DP-GRAPE | 2 | 53.0 [1] |" in capsys.readouterr().out
-    assert sweep.score_text((53.013, float("nan"), 1)) == "53.0 [1]"  # as it was written once
+    assert score_text((53.013, float("nan"), 1)) == "53.0 [1]"  # as it was written once
 
 
 def test_a_row_may_be_searched_with_settings_of_its_own(
