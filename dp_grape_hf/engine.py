@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dp_grape_hf.coins import guarding_streams
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
@@ -155,7 +156,10 @@ class PrivateEngine:
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
         total = self._clipped_sum
-        with refusing_changed_weights(self.per_sample.model, thorough=not self._watched):
+        with (
+            guarding_streams(lambda: self.per_sample.reseeds_host),
+            refusing_changed_weights(self.per_sample.model, thorough=not self._watched),
+        ):
             if self.clipping == PER_LAYER:
                 bound = self.max_grad_norm / len(self.per_sample.groups) ** 0.5
                 losses = self.per_sample.stream(

@@ -49,6 +49,7 @@ class FunctorchEngine(PerSampleEngine):
         if not self._probed:
             self._probe(inputs)
             self._probed = True
+        self._examine_coins(inputs, lambda batch: self._pass(batch, projectors))
         losses, found = self._pass(inputs, projectors)
         left_out = self.trainable.keys() - found.keys()
         found |= self.zero_gradients(left_out, losses, projectors)

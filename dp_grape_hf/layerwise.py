@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.capture import Pass, Stream
+from dp_grape_hf.coins import keeping_random_state
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.forwards import replaced_forwards
 from dp_grape_hf.layer_rules import is_recomputable
@@ -35,7 +36,6 @@ from dp_grape_hf.probing import (
     copies_of_first,
     evaluating,
     first_two,
-    keeping_random_state,
     refuse_coupled_losses,
     refuse_shared_gradients,
 )
@@ -114,6 +114,7 @@ class LayerwiseEngine(PerSampleEngine):
         if self._probed < min(batch_size, 2):
             self._probed = self._probe(inputs, projectors)
             self._learnt_anew = False
+        self._examine_coins(inputs, lambda batch: self._pass(batch, projectors))
 
     def _pass(
         self,
@@ -203,7 +204,7 @@ class LayerwiseEngine(PerSampleEngine):
             The losses of two and of three copies of the first sample.
         """
         losses = self._learn(inputs, 0)
-        self._probed, self._repeats = 2, True
+        self._probed, self._repeats, self._examined = 2, True, {True, False}
         return losses
 
     def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,9 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         training data, for adding or removing one example, or all of a unit's examples where
         ``privacy_unit_column`` is given, with the numbers of ``privacy_spent()``. So are ledger,
         progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise; metrics in the
-        logs are functions of the evaluation data, which epsilon does not cover.
+        logs are functions of the evaluation data, which epsilon does not cover. What an example
+        contributes must be computed from its own data and from coins that are its own or public
+        (``coins``): model and collator are examined for that before the first release.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from dp_grape_hf.coins import examine_coins
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import refuse_coupling
 from dp_grape_hf.losses import HeadLoss, LabelledPositions, LossFunction, checked, loss_for, split
+from dp_grape_hf.probing import copies_of_first
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
@@ -58,6 +60,9 @@ class PerSampleEngine(ABC):
     """Whether vocabulary heads are evaluated only at positions with a label. How many there are is
     read from the labels, so an engine that vectorises over samples cannot."""
 
+    reseeds_host = False
+    """Whether passes were seen to set the global random numbers of numpy or Python."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -87,6 +92,7 @@ class PerSampleEngine(ABC):
                 )
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
+        self._examined: set[bool] = set()  # whether training, where coins were looked at
 
     @abstractmethod
     def __call__(
@@ -98,6 +104,25 @@ class PerSampleEngine(ABC):
             inputs: the model's keyword arguments; every tensor has the B samples in dimension 0.
             projectors: parameter name -> projector, for the projected parameters.
         """
+
+    def _examine_coins(
+        self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]
+    ) -> None:
+        """Refuses a model whose random numbers are not each sample's own; once for each mode.
+
+        Args:
+            inputs: a batch, of which the first sample is used.
+            run: one pass over a batch, in which nothing is checked.
+        """
+        if self.model.training in self._examined:
+            return
+
+        def shown(copies: int) -> list[Tensor]:
+            losses, gradients = run(copies_of_first(inputs, copies))
+            return [losses, *(gradient.squared_norm() for gradient in gradients.values())]
+
+        self.reseeds_host |= examine_coins(shown)
+        self._examined.add(self.model.training)
 
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""

@@ -10,16 +10,15 @@ coordinates, which must be zero.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dp_grape_hf.coins import keeping_random_state, seed_all
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.representations import PerSampleGradient
 
@@ -63,11 +62,6 @@ def refuse_coupled_losses(some: Tensor, others: Tensor) -> None:
             "samples in its batch: the loss or the model couples samples, so clipping bounds "
             "nothing. Divide by each sample's own token count, not by a count over the batch."
         )
-
-
-def keeping_random_state() -> contextlib.AbstractContextManager[None]:
-    """Restores torch's global random state afterwards, that of the GPUs included."""
-    return torch.random.fork_rng()
 
 
 @contextlib.contextmanager
@@ -181,13 +175,7 @@ def refuse_padding_dependence(
         examples: some examples, of different lengths if there are any.
         tolerance: relative, for the comparison of two losses.
     """
-
-    def size(example: Any) -> int:
-        leaves = tree_leaves(dict(_collate(collate, [example])))
-        return max((t.numel() for t in leaves if isinstance(t, Tensor)), default=0)
-
-    ordered = sorted(examples, key=size)
-    short, long = ordered[0], ordered[-1]
+    short, long = shortest_and_longest(collate, examples)
     alone, again = _collate(collate, [short]), _collate(collate, [short], seed=1)
     padded = _collate(collate, [short, long])
     tensors = {k: v for k, v in alone.items() if isinstance(v, Tensor) and v.dim() > 0}
@@ -205,18 +193,22 @@ def refuse_padding_dependence(
         )
 
 
+def shortest_and_longest(collate: Collator, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns two of some examples, by the size of what the collator makes of each alone."""
+
+    def size(example: Any) -> int:
+        leaves = tree_leaves(dict(_collate(collate, [example])))
+        return max((t.numel() for t in leaves if isinstance(t, Tensor)), default=0)
+
+    ordered = sorted(examples, key=size)
+    return ordered[0], ordered[-1]
+
+
 def _collate(collate: Collator, examples: list[Any], seed: int = 0) -> Mapping[str, Any]:
     """Collates with given random numbers, and leaves the random state as it was."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with keeping_random_state():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            return collate(examples)
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with keeping_random_state():
+        seed_all(seed)
+        return collate(examples)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from dp_grape_hf.coins import keeping_random_state, refuse_shared_collation
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.losses import checked, split
 from dp_grape_hf.per_sample import PerSampleEngine
@@ -27,12 +28,12 @@ from dp_grape_hf.probing import (
     copies_of_first,
     evaluating,
     first_two,
-    keeping_random_state,
     refuse_coupled_losses,
     refuse_mixing_collator,
     refuse_padding_dependence,
     refuse_reordering_collator,
     refusing_changed_weights,
+    shortest_and_longest,
 )
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import PerSampleGradient
@@ -88,6 +89,7 @@ def examine_collator(
         )
     if len(examples) >= 3:
         refuse_mixing_collator(collate, examples)
+    refuse_shared_collation(collate, *shortest_and_longest(collate, examples))
     if units:
         refuse_reordering_collator(collate, _examples_of(loader, ORDERED))
     tolerance = 5e-2 if low_precision else 1e-3

@@ -150,6 +150,11 @@ class UnitEngine(PerSampleEngine):
 
         return self.examples.stream(examples, projectors, *map(summing, consumers))
 
+    @property
+    def reseeds_host(self) -> bool:  # type: ignore[override]
+        """Whether passes of the inner engine do."""
+        return self.examples.reseeds_host
+
     def use(self, step: int) -> None:
         """Tells the inner engine the number of the logical step."""
         self.examples.use(step)

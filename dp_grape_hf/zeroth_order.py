@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dp_grape_hf.coins import keeping_random_state
 from dp_grape_hf.directions import DIRECTION, Directions
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.losses import LossFunction
@@ -40,7 +41,6 @@ from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_siz
 from dp_grape_hf.probing import (
     copies_of_first,
     first_two,
-    keeping_random_state,
     refuse_coupled_losses,
 )
 from dp_grape_hf.projection import Projector
@@ -51,8 +51,8 @@ class ZerothOrderEngine(PerSampleEngine):
     """Per-sample finite differences of the loss along the directions of a step.
 
     Call ``use`` once for each logical batch, before its physical batches. Dropout is off, as in
-    MeZO and DPZero; other random numbers of a pass are the same on both sides of a difference. All
-    K numbers of a sample are one group, so that ``per_layer`` clipping is ``flat`` clipping.
+    MeZO and DPZero, and a model that is random all the same is refused. All K numbers of a sample
+    are one group, so that ``per_layer`` clipping is ``flat`` clipping.
 
     Args:
         model: as in ``PerSampleEngine``.
@@ -117,6 +117,11 @@ class ZerothOrderEngine(PerSampleEngine):
         size = batch_size_of(inputs)
         if self._probed < min(size, 2):
             self._probed = self._probe(inputs, self._step)
+        self._examine_coins(inputs, self._pass)
+        return self._pass(inputs)
+
+    def _pass(self, inputs: Inputs) -> tuple[Tensor, Gradients]:
+        assert self._step is not None
         losses, differences = self._differences(inputs, self._step)
         return losses, {DIRECTION: Dense(differences)}
 
@@ -129,11 +134,8 @@ class ZerothOrderEngine(PerSampleEngine):
         with _evaluation_mode(self.model), torch.no_grad():
             for number in range(self.directions.count):
                 sides = []
-                for distance, random in (
-                    (mu, keeping_random_state()),
-                    (-mu, contextlib.nullcontext()),
-                ):
-                    with random, _Displaced(self.directions, step, number, distance) as displaced:
+                for distance in (mu, -mu):
+                    with _Displaced(self.directions, step, number, distance) as displaced:
                         side = self.losses(self.model, inputs, size).detach()
                     sides.append(side if side.dtype is torch.float64 else side.float())
                     if used is not None:
@@ -147,7 +149,7 @@ class ZerothOrderEngine(PerSampleEngine):
 
     def skip_probe(self) -> None:
         """Leaves out what is done with the first batch only: nothing is checked."""
-        self._probed = 2
+        self._probed, self._examined = 2, {True, False}
 
     def _probe(self, inputs: Inputs, step: int) -> int:
         """Refuses a model that couples samples or hides a parameter.

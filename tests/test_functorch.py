@@ -182,26 +182,8 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     assert kept.flatten(1).unique(dim=0).shape[0] > 1
 
 
-def test_layer_drop_is_drawn_once_for_the_batch() -> None:
-    def drop(model: nn.Module, hidden: Tensor) -> Tensor:
-        return hidden if model.training and torch.rand([]) < 0.5 else model.last(hidden)
-
-    model = Toy(drop, last=nn.Linear(8, 8))
-    seen = set()
-    for _ in range(20):
-        _, gradients = per_sample_gradients(
-            model, positions(), engine="functorch", loss=mean_output
-        )
-        used = gradients["last.weight"].squared_norm() > 0
-        assert used.all() or not used.any()
-        seen.add(bool(used.all()))
-        check(model.eval(), positions(), loss=mean_output)
-        model.train()
-    assert seen == {True, False}  # fails once in 500000 runs
-
-
-@pytest.mark.parametrize("probability", [0.5, 1.0])
-def test_a_model_with_layer_drop_trains(probability: float) -> None:
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_a_model_whose_layer_drop_is_certain_trains(probability: float) -> None:
     model, inputs = only("opt").model(layerdrop=probability), only("opt").batch(3)
     _, gradients = per_sample_gradients(
         model, inputs, projections=projectors_for(model, 8), engine="functorch"

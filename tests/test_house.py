@@ -20,7 +20,7 @@ TIERS = (
     ("errors", "forms", "noise"),
     (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
-        *("bad_data", "rows", "placement", "iterates", "methods"),
+        *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock", "config_paths"),
     ),
     ("accountants", "ranks"),

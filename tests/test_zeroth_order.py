@@ -405,39 +405,22 @@ def test_frozen_parameters_stay_where_they_are() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in evaluation mode too, and dropout in training mode only."""
+    """Draws random numbers in evaluation mode too, for each sample or one for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.layer, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
-        self.drawn: list[Tensor] = []
+        self.layer, self.shared = nn.Linear(6, 3), shared
 
     def forward(self, input: Tensor) -> Tensor:
-        self.drawn.append(torch.randn(()))
-        return self.dropout(self.layer(input)) * self.drawn[-1]
+        return self.layer(input) * torch.randn(1 if self.shared else len(input), 1)
 
 
-def test_both_sides_of_a_difference_see_the_same_random_numbers() -> None:
-    model, inputs = Noisy().double(), small_batch(3)
-    engine = small_engine(model, n_directions=2)
-    found = []
-    for step in range(3):
-        engine.use(step)
-        model.drawn.clear()
-        scalars = engine(inputs, {})[1][DIRECTION].values
-        for k, z in enumerate(tensors_of(model, step, 2)):
-            ahead, behind = model.drawn[-4:][2 * k : 2 * k + 2]
-            assert torch.equal(ahead, behind)
-            found.append(ahead.item())
-            w, b = model.layer.weight.detach(), model.layer.bias.detach()
-            sides = [
-                ahead * (inputs["input"] @ (w + side * z["layer.weight"]).T)
-                + ahead * (b + side * z["layer.bias"])
-                for side in (MU, -MU)
-            ]
-            losses = [squares(outputs, inputs["labels"]) for outputs in sides]
-            torch.testing.assert_close(scalars[:, k], (losses[0] - losses[1]) / (2 * MU))
-    assert len(set(found)) == 6
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_model_that_is_random_without_dropout_is_refused(shared: bool) -> None:
+    engine = small_engine(Noisy(shared).double())
+    engine.use(0)
+    with pytest.raises(PrivacyError, match="for all samples" if shared else "couples samples"):
+        engine(small_batch(3), {})
 
 
 class Unread(nn.Module):

@@ -1,0 +1,385 @@
+"""Whose the random numbers are that a forward pass, or a collator, draws.
+
+One example more must not change the joint law of what the others contribute. So every coin is an
+example's own (a dropout mask), or one for the whole logical step, or public. One for each physical
+batch is none of these (layer drop, one crop size a batch): the examples of a physical batch share
+it, an example more moves others across the borders of physical batches, and the sum of their
+clipped gradients gets another law, in which no single contribution moved at all.
+
+Who drew a number cannot be read off the code of a model. It can be read off two passes, over two
+and over three copies of one sample: what is drawn for each sample grows in proportion.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_grape_hf.errors import PrivacyError
+
+_TRIALS = 3  # of other values for shared draws; the first two are the least and the largest
+_REDRAWS = 200  # until a draw differs from the one before
+_COPIES, _SEEDS = 8, 8  # of an example, and of the streams, that a collator is tried with
+
+Run = Callable[[int], Sequence[Tensor]]
+"""A number of copies of one sample -> everything that their pass, or their batch, shows."""
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Restores the global streams of torch (on all devices), numpy and Python afterwards."""
+    host = _host_streams()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        _set_host_streams(host)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the global streams, of which the caller has kept the state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# ---- Streams beside torch's ----
+
+
+def _host_streams() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_host_streams(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+
+
+def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return all(map(np.array_equal, left, right))
+
+
+def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    return all(map(_same, left, right))
+
+
+@contextmanager
+def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
+    """Keeps the forward passes inside from numpy's and Python's streams, which collators draw from.
+
+    Args:
+        reseeds: whether the model is known, in the end, to set them to a fixed state: what it draws
+            then is public, and the state from before is put back.
+
+    Raises:
+        PrivacyError: the model draws from them.
+    """
+    before = _host_streams()
+    yield
+    if not _equal(before, _host_streams()):
+        _set_host_streams(before)
+        if not reseeds():
+            raise PrivacyError(_draws_beside("The model"))
+
+
+def _draws_beside(who: str) -> str:
+    return (
+        f"{who} draws from random numbers of numpy or Python, or from a generator of its own: "
+        "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
+        "physical batch, so that an example has influence on the gradients of others. Switch it "
+        "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
+        "sample from torch's global stream."
+    )
+
+
+# ---- Draws of torch ----
+
+
+class Draw(NamedTuple):
+    """One draw: which operation, how many numbers, and for which class of module."""
+
+    operation: str
+    numbers: int
+    module: str
+
+
+class Draws(TorchDispatchMode):
+    """Notes what torch's global stream gives inside, by a seed for each draw, alike for all copies.
+
+    With the seed of its number, a draw is the same in two passes that make the same draws before
+    it. And copies of one sample stay copies, whatever is drawn for each of them.
+
+    Args:
+        copies: how many copies of one sample the batch is.
+        others: draws to which other values are given than ``values``, in trial number ``trial``.
+        values: what those draws gave before, by number.
+        trial: from 1; the first two give what is uniform its least and its largest value.
+    """
+
+    def __init__(
+        self,
+        copies: int,
+        others: frozenset[Draw] = frozenset(),
+        values: Mapping[int, Tensor] | None = None,
+        trial: int = 0,
+    ) -> None:
+        super().__init__()
+        self._copies, self._others, self._trial = copies, others, trial
+        self._before = values or {}
+        self.made: list[Draw] = []
+        self.values: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        of_global_stream = kwargs.get("generator") is None
+        if torch.Tag.nondeterministic_seeded not in func.tags or not of_global_stream:
+            return func(*args, **kwargs)
+        number = len(self.made)
+
+        def drawn(seed: int) -> tuple[Any, Tensor]:
+            torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS + seed)
+            result = func(*args, **kwargs)
+            return result, result[0] if isinstance(result, tuple) else result
+
+        result, tensor = drawn(0)
+        end = _torch_streams()
+        torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS)
+        if all(map(torch.equal, _torch_streams(), end)):
+            return result  # attention without dropout, say
+        draw = Draw(func._schema.name, tensor.numel(), _module_around())
+        self.made.append(draw)
+        if draw in self._others:
+            before = self._before.get(number)
+            for seed in range(1, _REDRAWS):
+                result, tensor = drawn(self._trial * _REDRAWS + seed)
+                if before is None or not torch.equal(tensor, before):
+                    break
+            if func.overloadpacket in _UNIFORM and self._trial <= 2:
+                tensor.fill_(0.0 if self._trial == 1 else 1 - torch.finfo(tensor.dtype).eps)
+        elif func is torch.ops.aten.native_dropout.default:
+            _alike(result[1], self._copies)
+            kept = 1 - args[1] or 1.0
+            result = (args[0] * result[1] / kept, result[1])
+        elif not isinstance(result, tuple):
+            _alike(tensor, self._copies)
+        if tensor.numel() <= _KEPT:
+            self.values[number] = tensor.detach().clone()
+        return result
+
+
+_UNIFORM = (torch.ops.aten.rand, torch.ops.aten.rand_like, torch.ops.aten.uniform_)
+_KEPT = 2**16  # numbers of a draw that is remembered: those that are shared are few
+
+
+def _alike(tensor: Tensor, copies: int) -> None:
+    """Gives all copies what was drawn for the first of them."""
+    if tensor.dim() and tensor.numel() and len(tensor) % copies == 0:
+        parts = tensor.detach().unflatten(0, (copies, -1))
+        parts[1:] = parts[:1].clone()
+
+
+def _module_around() -> str:
+    """Returns the class of the module whose code is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module):
+            return type(owner).__name__
+        frame = frame.f_back
+    return ""
+
+
+def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tensor], bool]:
+    """Refuses a draw of torch that all samples of a physical batch share, if it shows.
+
+    Layer drop at rate 0 draws a number as well, which has no influence: what is shared is given
+    other values, and must not show.
+
+    Args:
+        run: what is tried, with 2 and with 3 copies of a sample.
+        who: what it is, for the error.
+        advice: what to do about it.
+
+    Returns:
+        What the first pass showed, over 2 copies, and whether torch drew anything.
+
+    Raises:
+        PrivacyError: a draw is shared and shows.
+    """
+    with keeping_random_state():
+        seed_all(0)
+        with Draws(2) as two:
+            shown = run(2)
+        if not two.made:
+            return shown, False
+        seed_all(0)
+        with Draws(3) as three:
+            run(3)
+        often, more_often = Counter(two.made), Counter(three.made)
+        shared = frozenset(
+            draw
+            for draw in often.keys() & more_often.keys()
+            # Drawn in a loop over the samples, it would be as many times more.
+            if draw.numbers and 2 * more_often[draw] != 3 * often[draw]
+        )
+        for trial in range(1, _TRIALS + 1) if shared else ():
+            seed_all(0)
+            with Draws(2, shared, two.values, trial) as other:
+                again = run(2)
+            if other.made != two.made or _differ(shown, again):
+                draw = max(shared, key=lambda d: often[d])
+                name = draw.operation.rpartition("::")[2].rstrip("_")
+                raise PrivacyError(
+                    f"{who} draws random numbers ({name}"
+                    f"{f' in {draw.module}' if draw.module else ''}) once for all samples of a "
+                    "physical batch. A further example moves others to another physical batch and "
+                    f"so changes what they draw, which no clipping bounds. {advice}"
+                )
+    return shown, True
+
+
+def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) != len(right) or any(
+        a.shape != b.shape
+        or not torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-8, equal_nan=True)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+# ---- A model ----
+
+
+def examine_coins(run: Run) -> bool:
+    """Refuses a forward pass whose random numbers are not each sample's own.
+
+    Args:
+        run: a pass over copies of a sample -> losses, and norms of gradients.
+
+    Returns:
+        Whether the model sets the streams of numpy or Python to a fixed state (BigBird does).
+
+    Raises:
+        PrivacyError: it shares a draw among the samples of a batch, draws from the streams of numpy
+            or Python, or sets or rewinds torch's.
+    """
+    ends: list[Any] = []
+
+    def noting(copies: int) -> Sequence[Tensor]:
+        shown = run(copies)
+        ends.append(_host_streams())
+        return shown
+
+    shown, draws = refuse_shared_draws(
+        noting,
+        "The model",
+        "Set the rate of what drops whole layers, or masks or crops alike for a batch, to zero "
+        "where the model is made (layerdrop=0.0, say).",
+    )
+    with keeping_random_state():
+        seed_all(1)
+        before = _host_streams()
+        with Draws(2):
+            again = noting(2)
+    moved = [not _same(*pair) for pair in zip(before, ends[-1], strict=True)]
+    fixed = [_same(*pair) for pair in zip(ends[0], ends[-1], strict=True)]
+    if _differ(shown, again) or any(m and not f for m, f in zip(moved, fixed, strict=True)):
+        raise PrivacyError(_draws_beside("The model"))
+    if draws:
+        _refuse_reseeding(run)
+    return any(fixed)
+
+
+def _refuse_reseeding(run: Run) -> None:
+    """Refuses a pass that leaves torch's stream in a state that others know, or had before."""
+    shown, starts, ends = [], [], []
+    for seed in (1, 2):
+        with keeping_random_state():
+            seed_all(seed)
+            starts.append(_torch_streams())
+            shown.append(run(2))
+            ends.append(_torch_streams())
+    fixed = any(map(torch.equal, *ends))  # though they began otherwise
+    still = all(map(torch.equal, starts[0], ends[0]))
+    if fixed or (still and _differ(*shown)):
+        raise PrivacyError(
+            "The model seeds torch's global random numbers during its forward pass, or puts them "
+            "back to where they were. Masks of dropout, and the coins of a collator, are then "
+            "known, or repeat themselves, and tell who was drawn. Give the model a generator of "
+            "its own for that, or take the seeding out."
+        )
+
+
+# ---- A collator ----
+
+
+def refuse_shared_collation(
+    collate: Callable[[list[Any]], Mapping[str, Any]], some: Any, other: Any
+) -> None:
+    """Refuses a collator whose random numbers are not each example's own.
+
+    Copies of examples whose rows are alike whenever they are collated together, and other rows
+    when they are collated again, share a coin.
+
+    Args:
+        collate: makes a batch of a list of examples.
+        some: an example.
+        other: another one, of another length if there is one.
+
+    Raises:
+        PrivacyError: it crops, pads or masks all examples of a batch by one coin, or it seeds or
+            rewinds a global stream.
+    """
+    advice = "Toss such coins for each example, in the data set or in the collator."
+
+    def batch(copies: int) -> dict[str, Tensor]:
+        both = [copy(example) for example in (some, other) for _ in range(copies)]
+        collated = collate(both)  # which may change what it is given
+        return {k: v for k, v in collated.items() if isinstance(v, Tensor) and v.dim() > 0}
+
+    refuse_shared_draws(lambda copies: list(batch(copies).values()), "The data collator", advice)
+    batches, starts, ends = [], [], []
+    for seed in range(_SEEDS):
+        with keeping_random_state():
+            seed_all(seed)
+            starts.append((_torch_streams(), _host_streams()))
+            batches.append(batch(_COPIES))
+            ends.append((_torch_streams(), _host_streams()))
+    (torch_end, host_end), (other_end, other_host) = ends[:2]
+    fixed = any(map(torch.equal, torch_end, other_end)) or any(map(_same, host_end, other_host))
+    still = all(map(torch.equal, starts[0][0], torch_end)) and _equal(starts[0][1], host_end)
+    if fixed or (still and any(_differ([*batches[0].values()], [*b.values()]) for b in batches)):
+        raise PrivacyError(
+            "The data collator seeds the global random numbers of torch, numpy or Python, or puts "
+            "them back to where they were. What it draws is then known, or repeats itself, and "
+            "tells who was drawn. Take the seeding out: these streams are seeded in secret."
+        )
+    for name, first in batches[0].items():
+        rows = [found[name] for found in batches if name in found]
+        parts = [part for value in rows for part in value.split(_COPIES)]
+        alike = all(_differ([part[:1].expand_as(part)], [part]) is False for part in parts)
+        if alike and any(_differ([first], [value]) for value in rows):
+            raise PrivacyError(
+                f"The data collator tosses one coin for all examples of a physical batch, which "
+                f"shows in {name!r} (how long they are cropped, on which side they are padded). A "
+                "further example moves others to another physical batch, and so changes what they "
+                f"are made into, which no clipping bounds. {advice}"
+            )
+
+
+def _torch_streams() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
