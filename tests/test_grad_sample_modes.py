@@ -338,6 +338,24 @@ def test_a_gradient_that_grows_when_it_is_computed_again_is_refused_in_any_batch
         released(per_sample, [{"x": x, "weight": torch.full((3,), 5.0)}])
 
 
+@pytest.mark.parametrize(("growth", "refused"), [(5e-6, False), (5e-3, True)])
+def test_a_gradient_that_grows_a_little_stays_below_the_bound(growth: float, refused: bool) -> None:
+    """Rounding of kernels that add in no fixed order; what grows by more is not rounding."""
+    per_sample = make_engine(
+        "layerwise", _Squares(), lambda outputs, labels: outputs[0] * outputs[1], "ghost"
+    )
+    x = 100 * torch.randn(1, 4)
+    released(per_sample, [{"x": x, "weight": torch.ones(1)}])
+    batch = {"x": x, "weight": torch.full((1,), 1 + growth)}
+    if refused:
+        with pytest.raises(UnsupportedModelError, match="grew when the backward pass was repeated"):
+            released(per_sample, [batch])
+        return
+    sums = released(per_sample, [batch])
+    norm = torch.stack([value.double().norm() for value in sums.values()]).norm()
+    assert 0.5 * (1 - 1e-4) < norm <= 0.5 * (1 + 1e-7)
+
+
 # ---- Refusals ----
 
 
