@@ -39,6 +39,7 @@ class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 
     grad_sample_modes = (AUTO, MATERIALISE)
+    isolates_samples = True
     _probed = False
 
     def __call__(
@@ -49,7 +50,7 @@ class FunctorchEngine(PerSampleEngine):
         if not self._probed:
             self._probe(inputs)
             self._probed = True
-        self._examine_coins(inputs, lambda batch: self._pass(batch, projectors))
+        self._examine(inputs, lambda batch: self._pass(batch, projectors))
         losses, found = self._pass(inputs, projectors)
         left_out = self.trainable.keys() - found.keys()
         found |= self.zero_gradients(left_out, losses, projectors)

@@ -114,7 +114,7 @@ class LayerwiseEngine(PerSampleEngine):
         if self._probed < min(batch_size, 2):
             self._probed = self._probe(inputs, projectors)
             self._learnt_anew = False
-        self._examine_coins(inputs, lambda batch: self._pass(batch, projectors))
+        self._examine(inputs, lambda batch: self._pass(batch, projectors))
 
     def _pass(
         self,
@@ -236,7 +236,7 @@ class LayerwiseEngine(PerSampleEngine):
             How many different samples have shown that they are not coupled, up to 2.
         """
         two_copies, three_copies = (x.detach() for x in self._learn(inputs, 0))
-        refuse_coupled_losses(two_copies, three_copies)
+        refuse_coupled_losses(two_copies[:1], torch.cat([two_copies, three_copies]))
         shown = self._probe_pairs(inputs, projectors)
         return min(batch_size_of(inputs), 2) if shown else 0
 

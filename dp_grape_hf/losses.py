@@ -10,10 +10,11 @@ Shapes: B samples in the batch, T positions, of which at most K have a label, h 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,27 @@ LossFunction = Callable[[Any, Tensor | None], Tensor]
 """``(model outputs, labels) -> (B,)``: the type of a user's ``compute_loss_func``."""
 
 
+class ModelLoss(ABC):
+    """A loss that says itself what of a batch the model is run with."""
+
+    name: ClassVar[str]
+    """What errors call it."""
+
+    @abstractmethod
+    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
+        """Returns what the model is run with, and what the losses are computed of beside."""
+
+    @abstractmethod
+    def __call__(self, outputs: Any, labels: Any) -> Tensor:
+        """Returns the losses (B,)."""
+
+    @abstractmethod
+    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the loss that is minimised without privacy, a scalar, or None if it has none."""
+
+
 @dataclass(frozen=True)
-class HeadLoss:
+class HeadLoss(ModelLoss):
     """The per-sample loss of one model: ``(outputs, labels) -> (B,)``, a ``LossFunction``.
 
     Args:
@@ -41,6 +61,7 @@ class HeadLoss:
     head: Head
     label_smoothing: float = 0.0
     virtual_tokens: int = 0
+    name: ClassVar[str] = "the head's loss per sample"
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Tensor | None]:
         """Returns what the model is run with, and the labels; None if the batch has none."""
@@ -77,6 +98,25 @@ class HeadLoss:
         if self.head.targets is None:  # the tokens' loss converts a vocabulary's logits in parts
             logits = logits.float()
         return self.head.loss(logits, labels, config, **extra)
+
+    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the loss that the model returns by itself when it is given labels.
+
+        None if it returns none, or labels are smoothed, which models do not do themselves.
+        """
+        takes = signature(self.model.forward).parameters
+        named = any(p.kind is p.VAR_KEYWORD for p in takes.values()) or takes.keys() >= {
+            *self.head.labels
+        }
+        if self.label_smoothing or not named or not inputs.keys() >= {*self.head.labels}:
+            return None
+        config: Any = getattr(self.model, "config", None)
+        problem = getattr(config, "problem_type", None)
+        outputs = model(**inputs)
+        if getattr(config, "problem_type", None) != problem:
+            config.problem_type = problem  # which models write down when they see labels
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        return loss.float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
     def logits(self, outputs: Any) -> Tensor:
         """Returns the logits among the model's outputs."""
@@ -159,7 +199,7 @@ def _virtual_tokens(model: Any) -> int:
 
 def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     """Returns what the model is run with, and the labels, for a head's loss or a user's."""
-    if isinstance(loss, HeadLoss):
+    if isinstance(loss, ModelLoss):
         return loss.split(inputs)
     inputs = dict(inputs)
     labels = inputs.pop("labels", None)

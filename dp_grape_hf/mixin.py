@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -57,7 +58,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
 from dp_grape_hf.iterates import Iterate
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.losses import loss_for, with_three_arguments
+from dp_grape_hf.losses import LossFunction, loss_for, with_three_arguments
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.methods import METHODS, refuse_model
 from dp_grape_hf.optimizer import ProjectedOptimizer
@@ -67,8 +68,14 @@ from dp_grape_hf.probing import evaluating
 from dp_grape_hf.processes import failing_together, from_first, require_agreement
 from dp_grape_hf.randomness import forget_the_seed, noise_generator
 from dp_grape_hf.sampling import LogicalBatch
-from dp_grape_hf.selfcheck import check_gradients, collated_examples, examine_collator
-from dp_grape_hf.units import without_units
+from dp_grape_hf.selfcheck import (
+    check_gradients,
+    collated_examples,
+    examine_batch,
+    examine_collator,
+    examine_trainer_loss,
+)
+from dp_grape_hf.trainer_loss import TrainerLoss
 
 
 class DPGrapeMixin(DrawingMixin, DisclosureMixin):
@@ -147,7 +154,6 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self._engine: Engine | None = None
         self._projections: Projections | None = None
         self._iterate: Iterate | None = None
-        self._checked = False
         self._per_sample = self._make_per_sample()
         self.optimizer_cls_and_kwargs = optimizer_of_run(args, self._per_sample)
         Projections(args, self.model, self._per_sample.trainable, args.device)  # refuses bad ranks
@@ -171,12 +177,13 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self.add_callback(WatchMovement(lambda: me._per_sample.trainable))
 
     def _make_per_sample(self) -> PerSampleEngine:
-        user, loss = self._user_loss, None
-        if user is not None:
+        loss: LossFunction | None = None
+        if (user := self._user_loss) is not None:
+            loss = partial(user, num_items_in_batch=None)
 
-            def loss(outputs: Any, labels: Tensor | None) -> Tensor:
-                return user(outputs, labels, num_items_in_batch=None)
-
+        elif not _is_hosts(type(self).compute_loss):
+            me = weakref.proxy(self)
+            loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
         return per_sample_of_run(self.args, self.model, loss)
@@ -234,18 +241,15 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         self._start_engine(self._start_ledger(resume_from_checkpoint))
-        if train_dataloader is not None and METHODS[self.args.method].private:
-            low = self._low_precision()
-            with explaining_bad_data(self.train_dataset, "Trying the first examples"):
-                examine_collator(
-                    self._losses_in_evaluation, train_dataloader, low, units is not None
-                )
         if self._test_generators is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
+        if train_dataloader is not None:
+            with explaining_bad_data(self.train_dataset, "Trying the first examples"):
+                self._examine(train_dataloader)
         if self.args.float32_updates and isinstance(self._optimizer, ProjectedOptimizer):
             self._low_rank = LowRankUpdates(self.model, self._optimizer)
         return prepared
@@ -301,8 +305,6 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         # Anew: model_init may have made another model, and parameters may have been frozen since.
         self._per_sample = self._make_per_sample()
         self.optimizer_cls_and_kwargs = optimizer_of_run(args, self._per_sample)
-        row = METHODS[args.method]
-        self._checked = not args.self_check or not row.private or row.zeroth_order
         if args.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.data, src=0)
@@ -315,6 +317,25 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
 
     def _low_precision(self) -> bool:
         return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
+
+    def _examine(self, loader: DataLoader[Any]) -> None:
+        """Tries collator, losses and gradients on a few examples, before the first release."""
+        args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
+        low = self._low_precision()
+        if row.private:
+            examine_collator(self._losses_in_evaluation, loader, low, self._units is not None)
+        batch = collated_examples(loader, args.per_device_train_batch_size)
+        batch = self._prepare_inputs(batch)
+        if isinstance(self._per_sample.loss, TrainerLoss):
+            examine_trainer_loss(self._per_sample, self._per_sample.loss, batch)
+        if row.private:
+            assert self._projections is not None
+            projectors = self._projections.at_capture(step)
+            self._per_sample.use(step)
+            self.model.train()
+            examine_batch(self._per_sample, batch, projectors, low)
+            if args.self_check and not row.zeroth_order:
+                check_gradients(self._per_sample, batch, projectors, low)
 
     @torch.no_grad()
     def _losses_in_evaluation(self, batch: Any) -> Tensor:
@@ -377,8 +398,6 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
                     "not an example and its clipping bounds nothing. Turn packing off."
                 )
             total += losses.sum()
-        if not self._checked:
-            self._check_gradients(inputs)
         private_grads = engine.release()
         self._private_norm = private_norm(private_grads)
         follow(self._optimizer, self._per_sample)  # parameters may be frozen since it was made
@@ -387,19 +406,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             return total.zero_()
         return total / max(inputs.num_examples, 1)
 
-    def _check_gradients(self, inputs: LogicalBatch) -> None:
-        """Holds two examples of the draw, or of the data set, against plain autograd."""
-        pairs = (batch for batch, size in zip(inputs, inputs.sizes, strict=True) if size >= 2)
-        batch = next(pairs, None)
-        if batch is None and (loader := self.callback_handler.train_dataloader) is not None:
-            batch = collated_examples(loader, 2)
-        if batch is not None:
-            batch = without_units(self._prepare_inputs(batch))
-            low = self._low_precision()
-            assert self._projections is not None
-            projectors = self._projections.at_capture(self.state.global_step)
-            check_gradients(self._per_sample, batch, projectors, low)
-            self._checked = True
+
+def _is_hosts(method: Callable[..., Any]) -> bool:
+    """Whether a method of a trainer is none of the user's own."""
+    return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
 
 
 def _mean_loss(

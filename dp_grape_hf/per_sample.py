@@ -20,8 +20,16 @@ from torch._dynamo.eval_frame import OptimizedModule
 from dp_grape_hf.coins import examine_coins
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import refuse_coupling
-from dp_grape_hf.losses import HeadLoss, LabelledPositions, LossFunction, checked, loss_for, split
-from dp_grape_hf.probing import copies_of_first
+from dp_grape_hf.losses import (
+    HeadLoss,
+    LabelledPositions,
+    LossFunction,
+    ModelLoss,
+    checked,
+    loss_for,
+    split,
+)
+from dp_grape_hf.probing import copies_of_first, evaluating
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
@@ -63,6 +71,9 @@ class PerSampleEngine(ABC):
     reseeds_host = False
     """Whether passes were seen to set the global random numbers of numpy or Python."""
 
+    isolates_samples = False
+    """Whether each sample runs through the model by itself, whatever the model does to a batch."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -92,7 +103,7 @@ class PerSampleEngine(ABC):
                 )
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
-        self._examined: set[bool] = set()  # whether training, where coins were looked at
+        self._examined: set[bool] = set()  # whether training, when it was tried
 
     @abstractmethod
     def __call__(
@@ -105,10 +116,8 @@ class PerSampleEngine(ABC):
             projectors: parameter name -> projector, for the projected parameters.
         """
 
-    def _examine_coins(
-        self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]
-    ) -> None:
-        """Refuses a model whose random numbers are not each sample's own; once for each mode.
+    def _examine(self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]) -> None:
+        """Refuses a model that tosses others' coins, or minimises another loss; once a mode.
 
         Args:
             inputs: a batch, of which the first sample is used.
@@ -122,7 +131,34 @@ class PerSampleEngine(ABC):
             return [losses, *(gradient.squared_norm() for gradient in gradients.values())]
 
         self.reseeds_host |= examine_coins(shown)
+        if not self._examined:
+            self._refuse_other_loss(inputs)
         self._examined.add(self.model.training)
+
+    def _refuse_other_loss(self, inputs: Inputs) -> None:
+        """Compares the loss of one sample with what would be minimised without privacy."""
+        if not isinstance(self.loss, ModelLoss):
+            return
+        for sample in range(batch_size_of(inputs)):
+            one = copies_of_first(inputs, 1, sample=sample)
+            with evaluating(self.model), torch.no_grad():
+                expected = self.loss.of_batch(self.model, one)
+                if expected is None:
+                    return
+                if not expected.isfinite():  # without a label, say
+                    continue
+                actual = self.losses(self.model, one, 1)[0]
+            short = any(p.dtype.itemsize < 4 for p in self.model.parameters())
+            tolerance = 2e-2 if short else 2e-5
+            if not torch.allclose(actual.float(), expected.float(), tolerance, tolerance):
+                raise UnsupportedModelError(
+                    f"The loss of one example that {type(self.model).__name__} returns itself is "
+                    f"not the one that {self.loss.name} computes for it: the model adds a term of "
+                    "its own (AdaLoRA's orthogonality, a mixture's load balance), or its head "
+                    "computes something else. Switch the term off, or pass compute_loss_func=f "
+                    "where f(outputs, labels) returns one loss per sample, of shape (B,)."
+                )
+            return
 
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""

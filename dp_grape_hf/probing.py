@@ -10,11 +10,14 @@ coordinates, which must be zero.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,11 +54,16 @@ def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: i
         )
 
 
-def refuse_coupled_losses(some: Tensor, others: Tensor) -> None:
-    """Refuses losses of one and the same sample that differ with what else is in its batch."""
-    values = torch.cat([some, others]).float()
+def refuse_coupled_losses(some: Tensor, others: Tensor, tolerance: float = 1e-2) -> None:
+    """Refuses losses of the same samples that differ with what else is in the batch.
+
+    Args:
+        some: losses; where one of them is compared with several others, (1,).
+        others: losses of the same samples in other company.
+        tolerance: relative.
+    """
     if not torch.allclose(
-        values, values[:1].expand(len(values)), rtol=1e-2, atol=1e-4, equal_nan=True
+        some.float().expand_as(others), others.float(), rtol=tolerance, atol=1e-4, equal_nan=True
     ):
         raise PrivacyError(
             "The loss of one and the same sample changes with the number or the contents of the "
@@ -90,6 +98,66 @@ class Selections(TorchDispatchMode):
             self.seen |= any(i is not None and i.dtype is torch.bool for i in args[1])
         self.seen |= func in (aten.nonzero.default, aten.masked_select.default)
         return func(*args, **(kwargs or {}))
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Lets a model in training mode run without dropout."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            args, kwargs["dropout_p"] = (*args[:4], *args[5:6]), 0.0
+            if len(args) == 5:
+                kwargs["is_causal"], args = args[4], args[:4]
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout),
+}
+
+
+def refuse_coupled_batch(
+    losses: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any], tolerance: float
+) -> None:
+    """Refuses a loss that depends on the others of a batch, in training mode and at full size.
+
+    Half of the samples are replaced by copies of the one with the largest loss, or with the least:
+    the others, which stay in their places with the random numbers of these, must not notice. Nor
+    may the first two notice that there are no others.
+
+    Args:
+        losses: a batch -> one loss per sample, (B,).
+        inputs: a batch of B different samples.
+        tolerance: relative, for the comparison of two losses.
+
+    Raises:
+        PrivacyError: a loss changes with the others.
+    """
+
+    def run(rows: Tensor, seed: int = 0) -> Tensor:
+        batch = {k: v[rows.to(v.device)] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        with keeping_random_state(), torch.no_grad(), WithoutDropout():
+            seed_all(seed)
+            return losses(batch).float()
+
+    size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
+    everyone = torch.arange(size)
+    together = run(everyone)
+    order = together.nan_to_num().argsort().cpu()
+    for other in (order[-1], order[0]):
+        for replaced in (order[::2], order[1::2]):
+            rows = everyone.clone()
+            rows[replaced] = other
+            kept = (rows == everyone).to(together.device)
+            refuse_coupled_losses(run(rows)[kept], together[kept], tolerance)
+    if torch.equal(together.nan_to_num(), run(everyone, seed=1).nan_to_num()):
+        refuse_coupled_losses(run(everyone[:2]), together[:2], tolerance)
 
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -226,9 +294,10 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
 
     def state() -> dict[str, tuple[Any, ...]]:
         return {
-            name: (t.data_ptr(), t._version, _contents(t) if thorough else None)
-            for name, t in model.state_dict(keep_vars=True).items()
-            if isinstance(t, Tensor) and not t.is_complex()
+            name: (value.data_ptr(), value._version, _contents(value) if thorough else None)
+            if isinstance(value, Tensor)
+            else (pickle.dumps(value),)  # what a module adds by get_extra_state
+            for name, value in model.state_dict(keep_vars=True).items()
         }
 
     before = state()
@@ -247,4 +316,5 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
 
 def _contents(tensor: Tensor) -> str:
     """Returns a summary of a tensor's numbers; as text, for NaN is not equal to itself."""
-    return repr(tensor.sum(dtype=torch.float64).item())
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return repr(tensor.sum(dtype=wide).item())

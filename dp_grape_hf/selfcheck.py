@@ -1,8 +1,10 @@
-"""What is checked at the first steps: gradients against plain autograd, and that weights move.
+"""What is checked before the first release, and at the first updates.
 
-The engine's own probe (``probing``) finds samples that are coupled. Whether each layer's rule is
-right for this model is a different question, which only the definition answers: the gradient of one
-example's loss, by ordinary autograd, through the model as it is.
+Before: that collator and model make no example depend on another, at the size of a physical batch
+too, and that gradients are those of plain autograd. The engine's own probe (``probing``) finds
+samples that are coupled in pairs. Whether each layer's rule is right for this model is a different
+question, which only the definition answers: the gradient of one example's loss, by ordinary
+autograd, through the model as it is. After: that weights move.
 
 Shapes: B samples in a batch.
 """
@@ -17,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.coins import keeping_random_state, refuse_shared_collation
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.losses import checked, split
-from dp_grape_hf.per_sample import PerSampleEngine
+from dp_grape_hf.losses import LossFunction, ModelLoss, checked, split
+from dp_grape_hf.per_sample import Gradients, PerSampleEngine, batch_size_of
 from dp_grape_hf.probing import (
     copies_of_first,
     evaluating,
     first_two,
+    refuse_coupled_batch,
     refuse_coupled_losses,
     refuse_mixing_collator,
     refuse_padding_dependence,
@@ -38,9 +42,11 @@ from dp_grape_hf.probing import (
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import PerSampleGradient
 from dp_grape_hf.sampling import LogicalBatchCollator
+from dp_grape_hf.trainer_loss import OTHERWISE, TrainerLoss
 
 logger = logging.getLogger(__name__)
 
+_APART = 1e-3  # of two ways to compute the same loss, relative
 _NAMED = 5  # parameters that an error names, at most
 _SLICE = 2**22  # numbers of a weight that are looked at in double precision at once
 _PATIENCE = 10  # updates after which a tensor that rounding may hold is no longer watched
@@ -105,6 +111,115 @@ def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
 def _collator_of(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     assert isinstance(loader.collate_fn, LogicalBatchCollator)
     return loader.collate_fn.collator
+
+
+# ---- The first batch ----
+
+
+def examine_batch(
+    engine: PerSampleEngine,
+    inputs: Mapping[str, Any],
+    projectors: Mapping[str, Projector],
+    low_precision: bool,
+) -> None:
+    """Tries losses and gradients on as many different examples as a physical batch holds.
+
+    Args:
+        engine: computes per-sample gradients of its model, which is in training mode.
+        inputs: a batch of the model's keyword arguments.
+        projectors: parameter name -> projector.
+        low_precision: whether weights or matrix products are rounded to 16 bits.
+
+    Raises:
+        PrivacyError: if a loss depends on the others of the batch, or no example has a gradient.
+    """
+    size = batch_size_of(inputs)
+    if size > 1 and not engine.isolates_samples:
+        model = engine.model
+        refuse_coupled_batch(
+            lambda batch: engine.losses(model, batch, batch_size_of(batch)),
+            inputs,
+            tolerance=5e-2 if low_precision else 1e-3,
+        )
+    squared = torch.zeros(size, device=engine.device)
+
+    def measure(gradients: Gradients) -> None:
+        squared.add_(sum(gradient.squared_norm().float() for gradient in gradients.values()))
+
+    with keeping_random_state(), refusing_changed_weights(engine.model, thorough=True):
+        engine.stream(inputs, projectors, measure)
+    if not ((squared > 0) & squared.isfinite()).any():
+        raise PrivacyError(
+            "No example that was tried has a gradient: all are zero, or hold NaN or infinite "
+            "numbers, so that noise alone would train the model. Look at the labels (all ignored?) "
+            "and the weights (NaN?), and for statistics over a batch, which engine='functorch' "
+            "takes over batches of one sample."
+        )
+
+
+def examine_trainer_loss(
+    engine: PerSampleEngine, loss: TrainerLoss, inputs: Mapping[str, Any]
+) -> None:
+    """Refuses a Trainer's own loss that is not the mean of what it is for single examples.
+
+    Values may be equal by accident, before anything was learnt. So the gradient in the outputs of
+    the model is compared as well.
+
+    Args:
+        engine: computes losses with ``loss``.
+        loss: made of the Trainer's ``compute_loss``.
+        inputs: a batch of the model's keyword arguments.
+
+    Raises:
+        PrivacyError: it is a weighted mean, say, or divides by a count over the batch.
+    """
+    rows = torch.arange(max(4, batch_size_of(inputs))) % batch_size_of(inputs)
+    several = {k: v[rows.to(v.device)] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    with evaluating(engine.model):
+        with torch.no_grad():
+            outputs, asked = _outputs_and_labels(loss, engine.model, several)
+        if (labels := _all_classes(outputs, several.get("labels"))) is not None:
+            _, asked = loss.split({**several, "labels": labels})
+
+        def shown(made: Callable[[Any, Any], Tensor]) -> list[Tensor]:
+            leaves: list[Tensor] = []
+
+            def leaf(value: Any) -> Any:
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                leaves.append(value.detach().requires_grad_())
+                return leaves[-1].clone()
+
+            value = made(tree_map(leaf, outputs), asked).mean()
+            found = torch.autograd.grad(value, leaves, materialize_grads=True)
+            return [value.detach(), *found]
+
+        pairs = list(zip(shown(loss.together), shown(loss), strict=True))
+    if any((whole - parts).norm() > _APART * parts.norm() + _APART**2 for whole, parts in pairs):
+        raise PrivacyError(
+            "compute_loss() of this trainer is not the mean over a batch of what it returns for "
+            "each example alone: it weighs examples by class and divides by the sum of the "
+            "weights, say, or divides by a count over the batch. So it cannot be taken apart by "
+            f"samples. {OTHERWISE}"
+        )
+
+
+def _all_classes(outputs: Any, labels: Any) -> Tensor | None:
+    """Returns labels of all classes in turn, where each sample has one: a few may be alike."""
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        return None
+    scores = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.dim() == 2]
+    if not scores:
+        return None
+    classes = min(score.shape[1] for score in scores)
+    return torch.arange(len(labels), device=labels.device).to(labels.dtype) % classes
+
+
+def _outputs_and_labels(
+    loss: LossFunction, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    rest, labels = split(loss, inputs)
+    return model(**rest), labels
 
 
 # ---- Gradients ----
@@ -202,8 +317,7 @@ def _compare(
 
     hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
     try:
-        inputs, labels = split(engine.loss, one)
-        loss = checked(engine.loss(engine.model(**inputs), labels), 1)
+        loss = _loss_alone(engine, one)
         torch.autograd.backward(loss.sum(), inputs=list(names))
     finally:
         for hook in hooks:
@@ -214,6 +328,16 @@ def _compare(
     loss = loss.detach()
     enough = bool(loss.abs() > tolerance.loss) and bool(loss.isfinite())
     return loss, _too_far(found, tolerance) if enough else []
+
+
+def _loss_alone(engine: PerSampleEngine, one: Mapping[str, Any]) -> Tensor:
+    """Returns the loss (1,) of one sample by itself: what the model says, where it says one."""
+    if isinstance(engine.loss, ModelLoss):
+        own = engine.loss.of_batch(engine.model, one)
+        if own is not None and own.isfinite():
+            return own[None]
+    outputs, labels = _outputs_and_labels(engine.loss, engine.model, one)
+    return checked(engine.loss(outputs, labels), 1)
 
 
 def _too_far(found: Mapping[str, tuple[Tensor, Tensor]], tolerance: Tolerance) -> list[str]:

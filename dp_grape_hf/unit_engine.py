@@ -130,6 +130,7 @@ class UnitEngine(PerSampleEngine):
         self.model, self.loss = examples.model, examples.loss
         self.trainable, self.groups = examples.trainable, examples.groups
         self.grad_sample_mode = examples.grad_sample_mode
+        self.isolates_samples = examples.isolates_samples
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]

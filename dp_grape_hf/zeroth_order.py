@@ -117,7 +117,7 @@ class ZerothOrderEngine(PerSampleEngine):
         size = batch_size_of(inputs)
         if self._probed < min(size, 2):
             self._probed = self._probe(inputs, self._step)
-        self._examine_coins(inputs, self._pass)
+        self._examine(inputs, self._pass)
         return self._pass(inputs)
 
     def _pass(self, inputs: Inputs) -> tuple[Tensor, Gradients]:
@@ -161,7 +161,7 @@ class ZerothOrderEngine(PerSampleEngine):
         used: set[str] = set()
         two, _ = self._trial(copies_of_first(inputs, 2), step, used)
         three, _ = self._trial(copies_of_first(inputs, 3), step, used)
-        refuse_coupled_losses(two, three)
+        refuse_coupled_losses(two[:1], torch.cat([two, three]))
         self._refuse_unseen(used)
         pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
         return 2 if any(self._probe_pair(pair, step) for pair in pairs) else 1

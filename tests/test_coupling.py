@@ -13,7 +13,7 @@ from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.per_sample import make_engine
 from tests.models import only
 from tests.test_engine import make_private
-from tests.trainers import make_trainer, points
+from tests.trainers import TinyForSequenceClassification, make_trainer, points
 
 
 class Small(nn.Module):
@@ -102,6 +102,138 @@ def test_a_frozen_parameter_that_follows_the_data_is_refused(
 
     with pytest.raises(UnsupportedModelError, match="average"):
         passes(engine)
+
+
+class RemembersInExtraState(Small):
+    """Saves what it saw by ``get_extra_state``."""
+
+    seen: Any = None
+
+    def between(self, hidden: Tensor) -> Tensor:
+        self.seen = {"mean": hidden.detach().mean(0)}
+        return hidden
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class RemembersComplexNumbers(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("spectrum", torch.zeros(5, dtype=torch.complex64))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        self.spectrum.data.copy_(torch.complex(hidden.detach().mean(0), hidden.detach().std(0)))
+        return hidden
+
+
+@pytest.mark.parametrize("model", [RemembersInExtraState, RemembersComplexNumbers])
+def test_whatever_is_saved_with_the_weights_may_not_follow_the_data(model: type[Small]) -> None:
+    engine = make_private(make_engine("layerwise", model().train(), squares))
+    engine.begin({})
+    with pytest.raises(UnsupportedModelError, match="saved with the weights"):
+        engine.accumulate({"x": torch.randn(4, 4)})
+
+
+# ---- At the size of a physical batch ----
+
+
+def plain(outputs: Any, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+
+def mined(outputs: Any, labels: Tensor) -> Tensor:
+    losses = plain(outputs, labels)
+    return losses * (losses >= losses.median())
+
+
+def weighted_by_rank(outputs: Any, labels: Tensor) -> Tensor:
+    losses = plain(outputs, labels)
+    return losses * (1 + losses.argsort().argsort() / len(losses))
+
+
+@pytest.mark.parametrize("loss", [mined, weighted_by_rank])
+@pytest.mark.parametrize("size", [4, 7])
+def test_a_loss_that_ranks_the_batch_is_refused(loss: Any, size: int, tmp_path: Path) -> None:
+    """Two or three samples do not show it: the lower of two medians keeps both."""
+    trainer = make_trainer(tmp_path, compute_loss_func=loss, per_device_train_batch_size=size)
+    with pytest.raises(PrivacyError, match="changes with the number or the contents"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+class ScalesLargeBatches(TinyForSequenceClassification):
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self.in_training = in_training
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
+        outputs = super().forward(nn.functional.dropout(x, 0.3, self.training))
+        if len(x) > 3 and (self.training or not self.in_training):
+            outputs["logits"] = 1.3 * outputs["logits"]
+        return outputs
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_an_output_that_depends_on_the_number_of_rows_is_refused(
+    in_training: bool, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, model=ScalesLargeBatches(in_training), compute_loss_func=plain)
+    with pytest.raises(PrivacyError, match="changes with the number or the contents"):
+        trainer.train()
+
+
+class Randomised(TinyForSequenceClassification):
+    """Every way of dropping out, each sample by its own coins."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
+        if self.training:
+            x = nn.functional.dropout(x, 0.5) * torch.rand(len(x), 1)
+            rows = nn.functional.scaled_dot_product_attention(
+                x[:, None], x[:, None], x[:, None], None, 0.5
+            )
+            x = x + rows[:, 0]
+        return super().forward(x)
+
+
+def test_own_coins_are_no_coupling(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, model=Randomised(), compute_loss_func=plain, per_device_train_batch_size=8
+    )
+    trainer.train()
+    assert trainer.ledger.steps == 4
+
+
+# ---- Nothing to learn from ----
+
+
+class Normalised(TinyForSequenceClassification):
+    """Normalises over the batch: over one sample, which functorch runs by itself, that is zero."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
+        outputs = super().forward(x)
+        return {"logits": outputs["logits"] - outputs["logits"].mean(0)}
+
+
+class Broken(TinyForSequenceClassification):
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
+        return {"logits": super().forward(x)["logits"] * float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"), [(Normalised, "functorch"), (Broken, "functorch"), (Broken, "layerwise")]
+)
+def test_a_run_without_any_gradient_is_refused(
+    model: type[nn.Module], engine: str, tmp_path: Path
+) -> None:
+    settings = {"engine": engine, "self_check": False, "compute_loss_func": plain}
+    trainer = make_trainer(tmp_path, model=model(), **settings)
+    with pytest.raises(PrivacyError, match="No example that was tried has a gradient"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
 
 
 # ---- Collators ----

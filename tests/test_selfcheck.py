@@ -19,7 +19,6 @@ from dp_grape_hf.selfcheck import Fingerprint, Movement, check_gradients
 from tests.models import CASES, Case, only
 from tests.oracles import projectors_for
 from tests.trainers import (
-    EXACT,
     FEATURES,
     WIDTH,
     TinyForSequenceClassification,
@@ -290,9 +289,8 @@ def test_a_parameter_that_never_moves_is_found_once_the_learning_rate_is_above_z
     [
         {"learning_rate": 0.0},
         {"learning_rate": 1e-12},  # below the rounding of every weight
-        EXACT | {"compute_loss_func": lambda outputs, labels: outputs["logits"].sum(1) * 0.0},
     ],
-    ids=["zero", "tiny", "no gradient"],
+    ids=["zero", "tiny"],
 )
 def test_what_cannot_move_is_not_asked_to(changes: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, lr_scheduler_type="constant", **changes)

@@ -88,7 +88,6 @@ def test_a_release_is_the_clipped_sum_over_users(
     assert {True, False} == set(clipped)
     assert trainer.plan.num_samples == len(SIZES)
     assert trainer.plan.sample_rate == 3 / len(SIZES)
-    assert trainer._checked
 
 
 @pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dp_lora", "dpzero", "dp_jl"])

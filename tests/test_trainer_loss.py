@@ -1,0 +1,272 @@
+"""A loss of one's own: used where it is made of losses of single examples, refused elsewhere.
+
+The model's own loss is held against the package's as well, in the engines themselves.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.losses import loss_for
+from tests.models import CASES, Case, only
+from tests.trainers import (
+    TinyForSequenceClassification,
+    assert_same_weights,
+    examples_of,
+    known_generators,
+    make_trainer,
+    points,
+    weights_of,
+)
+
+EQUAL = {"atol": 1e-6, "rtol": 1e-5}
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
+
+
+class Custom(DPGrapeTrainer):
+    """Counts the calls of its loss."""
+
+    called = 0
+
+
+class Squared(Custom):
+    """Another loss than the model's, as documented for ``Trainer``."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.called += 1
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        one_hot = functional.one_hot(labels, outputs["logits"].shape[-1])
+        loss = (outputs["logits"] - one_hot).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def squared(outputs: Any, labels: Tensor) -> Tensor:
+    logits = outputs["logits"]
+    return (logits - functional.one_hot(labels, logits.shape[-1])).square().mean(1)
+
+
+class ClassWeights(Custom):
+    """The commonest: divides by the sum of the weights of the batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = functional.cross_entropy(outputs["logits"], labels, weight=WEIGHTS)
+        return (loss, outputs) if return_outputs else loss
+
+
+def weighted(outputs: Any, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs["logits"], labels, weight=WEIGHTS, reduction="none")
+
+
+class Passes(Custom):
+    """Adds something to what the Trainer computes."""
+
+    factor = 1.0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.called += 1
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return self.factor * loss if isinstance(loss, Tensor) else loss
+
+
+class Doubles(Passes):
+    factor = 2.0
+
+
+class CallsTwice(Custom):
+    """Regularises by a second pass."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        first, second = model(**inputs)["logits"], model(**inputs)["logits"]
+        return functional.cross_entropy(first, labels) + (first - second).square().mean()
+
+
+class Unasked(Custom):
+    """Uses another model than the one it is given."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        return functional.cross_entropy(self.model(**inputs)["logits"], labels)
+
+
+def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
+    trainer = make_trainer(tmp_path, cls=cls, test_generators=known_generators(), **settings)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_a_loss_of_the_trainers_own_is_what_is_trained(engine: str, tmp_path: Path) -> None:
+    own = trained(tmp_path / "own", Squared, engine=engine)
+    assert own.called > 0
+    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=squared, engine=engine)
+    plain = trained(tmp_path / "plain", DPGrapeTrainer, engine=engine)
+    assert_same_weights(weights_of(own.model), weights_of(given.model), **EQUAL)
+    with pytest.raises(AssertionError):
+        assert_same_weights(weights_of(own.model), weights_of(plain.model), **EQUAL)
+    assert own.evaluate(points(seed=1))["eval_loss"] > 0
+
+
+@pytest.mark.parametrize(("cls", "factor"), [(Passes, 1.0), (Doubles, 2.0)])
+def test_what_the_host_computes_may_be_changed(
+    cls: type[Passes], factor: float, tmp_path: Path
+) -> None:
+    def scaled(outputs: Any, labels: Tensor) -> Tensor:
+        return factor * functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    own = trained(tmp_path / "own", cls)
+    assert own.called > 0
+    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=scaled)
+    assert_same_weights(weights_of(own.model), weights_of(given.model), **EQUAL)
+
+
+def test_a_language_models_own_divisor_is_left_to_the_package(tmp_path: Path) -> None:
+    """Its loss of a batch is a mean over tokens, not of texts; a subclass that keeps it may be."""
+    own = trained(tmp_path / "own", Passes, model=only("gpt2").model(), train_dataset=TEXTS)
+    plain = trained(
+        tmp_path / "plain", DPGrapeTrainer, model=only("gpt2").model(), train_dataset=TEXTS
+    )
+    assert own.called > 0
+    assert_same_weights(weights_of(own.model), weights_of(plain.model), atol=1e-6, rtol=1e-4)
+    with pytest.raises(PrivacyError, match="divides by a count over the batch"):
+        trained(tmp_path / "no", CountsTokens, model=only("gpt2").model(), train_dataset=TEXTS)
+
+
+class CountsTokens(Custom):
+    """Writes out what a language model computes, divisor included."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs)["logits"][:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def unequal_texts() -> Any:
+    texts = examples_of("gpt2")
+    for number, example in enumerate(texts.examples):
+        example["labels"] = example["labels"].clone()
+        example["labels"][: number % 4] = -100
+    return texts
+
+
+TEXTS = unequal_texts()
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (ClassWeights, "weighs examples by class"),
+        (CallsTwice, "calls the model 2 times"),
+        (Unasked, "does not call the model that it is given"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_a_loss_that_cannot_be_taken_apart_is_refused(
+    cls: type[Custom], message: str, engine: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, cls=cls, engine=engine)
+    with pytest.raises(PrivacyError, match=message) as error:
+        trainer.train()
+    assert "compute_loss_func=f" in str(error.value)
+    assert trainer.ledger.steps == 0
+
+
+def test_class_weights_are_seen_where_all_examples_that_are_tried_have_one_class(
+    tmp_path: Path,
+) -> None:
+    same = points()
+    for example in same.examples:
+        example["labels"] = torch.tensor(1)
+    for size in (1, 4):
+        trainer = make_trainer(
+            tmp_path, cls=ClassWeights, train_dataset=same, per_device_train_batch_size=size
+        )
+        with pytest.raises(PrivacyError, match="weighs examples by class"):
+            trainer.train()
+
+
+def test_the_way_out_works(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, ClassWeights, compute_loss_func=weighted)
+    assert trainer.ledger.steps == 4
+
+
+# ---- What a model adds itself ----
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_losses_of_the_suites_models_are_their_own(case: Case, engine: str) -> None:
+    model, batch = case.model().eval(), case.batch(2)
+    losses, _ = per_sample_gradients(model, batch, engine=engine)
+    loss = loss_for(model)
+    for i in (0, 1):
+        own = loss.of_batch(model, {key: value[i : i + 1] for key, value in batch.items()})
+        assert own is not None
+        torch.testing.assert_close(losses[i], own, rtol=1e-5, atol=1e-6)
+
+
+class AddsATermForSequenceClassification(TinyForSequenceClassification):
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None) -> Any:
+        outputs = super().forward(x, labels)
+        if labels is not None:
+            outputs["loss"] = outputs["loss"] + 1e-3 * self.head.weight.square().sum()
+        return outputs
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_a_term_that_the_model_adds_to_its_loss_is_refused(engine: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, model=AddsATermForSequenceClassification(), engine=engine, self_check=False
+    )
+    with pytest.raises(UnsupportedModelError, match="adds a term of its own"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adaloras_orthogonality_is_refused(tmp_path: Path) -> None:
+    config = AdaLoraConfig(
+        task_type="SEQ_CLS",  # only models for a task pass through what adds the term
+        target_modules=["query", "value"],
+        total_step=10,
+        init_r=4,
+        target_r=2,
+    )
+    model = get_peft_model(only("bert-classifier").model(), config)
+    trainer = make_trainer(tmp_path, model=model, train_dataset=examples_of("bert-classifier"))
+    with pytest.raises(UnsupportedModelError, match="AdaLoRA"):
+        trainer.train()
+
+
+def test_looking_at_the_models_own_loss_leaves_its_config_alone() -> None:
+    model = only("bert-classifier").model()
+    model.config.problem_type = None
+    per_sample_gradients(model, only("bert-classifier").batch(2))
+    assert model.config.problem_type is None
+
+
+def test_a_model_without_a_loss_of_its_own_is_taken_as_it_is() -> None:
+    class ForSequenceClassification(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.head(x)}
+
+    inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0, 1, 2])}
+    losses, _ = per_sample_gradients(ForSequenceClassification(), inputs)
+    assert losses.shape == (3,)
