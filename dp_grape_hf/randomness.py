@@ -146,18 +146,28 @@ def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:
 # ---- Secret: sampling coins and noise ----
 
 
+def _refusing(method: str) -> Callable[..., NoReturn]:
+    def refuse(self: torch.Generator) -> NoReturn:
+        raise PrivacyError(
+            f"{method}() of a SecretGenerator is refused: whoever knows its state can subtract the "
+            "noise or replay the sampling. For a stream of your own make a torch.Generator."
+        )
+
+    return refuse
+
+
 class SecretGenerator(torch.Generator):
-    """A generator whose state must stay in this process; pickling or copying it is refused.
+    """A generator whose state must stay in this process: it is not pickled, copied or told.
 
     Attributes:
         secure: whether ``add_noise_`` adds what ``noise`` calls secure.
 
     Guarantee:
         ``pickle``, ``torch.save`` and ``copy.deepcopy`` of it, or of anything that holds it,
-        raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed. ``get_state`` still
-        works: nothing but the exchange between ranks may call it. A fork of the process gets
-        fresh entropy, or both would draw the same numbers; in a fork no other device than the
-        CPU can be used.
+        raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed, and so do all methods
+        that would return its state, or the seed that is the state on another device than the CPU.
+        A fork of the process gets fresh entropy, or both would draw the same numbers; in a fork no
+        other device than the CPU can be used.
     """
 
     secure = False
@@ -176,6 +186,12 @@ class SecretGenerator(torch.Generator):
             "the noise or replay the sampling. Leave it out of what you save, and create a new "
             "one after loading."
         )
+
+    get_state = _refusing("get_state")
+    graphsafe_get_state = _refusing("graphsafe_get_state")
+    clone_state = _refusing("clone_state")  # a twin, which draws the same numbers
+    initial_seed = _refusing("initial_seed")
+    seed = _refusing("seed")  # returns the new one; ``refill`` does not
 
     def streams(self, count: int) -> list[torch.Generator]:
         """Returns this generator and others, equally fresh and secret: as many as are asked for.
@@ -246,7 +262,7 @@ def forget_the_seed() -> None:
     when one sample is taken out; only as long as they are secret does a sample have no influence
     on the gradients of the others.
     """
-    torch.set_rng_state(secret_generator().get_state())
+    torch.set_rng_state(torch.Generator.get_state(secret_generator()))
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
     random.seed(os.urandom(32))
@@ -358,7 +374,7 @@ def shared_sampling_generator(
     if not (dist.is_available() and dist.is_initialized()):
         return generator
     source = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    message = generator.get_state().to(device)
+    message = torch.Generator.get_state(generator).to(device)  # ours refuses
     dist.broadcast(message, src=source, group=process_group)
     generator.set_state(message.cpu())
     message.zero_()

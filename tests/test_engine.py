@@ -214,10 +214,10 @@ def test_without_noise_the_release_is_the_clipped_sum_exactly() -> None:
     total = {"a": torch.zeros(30)}
     add_clipped_sum_(total, {"a": Dense(values)}, 0.5)
     engine = make_private(Given(a=(30,)), max_grad_norm=0.5, expected_batch_size=3)
-    before = engine._noise_generator.get_state()
+    before = torch.Generator.get_state(engine._noise_generator)
     private = released(engine, [{"a": Dense(values)}])
     assert torch.equal(private["a"], total["a"] / 3)
-    assert torch.equal(engine._noise_generator.get_state(), before)
+    assert torch.equal(torch.Generator.get_state(engine._noise_generator), before)
     assert not engine.ledger.private
 
 
@@ -661,10 +661,10 @@ def test_draws_do_not_merge_and_steps_have_their_order() -> None:
 def test_a_release_that_is_not_recorded_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither noise nor sum exists when the disk is full; the next logical batch starts at zero."""
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
-    before = engine._noise_generator.get_state()
+    before = torch.Generator.get_state(engine._noise_generator)
 
     def full_disk(steps: int = 1) -> None:
-        assert torch.equal(engine._noise_generator.get_state(), before)
+        assert torch.equal(torch.Generator.get_state(engine._noise_generator), before)
         raise OSError("no space left")
 
     engine.begin({})
@@ -673,7 +673,7 @@ def test_a_release_that_is_not_recorded_is_never_made(monkeypatch: pytest.Monkey
         patch.setattr(engine.ledger, "record", full_disk)
         with pytest.raises(OSError, match="no space left"):
             engine.release()
-    assert torch.equal(engine._noise_generator.get_state(), before)
+    assert torch.equal(torch.Generator.get_state(engine._noise_generator), before)
     with pytest.raises(PrivacyError):
         engine.release()
     with pytest.raises(PrivacyError):

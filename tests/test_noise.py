@@ -216,7 +216,7 @@ def _untempered(word: int) -> int:
 
 def _with_largest_numbers(generator: torch.Generator) -> torch.Generator:
     """Fills a generator so that its next 624 words have all bits set."""
-    state = generator.get_state().numpy()
+    state = torch.Generator.get_state(generator).numpy()
     state[8:12] = np.frombuffer(np.int32(624).tobytes(), np.uint8)  # left before the next twist
     words = np.full(624, _untempered(0xFFFFFFFF), np.uint64)
     state[24 : 24 + 8 * 624] = np.frombuffer(words.tobytes(), np.uint8)
@@ -414,7 +414,7 @@ def test_noise_on_a_gpu_is_normal_and_of_several_keys(secure: bool) -> None:
     add_noise_([value], 1.0, generator)
     streams = generator.streams(SECURE_DRAWS if secure else 2)
     assert all(isinstance(stream, SecretGenerator) for stream in streams)
-    assert len({stream.initial_seed() for stream in streams}) == len(streams)
+    assert len({torch.Generator.initial_seed(stream) for stream in streams}) == len(streams)
     sample = value.cpu().numpy()
     check_moments(sample)
     check_tails(sample, 3.0, 4.0, 4.5)

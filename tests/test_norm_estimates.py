@@ -220,7 +220,7 @@ def test_the_square_of_an_estimate_is_chi_squared() -> None:
 def test_secret_directions_are_kept_for_a_logical_batch_and_drawn_anew_for_the_next() -> None:
     source = secret_generator()
     drawn, seen = NormDirections(3, source), []
-    before = source.get_state()
+    before = torch.Generator.get_state(source)
     for _ in range(2):
         drawn.redraw()
         for name in ("a", "b"):
@@ -229,7 +229,9 @@ def test_secret_directions_are_kept_for_a_logical_batch_and_drawn_anew_for_the_n
             seen.append(first)
     for left, right in itertools.combinations([row for v in seen for row in v], 2):
         assert abs(torch.dot(left, right)) / 40**0.5 < 6  # N(0, 1): 2 in 10^9 for each pair
-    assert torch.equal(source.get_state(), before), "the noise has the stream for itself"
+    assert torch.equal(torch.Generator.get_state(source), before), (
+        "the noise has the stream for itself"
+    )
 
 
 def test_no_more_than_a_few_directions_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
 
 from dp_grape_hf import randomness
 from dp_grape_hf.errors import PrivacyError
@@ -162,7 +163,7 @@ def test_secret_generator_leaves_every_global_generator_alone() -> None:
 
 
 def _words(generator: torch.Generator) -> tuple[int, ...]:
-    return struct.unpack_from("<624Q", generator.get_state().numpy().tobytes(), 24)
+    return struct.unpack_from("<624Q", torch.Generator.get_state(generator).numpy().tobytes(), 24)
 
 
 def _steps_of_the_seeding_rule(words: tuple[int, ...]) -> int:
@@ -184,7 +185,7 @@ def test_every_bit_of_entropy_enters_the_state(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "urandom", lambda size: entropy[:size])
     generator = secret_generator()
     assert struct.pack("<624I", *_words(generator)) == entropy
-    assert generator.initial_seed() == 0
+    assert torch.Generator.initial_seed(generator) == 0
 
 
 def test_the_first_numbers_are_twisted_and_tempered_entropy(
@@ -226,6 +227,36 @@ def test_secret_generators_cannot_be_saved_or_copied() -> None:
         copy.deepcopy({"holder": [noise_generator()]})
     with pytest.raises(PrivacyError, match="cannot be pickled"):
         torch.save(sampling_generator(), io.BytesIO())
+
+
+HANDS_OUT_THE_STATE = ["clone_state", "get_state", "graphsafe_get_state", "initial_seed", "seed"]
+
+
+@pytest.mark.parametrize("name", HANDS_OUT_THE_STATE)
+def test_a_secret_generator_does_not_hand_out_its_state(name: str) -> None:
+    generator = noise_generator()
+    before = torch.Generator.get_state(generator)
+    with pytest.raises(PrivacyError, match=rf"^{name}\(\) of a SecretGenerator"):
+        getattr(generator, name)()
+    assert torch.equal(torch.Generator.get_state(generator), before)
+
+
+def test_torch_has_no_other_way_to_ask_for_the_state() -> None:
+    known = {"device", "get_offset", "set_offset"}  # how many numbers were drawn is public
+    known |= {"manual_seed", "set_state", "graphsafe_set_state"}  # these take one
+    found = {name for name in vars(torch.Generator) if not name.startswith("_")}
+    assert found <= known | set(HANDS_OUT_THE_STATE)
+
+
+def test_what_draws_from_a_secret_generator_does_not_ask_for_its_state() -> None:
+    """Data loaders, samplers and torch's own distributions."""
+    generator = sampling_generator()
+    data = list(range(8))
+    loader = DataLoader(data, batch_size=2, shuffle=True, generator=generator, num_workers=1)
+    assert sorted(x for batch in loader for x in batch.tolist()) == data
+    torch.zeros(300).normal_(generator=generator)
+    torch.randperm(8, generator=generator)
+    torch.bernoulli(torch.full((8,), 0.5), generator=generator)
 
 
 # ---- Noise ----
@@ -326,9 +357,9 @@ def test_a_value_without_numbers_gets_no_noise() -> None:
 
 def test_without_noise_the_generator_is_left_alone_and_values_are_divided() -> None:
     generator, value = secret_generator(), torch.ones(300_000)
-    before = generator.get_state()
+    before = torch.Generator.get_state(generator)
     add_noise_([value], 0.0, generator, divisor=4.0)
-    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.Generator.get_state(generator), before)
     assert torch.equal(value, torch.full((300_000,), 0.25))
 
 
@@ -354,7 +385,7 @@ def test_noise_drawn_for_many_values_at_once_is_split_among_them(drawn_at_once: 
 def test_shared_generator_is_local_without_a_process_group() -> None:
     """False alarm: two generators agree by chance with probability below 2**-1000."""
     first, second = shared_sampling_generator(), shared_sampling_generator()
-    assert not torch.equal(first.get_state(), second.get_state())
+    assert _words(first) != _words(second)
 
 
 def _draw_on_rank(rank: int, folder: str) -> None:
@@ -385,6 +416,7 @@ def test_secret_generators_on_a_gpu_hold_64_fresh_bits() -> None:
     """False alarm: the high halves of two seeds agree by chance with probability 2**-32."""
     first, second = noise_generator("cuda"), noise_generator("cuda")
     assert first.device.type == "cuda"
-    assert first.initial_seed() >> 32 != second.initial_seed() >> 32
+    seeds = [torch.Generator.initial_seed(generator) for generator in (first, second)]
+    assert seeds[0] >> 32 != seeds[1] >> 32
     with pytest.raises(PrivacyError):
         pickle.dumps(first)

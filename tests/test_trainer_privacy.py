@@ -365,7 +365,7 @@ class _TakeStates(TrainerCallback):
     def take(self) -> None:
         sampler = self.trainer.callback_handler.train_dataloader.batch_sampler
         for generator in (self.trainer._engine._noise_generator, sampler.generator):
-            self.states.append(generator.get_state())
+            self.states.append(torch.Generator.get_state(generator))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.take()
