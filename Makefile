@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_DIR := runs/digits
 TEST_JOBS ?= 2
+WHEELS := $(VENV)/transformers
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
@@ -14,7 +15,7 @@ LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu -
 	--num_machines 1 --mixed_precision no --dynamo_backend no --num_cpu_threads_per_process 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check benchmark clean
+.PHONY: help venv demo test seams check benchmark clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -30,6 +31,14 @@ demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half
 test: $(VENV)/.installed-test  ## run the tests and the examples in the docstrings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
+
+# The newest wheel of each minor release from the oldest that setup.cfg allows; the first that there
+# is none of ends the list, and the test knows which there must be.
+seams: $(VENV)/.installed-test  ## hold the overrides against the Trainer of every supported release
+	@minor=10; while $(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps \
+		--only-binary :all: --dest $(WHEELS) "transformers==5.$$minor.*" 2>/dev/null; \
+		do minor=$$((minor + 1)); done
+	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/test_seams.py
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
 	$(RUFF) dp_grape_hf recipes tests

@@ -28,8 +28,9 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
-from dp_grape_hf.publishing import Repository, refuse_other_uploads
+from dp_grape_hf.publishing import Repository
 from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.seams import require_seams
 from dp_grape_hf.weight_files import digests
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class DisclosureMixin(_Host):
     _test_generators: TestGenerators | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_seams(super())
         super().__init__(*args, **kwargs)
         # Now, as a folder that the model was loaded from may be gone when something is published.
         self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
@@ -194,11 +196,11 @@ class DisclosureMixin(_Host):
     # ---- Hub Integration ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes or opens the repository, once it is known that only ours uploads to it.
+        """Makes or opens the repository, which only ``publishing`` uploads to.
 
         Raises:
-            PrivacyError: the host uploads in a place that is not known here, or PEFT would save the
-                adapter in a folder of its own, where it is not published from.
+            PrivacyError: PEFT would save the adapter in a folder of its own, where it is not
+                published from.
         """
         adapters = list(getattr(self.model, "peft_config", {}))
         own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
@@ -208,9 +210,6 @@ class DisclosureMixin(_Host):
                 "as PEFT saves the others in folders of their own. Make it by get_peft_model() "
                 "without adapter_name, or turn push_to_hub off."
             )
-        for host in type(self).__mro__[type(self).__mro__.index(DisclosureMixin) + 1 :]:
-            if issubclass(host, Trainer):
-                refuse_other_uploads(host)
         if not self.is_world_process_zero():
             return
         args = self.args

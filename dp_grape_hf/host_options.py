@@ -11,7 +11,6 @@ from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.processes import group_size
-from dp_grape_hf.publishing import refuse_other_uploads
 
 _SHARDED = "sharded weights are not supported yet; use plain multi-process launch"
 _COMPILED = "it would not see the engine's per-layer forwards; leave it out"
@@ -62,8 +61,6 @@ def refuse_host_options(
     for name, reason in REFUSED_IF_SET.items():
         if getattr(args, name):
             raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
-    if args.push_to_hub:
-        refuse_other_uploads(Trainer)
     if not args.skip_memory_metrics:
         raise PrivacyError(
             "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws. Leave "

@@ -10,17 +10,15 @@ without the ledger and the card that speak for them, and a push that fails leave
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from types import CodeType
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -58,14 +56,6 @@ ALLOWED = {
 }
 """Kind of content -> patterns of names. Weights in pickles are missing: they can hold anything."""
 
-HOST_UPLOADS = ("push_to_hub", "_push_from_checkpoint")
-"""The methods of ``transformers.Trainer`` that upload, both replaced in ``disclosure``."""
-
-_SEAMS = ("init_hf_repo", "create_model_card", "_finish_current_push", *HOST_UPLOADS)
-_UPLOADS = {
-    *("upload_file", "upload_folder", "upload_large_folder", "preupload_lfs_files"),
-    *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),
-}
 _INDEX, _ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
@@ -188,46 +178,6 @@ def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
             f"{other} in {folder} changed since {LEDGER_NAME} was saved, which does not "
             "speak for these weights. Save them again, with trainer.save_model()."
         )
-
-
-# ---- The host ----
-
-
-def refuse_other_uploads(host: type, replaced: Sequence[str] = HOST_UPLOADS) -> None:
-    """Refuses a trainer that would upload in a place that the allow-list does not stand at.
-
-    Args:
-        host: ``transformers.Trainer``, or the trainer that stands behind the mixin.
-        replaced: the names of its methods that are never called.
-
-    Raises:
-        PrivacyError: a seam is gone, or another method calls an uploading function of
-            ``huggingface_hub``. Both mean that the host is of a version that is not known here.
-    """
-    advice = "Turn push_to_hub off and publish the saved folder with an older transformers."
-    for name in _SEAMS:
-        if getattr(host, name, None) is None:
-            raise PrivacyError(
-                f"{host.__name__} has no {name}(), so it may upload past the allow-list. {advice}"
-            )
-    for cls in host.__mro__:
-        for name, method in vars(cls).items():
-            function = inspect.unwrap(getattr(method, "__func__", method))
-            if not inspect.isfunction(function) or name in replaced:
-                continue
-            if used := sorted(_UPLOADS & set(_names(function.__code__))):
-                raise PrivacyError(
-                    f"{cls.__name__}.{name}() calls {', '.join(used)}, past the allow-list. "
-                    f"{advice}"
-                )
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yields the attributes and globals that a function uses, and the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 # ---- The upload ----

@@ -22,6 +22,7 @@ TIERS = (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock", "config_paths"),
+        "seams",
     ),
     ("accountants", "ranks"),
     ("releases",),

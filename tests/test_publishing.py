@@ -18,7 +18,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors.torch import load, save_file
 from tokenizers import Tokenizer, models
@@ -26,7 +26,6 @@ from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
-    Trainer,
     TrainerCallback,
 )
 
@@ -40,10 +39,8 @@ from dp_grape_hf.entries import Weights
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import (
-    HOST_UPLOADS,
     Repository,
     kind_of,
-    refuse_other_uploads,
     stage,
 )
 from dp_grape_hf.trainer import DPGrapeTrainer
@@ -884,41 +881,3 @@ def test_a_name_on_the_hub_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "runs" / "digits").mkdir(parents=True)
     for name in ("runs/digits", "/models/opt", "a/b/c", "~/opt", "../opt", "C:\\opt", ""):
         assert not is_hub_name(name), name
-
-
-# ---- The host ----
-
-
-def test_the_host_uploads_only_where_we_stand_in_its_place() -> None:
-    refuse_other_uploads(Trainer)
-    for name in HOST_UPLOADS:
-        assert getattr(DPGrapeTrainer, name).__module__ == "dp_grape_hf.disclosure"
-        with pytest.raises(PrivacyError, match=rf"Trainer\.{name}\(\) calls upload_folder"):
-            refuse_other_uploads(Trainer, [other for other in HOST_UPLOADS if other != name])
-
-
-def test_a_host_with_another_upload_is_refused(tmp_path: Path) -> None:
-    class NewHost(Trainer):
-        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            def later() -> Any:
-                return HfApi().create_commit("a/b", [], commit_message="m")
-
-            return later()
-
-    with pytest.raises(PrivacyError, match=r"NewHost\._save_checkpoint\(\) calls create_commit"):
-        refuse_other_uploads(NewHost)
-
-    class Mixed(DPGrapeTrainer, NewHost):
-        pass
-
-    with pytest.raises(PrivacyError, match="create_commit"):
-        trainer_of(tmp_path, Mixed, push_to_hub=True)
-
-
-@pytest.mark.parametrize("seam", ["_push_from_checkpoint", "_finish_current_push", "init_hf_repo"])
-def test_a_host_that_lost_a_seam_is_refused_before_data_is_touched(
-    seam: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delattr(Trainer, seam)
-    with pytest.raises(PrivacyError, match=rf"Trainer has no {seam}\(\)"):
-        trainer_of(tmp_path, push_to_hub=True)

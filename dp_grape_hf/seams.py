@@ -1,0 +1,70 @@
+"""The methods of the Trainer in whose place a private run does something else.
+
+Many are private to transformers, which may rename them in any release. An override of a method that
+nobody calls is silent: a checkpoint would hold the random state again, or a log the training loss.
+So a host that lost one of them is refused, also one of a version that nobody tried, and
+``tests/test_seams.py`` reads the Trainer of every supported release: whether it has them, calls
+them, and calls them with what the overrides take.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from dp_grape_hf.errors import PrivacyError
+
+SEAMS = (
+    # Training
+    "create_accelerator_and_postprocess",
+    "train",
+    "_run_epoch",
+    "_prepare_for_training",
+    "create_optimizer",
+    "_finalize_training",
+    "get_batch_samples",
+    "training_step",
+    # Data loading
+    "get_train_dataloader",
+    # Training utilities
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_track_num_input_tokens",
+    "get_total_train_batch_size",
+    # Evaluation
+    "evaluate",
+    # Checkpoints
+    "_save_checkpoint",
+    "_save_rng_state",
+    "_load_rng_state",
+    "save_model",
+    "_save",
+    # Logging
+    "log",
+    "floating_point_ops",
+    # Hub, where the original uploads whole folders
+    "init_hf_repo",
+    "create_model_card",
+    "push_to_hub",
+    "_push_from_checkpoint",
+    "_finish_current_push",
+    # Hyperparameter search
+    "hyperparameter_search",
+)
+"""All methods of ``transformers.Trainer`` that ``DPGrapeMixin`` and its bases override."""
+
+
+def require_seams(host: object) -> None:
+    """Refuses a host that lost a method which is replaced here.
+
+    Args:
+        host: what stands behind the mixin, as ``super()`` shows it.
+
+    Raises:
+        PrivacyError: with the version of transformers and the methods.
+    """
+    if missing := [f"{name}()" for name in SEAMS if not callable(getattr(host, name, None))]:
+        raise PrivacyError(
+            f"The Trainer of transformers {version('transformers')} has no {', '.join(missing)}, "
+            "which a private run replaces: what it did may now happen elsewhere, and not in "
+            "private. Install an older transformers."
+        )

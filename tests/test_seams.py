@@ -1,0 +1,240 @@
+"""The Trainer has, and calls, every method that a private run replaces: in all supported versions.
+
+Nothing is imported of the versions: their sources are read. ``make seams`` fetches one of every
+minor release into the folder that ``DP_GRAPE_WHEELS`` names; without it, that which is installed is
+the only one.
+"""
+
+import ast
+import configparser
+import functools
+import inspect
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import Trainer
+
+from dp_grape_hf import DPGrapeTrainer, PrivacyError
+from dp_grape_hf.disclosure import DisclosureMixin
+from dp_grape_hf.drawing import DrawingMixin
+from dp_grape_hf.mixin import DPGrapeMixin
+from dp_grape_hf.seams import SEAMS
+from tests.trainers import make_trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = os.environ.get("DP_GRAPE_WHEELS")
+WHEELS = {} if FOLDER is None else {p.name.split("-")[1]: p for p in Path(FOLDER).glob("*.whl")}
+VERSIONS = {transformers.__version__: Path(transformers.__file__).parent, **WHEELS}
+NOT_CALLED = {"train", "hyperparameter_search"}  # but by users
+UPLOADS = {
+    *("upload_file", "upload_folder", "upload_large_folder", "preupload_lfs_files"),
+    *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),
+}
+"""The methods of ``huggingface_hub.HfApi`` that send files."""
+
+of_each_version = pytest.mark.parametrize("version", VERSIONS)
+
+
+def overrides() -> dict[str, Any]:
+    """Name -> what the mixins define under it; the first in the order of resolution."""
+    ours = (DisclosureMixin, DrawingMixin, DPGrapeMixin)
+    return {name: value for cls in ours for name, value in vars(cls).items() if name[:2] != "__"}
+
+
+# ---- The sources ----
+
+
+@functools.cache
+def modules(version: str) -> dict[str, ast.Module]:
+    """Name -> what is in each ``trainer*.py`` of a version of transformers."""
+    where = VERSIONS[version]
+    if where.is_dir():
+        texts = {path.name: path.read_text() for path in where.glob("trainer*.py")}
+    else:
+        with zipfile.ZipFile(where) as wheel:
+            names = [n for n in wheel.namelist() if re.fullmatch(r"transformers/trainer\w*\.py", n)]
+            texts = {Path(name).name: wheel.read(name).decode() for name in names}
+    return {name: ast.parse(text) for name, text in texts.items()}
+
+
+def functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yields the functions of a module and the methods of its classes, with their full names."""
+    for outer in module.body:
+        for node in outer.body if isinstance(outer, ast.ClassDef) else [outer]:
+            if isinstance(node, ast.FunctionDef):
+                yield f"{outer.name}." * (node is not outer) + node.name, node
+
+
+def methods(version: str, module: str = "trainer.py", cls: str = "Trainer") -> dict[str, Any]:
+    """Name -> method of a class."""
+    found = functions(modules(version)[module])
+    return {name.partition(".")[2]: node for name, node in found if name.startswith(f"{cls}.")}
+
+
+def attributes(node: ast.AST, of: str | None = None) -> set[str]:
+    """The names of all attributes in a node, or of those of one variable: what it may call."""
+    found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
+    return {
+        n.attr for n in found if of is None or (isinstance(n.value, ast.Name) and n.value.id == of)
+    }
+
+
+def uncalled(module: ast.Module) -> set[str]:
+    """The seams that no other method asks ``self`` for."""
+    asked = [(name.partition(".")[2], attributes(node, "self")) for name, node in functions(module)]
+    return {seam for seam in SEAMS if not any(seam in of for name, of in asked if name != seam)}
+
+
+def misfit(host: ast.arguments, ours: inspect.Signature) -> str | None:
+    """What of a host's method its replacement does not take; None if it takes all."""
+    names = [a.arg for a in (*host.posonlyargs, *host.args)]
+    wants = [a.arg for a in host.kwonlyargs] + ["..."] * (host.kwarg is not None)
+    least = names[: len(names) - len(host.defaults)]
+    needed = [a for a, d in zip(host.kwonlyargs, host.kw_defaults, strict=True) if d is None]
+    try:
+        ours.bind(*names, *(["..."] if host.vararg else []), **dict.fromkeys(wants))
+        ours.bind(*least, **{a.arg: None for a in needed})
+        ours.bind(names[0], **dict.fromkeys(names[1:]))
+    except TypeError as error:
+        return str(error)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [p.name for p in ours.parameters.values() if p.kind not in variadic]
+    pairs = zip(names, own, strict=False)  # either may have more
+    return next((f"{a!r} stands where {b!r} does" for a, b in pairs if a != b), None)
+
+
+# ---- The table ----
+
+
+def test_the_table_is_what_the_mixins_replace() -> None:
+    assert set(SEAMS) == {name for name in overrides() if hasattr(Trainer, name)}
+    assert len(set(SEAMS)) == len(SEAMS)
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_host_that_lost_a_seam_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Trainer, f"{name}_of_another_name", getattr(Trainer, name), raising=False)
+    monkeypatch.delattr(Trainer, name)
+    with pytest.raises(PrivacyError, match=rf"{transformers.__version__} has no {name}\(\), which"):
+        make_trainer(tmp_path)
+
+
+# ---- Every version ----
+
+
+@pytest.mark.skipif(FOLDER is None, reason="`make seams` fetches the other versions")
+def test_every_supported_minor_release_is_read() -> None:
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "setup.cfg")
+    bounds = re.search(
+        r"transformers>=(\d+)\.(\d+),<(\d+)$", config["options"]["install_requires"], re.M
+    )
+    assert bounds is not None
+    major, oldest, after = map(int, bounds.groups())
+    assert after == major + 1
+    newest = max(int(v.split(".")[1]) for v in VERSIONS)
+    assert newest >= int(transformers.__version__.split(".")[1])
+    read = {tuple(map(int, v.split(".")[:2])) for v in WHEELS}
+    assert read == {(major, minor) for minor in range(oldest, newest + 1)}
+
+
+@of_each_version
+def test_the_trainer_has_every_seam_and_no_other_method_of_our_names(version: str) -> None:
+    names, subclass = overrides().keys(), methods(version, "trainer_seq2seq.py", "Seq2SeqTrainer")
+    assert set(SEAMS) == names & methods(version).keys()
+    assert names & subclass.keys() <= set(SEAMS)
+
+
+@of_each_version
+def test_the_trainer_calls_every_seam(version: str) -> None:
+    assert uncalled(modules(version)["trainer.py"]) == NOT_CALLED
+
+
+@of_each_version
+@pytest.mark.parametrize(
+    ("module", "cls"), [("trainer.py", "Trainer"), ("trainer_seq2seq.py", "Seq2SeqTrainer")]
+)
+def test_our_methods_take_what_those_of_the_trainer_take(
+    version: str, module: str, cls: str
+) -> None:
+    theirs, ours = methods(version, module, cls), overrides()
+    found = {
+        name: misfit(theirs[name].args, inspect.signature(ours[name]))
+        for name in SEAMS
+        if name in theirs
+    }
+    assert len(found) == len(SEAMS) or cls != "Trainer"
+    assert not {name: why for name, why in found.items() if why is not None}
+
+
+@of_each_version
+def test_the_trainer_uploads_only_where_we_stand_in_its_place(version: str) -> None:
+    found = {
+        name
+        for module in modules(version).values()
+        for name, function in functions(module)
+        if attributes(function) & UPLOADS
+    }
+    assert found == {"Trainer.push_to_hub", "Trainer._push_from_checkpoint"}
+    for name in ("push_to_hub", "_push_from_checkpoint"):
+        assert name in SEAMS
+        assert f"super().{name}" not in inspect.getsource(getattr(DPGrapeTrainer, name))
+
+
+def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None:
+    """Of the version that is installed."""
+    pytest.importorskip("trl", reason="TRL is an optional extra")
+    from dp_grape_hf import DPGrapeSFTTrainer
+
+    theirs = [c for c in DPGrapeSFTTrainer.__mro__ if c.__module__.partition(".")[0] == "trl"]
+    names = {name for cls in theirs for name in vars(cls)}
+    sources = [ast.parse(inspect.getsource(inspect.getmodule(cls) or cls)) for cls in theirs]
+    used = set().union(*map(attributes, sources))
+    ours = {name for name, value in vars(DPGrapeSFTTrainer).items() if inspect.isfunction(value)}
+    assert ours
+    assert ours <= names & (used | NOT_CALLED)
+    assert overrides().keys() & names <= set(SEAMS)
+    assert not used & UPLOADS
+
+
+# ---- The readers ----
+
+
+@pytest.mark.parametrize(
+    ("host", "fits"),
+    [
+        ("self, output_dir", True),
+        ("self, output_dir, trial", False),
+        ("self, trial, output_dir", False),
+        ("self, folder", False),
+        ("self", False),
+        ("self, output_dir, *, trial=None", False),
+        ("self, output_dir, **kwargs", False),
+    ],
+)
+def test_another_signature_is_seen(host: str, fits: bool) -> None:
+    function = ast.parse(f"def f({host}): ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    ours = inspect.signature(DisclosureMixin._save_rng_state)
+    assert (misfit(function.args, ours) is None) is fits
+
+
+def test_a_seam_that_nobody_calls_is_seen() -> None:
+    text = inspect.getsource(transformers.trainer)
+    text = text.replace("self._save_rng_state(", "self._save_random_state(")
+    assert uncalled(ast.parse(text)) == NOT_CALLED | {"_save_rng_state"}
+
+
+def test_an_upload_is_found_in_a_function_inside_a_method() -> None:
+    text = "class A:\n def f(self):\n  def g(): return api().create_commit()\n  return g"
+    ((name, node),) = functions(ast.parse(text))
+    assert name == "A.f"
+    assert "create_commit" in attributes(node)
