@@ -95,12 +95,18 @@ def refuse_host_options(
 
 
 def refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
-    """Refuses trackers that would send checkpoints past the allow-list of what is published.
+    """Refuses trackers that would log gradients, or send checkpoints past the allow-list.
 
     Raises:
         PrivacyError: with the tracker, what makes it upload, and what to do.
     """
     trackers = [trackers] if isinstance(trackers, str) else trackers or []
+    watched = os.environ.get("WANDB_WATCH")
+    if "wandb" in trackers and watched in ("all", "gradients"):
+        raise PrivacyError(
+            f"report_to={trackers!r} with WANDB_WATCH={watched!r} is refused: wandb would log "
+            "gradients of batches, without noise. Unset WANDB_WATCH, or set it to 'parameters'."
+        )
     pairs = [(name, *pair) for name in trackers for pair in UPLOADING_TRACKERS.get(name, ())]
     for tracker, variable, default in pairs:
         value = os.environ.get(variable, default)

@@ -451,6 +451,19 @@ def test_a_tracker_that_uploads_checkpoints_is_refused(
         assert make(**trackers).report_to == trackers["report_to"]
 
 
+@pytest.mark.parametrize("value", ["all", "gradients"])
+def test_a_tracker_that_logs_gradients_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackers: Any = {"report_to": ["wandb"]}
+    monkeypatch.setenv("WANDB_WATCH", value)
+    with pytest.raises(PrivacyError, match=f"WANDB_WATCH='{value}'"):
+        make(**trackers)
+    assert make().report_to == []
+    monkeypatch.setenv("WANDB_WATCH", "parameters")
+    assert make(**trackers).report_to == ["wandb"]
+
+
 def test_a_variable_of_a_tracker_that_is_not_used_is_nothing_to_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
