@@ -16,7 +16,44 @@ from dp_grape_hf.selfcheck import Movement
 
 logger = logging.getLogger(__name__)
 
+PRIVATE_LOGS = {
+    *("epsilon", "grad_norm", "learning_rate", "epoch", "step"),  # the norm is of what is released
+    *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
+}
+"""What a private run may log, beside metrics of evaluation data."""
+
+_LOGS_OF_THE_HOST = {
+    *("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
+}
 UPDATES_OF_EPSILON = 40  # in the progress bar, per run: one takes the accountant about 0.1 s
+
+
+class OnlyPrivateLogs(TrainerCallback):
+    """Takes out of the logs what is not known to be private; no other callback may come before it.
+
+    Args:
+        prefixes: returns those of metrics of evaluation data.
+    """
+
+    def __init__(self, prefixes: Callable[[], Iterable[str]]) -> None:
+        self._prefixes = prefixes
+        self._seen = set(_LOGS_OF_THE_HOST)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Drops keys in place, as the host returns the same dictionary as metrics of training."""
+        metrics = tuple(f"{prefix}_" for prefix in self._prefixes())
+        for logs in (kwargs["logs"], *state.log_history[-1:]):  # the second is a copy
+            for name in [n for n in logs if n not in PRIVATE_LOGS and not n.startswith(metrics)]:
+                del logs[name]
+                if name not in self._seen:
+                    logger.warning(
+                        "%r is not known to be private and was left out of the logs. Metrics of "
+                        "evaluation data are logged under the prefix of their evaluation; for "
+                        "debugging on public data, log_unnoised_statistics=True logs everything, "
+                        "and the ledger then says that the run is not private.",
+                        name,
+                    )
+                    self._seen.add(name)
 
 
 class StopAtBudget(TrainerCallback):

@@ -7,6 +7,7 @@ sections follow ``transformers.Trainer``.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, PredictionOutput
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.callbacks import OnlyPrivateLogs
 from dp_grape_hf.config_paths import is_hub_name
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
@@ -39,8 +41,6 @@ else:  # the host is the other base of the class that is made
     _Host = object
 
 logger = logging.getLogger(__name__)
-
-_UNNOISED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class DisclosureMixin(_Host):
     _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
     _low_rank: LowRankUpdates | None = None  # while training with float32_updates
+    _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _private_norm: Tensor = torch.zeros(())
     _repository: Repository | None = None  # once something is to be published
     _test_generators: TestGenerators | None = None
@@ -68,6 +69,9 @@ class DisclosureMixin(_Host):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_seams(super())
         super().__init__(*args, **kwargs)
+        if not self.args.log_unnoised_statistics:
+            me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
+            self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         # Now, as a folder that the model was loaded from may be gone when something is published.
         self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
 
@@ -103,11 +107,39 @@ class DisclosureMixin(_Host):
 
     # ---- Evaluation & Prediction ----
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
         """Evaluates as the original does, but not on the training data: metrics are logged."""
         training_data = [self._given_train_dataset, self.train_dataset]
         refuse_training_data(eval_dataset, training_data, self.args)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        with self._logging(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **kwargs: Any,
+    ) -> PredictionOutput:
+        """Predicts as the original does; what is logged under the prefix meanwhile is let pass."""
+        with self._logging(metric_key_prefix):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    @contextmanager
+    def _logging(self, prefix: str) -> Iterator[None]:
+        """Has metrics of that prefix logged, as they are of evaluation data."""
+        before = self._prefixes
+        self._prefixes = (*before, prefix)
+        try:
+            yield
+        finally:
+            self._prefixes = before
 
     # ---- Checkpoint Saving, Checkpoint Resuming ----
 
@@ -169,10 +201,7 @@ class DisclosureMixin(_Host):
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds epsilon, and drops what is an un-noised function of the training data."""
-        if not self.args.log_unnoised_statistics:
-            for name in _UNNOISED:
-                logs.pop(name, None)
+        """Adds epsilon; ``OnlyPrivateLogs`` then takes out what is not known to be private."""
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon
         super().log(logs, start_time)

@@ -32,6 +32,7 @@ SEAMS = (
     "get_total_train_batch_size",
     # Evaluation
     "evaluate",
+    "predict",
     # Checkpoints
     "_save_checkpoint",
     "_save_rng_state",

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = os.environ.get("DP_GRAPE_WHEELS")
 WHEELS = {} if FOLDER is None else {p.name.split("-")[1]: p for p in Path(FOLDER).glob("*.whl")}
 VERSIONS = {transformers.__version__: Path(transformers.__file__).parent, **WHEELS}
-NOT_CALLED = {"train", "hyperparameter_search"}  # but by users
+NOT_CALLED = {"train", "predict", "hyperparameter_search"}  # but by users
 UPLOADS = {
     *("upload_file", "upload_folder", "upload_large_folder", "preupload_lfs_files"),
     *("create_commit", "create_commits_on_pr", "sync_bucket", "batch_bucket_files"),

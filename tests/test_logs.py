@@ -1,0 +1,117 @@
+"""What a private run logs: what is known to be private, and metrics of evaluation data."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from dp_grape_hf.mixin import DPGrapeMixin
+from tests.trainers import Watch, make_trainer, points
+
+LEAK = 0.8642  # a number of the training data, wherever it turns up
+
+
+class _Leaks(TrainerCallback):
+    """Logs a number of its own after each step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.log({"margin": LEAK, "train_accuracy": LEAK})
+
+
+class _TalkativeHost(Trainer):
+    """Adds to every log, behind the mixin."""
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        logs["tokens_seen"] = LEAK
+        super().log(logs, *args)
+
+
+class _Talkative(DPGrapeMixin, _TalkativeHost): ...
+
+
+def leaking(folder: Path, tracker: Watch, **settings: Any) -> tuple[Any, Any]:
+    """Runs a trainer that tries to log, and returns it with the output of ``train``."""
+    leaks = _Leaks()
+    callbacks = [tracker, leaks]
+    trainer = leaks.trainer = make_trainer(folder, cls=_Talkative, callbacks=callbacks, **settings)
+    output = trainer.train()
+    trainer.save_metrics("train", output.metrics)
+    trainer.save_state()
+    return trainer, output
+
+
+def test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    tracker = Watch()
+    trainer, output = leaking(tmp_path, tracker)
+    assert len(tracker.logs) == 5, "one after each step, and the end"
+    assert not [
+        logs for logs in (*tracker.logs, *trainer.state.log_history) if LEAK in logs.values()
+    ]
+    assert LEAK not in output.metrics.values()
+    for name in ("train_results.json", "all_results.json", "trainer_state.json"):
+        assert str(LEAK) not in (tmp_path / name).read_text(), name
+    said = [r.getMessage() for r in caplog.records if "not known to be private" in r.getMessage()]
+    assert sorted(text.split("'")[1] for text in said) == [
+        "margin",
+        "tokens_seen",
+        "train_accuracy",
+    ]
+    assert all("log_unnoised_statistics=True" in text and str(LEAK) not in text for text in said)
+
+
+def test_what_the_host_logs_is_left_out_without_a_word(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    tracker = Watch()
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[tracker],
+        eval_dataset=points(seed=1),
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    output = trainer.train()
+    assert {"train_runtime", "epsilon"} <= output.metrics.keys()
+    assert sum("eval_loss" in logs for logs in tracker.logs) == 2
+    assert not {"loss", "train_loss", "total_flos"} & {key for logs in tracker.logs for key in logs}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_unnoised_statistics_let_everything_pass(tmp_path: Path) -> None:
+    tracker = Watch()
+    leaking(tmp_path, tracker, log_unnoised_statistics=True)
+    assert {"margin", "tokens_seen", "train_loss"} <= {key for logs in tracker.logs for key in logs}
+
+
+def test_metrics_of_evaluation_data_are_logged_under_any_prefix(tmp_path: Path) -> None:
+    tracker = Watch()
+    trainer = make_trainer(
+        tmp_path, callbacks=[tracker], compute_metrics=lambda predicted: {"accuracy": 0.5}
+    )
+    trainer.evaluate({"near": points(seed=1), "far": points(seed=2)}, metric_key_prefix="held_out")
+    for name, logs in zip(("near", "far"), trainer.state.log_history, strict=True):
+        assert {f"held_out_{name}_loss", f"held_out_{name}_accuracy"} <= logs.keys()
+        assert f"held_out_{name}_runtime" in logs
+    assert tracker.logs[0].keys() == trainer.state.log_history[0].keys() - {"step"}
+
+
+def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path: Path) -> None:
+    def compute_metrics(predicted: Any) -> dict[str, float]:
+        trainer.log({f"{prefix}_so_far": 0.25, "other": LEAK})
+        return {}
+
+    trainer = make_trainer(tmp_path, compute_metrics=compute_metrics)
+    for prefix, ask in (("dev", trainer.evaluate), ("train", trainer.predict)):
+        ask(points(seed=1), metric_key_prefix=prefix)
+        logged = [logs for logs in trainer.state.log_history if f"{prefix}_so_far" in logs]
+        assert len(logged) == 1
+        assert "other" not in logged[0]
+        trainer.log({f"{prefix}_so_far": LEAK})
+    assert LEAK not in [value for logs in trainer.state.log_history for value in logs.values()]
