@@ -91,6 +91,13 @@ class DrawingMixin(_Host):
             return None
         return LengthOf(getattr(self.model, "main_input_name", "input_ids"))
 
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Returns N for the training data, as declared; throughput would tell its true size."""
+        draws = getattr(dataloader, "batch_sampler", None)
+        if isinstance(draws, PoissonBatchSampler | UnitBatchSampler):
+            return int(self.plan.num_samples)
+        return super().num_examples(dataloader)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns a loader of Poisson draws.
 

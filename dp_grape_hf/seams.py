@@ -25,6 +25,7 @@ SEAMS = (
     "training_step",
     # Data loading
     "get_train_dataloader",
+    "num_examples",
     # Training utilities
     "_clip_grad_norm",
     "_get_grad_norm",

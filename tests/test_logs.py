@@ -115,3 +115,15 @@ def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path: Path) -> None:
         assert "other" not in logged[0]
         trainer.log({f"{prefix}_so_far": LEAK})
     assert LEAK not in [value for logs in trainer.state.log_history for value in logs.values()]
+
+
+def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> None:
+    """The true one would follow from ``train_samples_per_second`` and the runtime."""
+    trainer = make_trainer(
+        tmp_path, num_samples=30, max_steps=-1, num_train_epochs=2, expected_batch_size=5
+    )
+    loader = trainer.get_train_dataloader()
+    examples, trained = trainer.set_initial_training_values(trainer.args, loader)[2:4]
+    assert (examples, trained) == (30, 60)
+    held = trainer.get_eval_dataloader(points(17))
+    assert trainer.num_examples(held) == 17
