@@ -1,6 +1,6 @@
 """Says what is wrong with the training data when a library below fails over it.
 
-Examples are described by names, types and shapes only: an error reaches logs, and values are not
+Examples are described by names and types only: an error reaches logs, and values and sizes are not
 for them. The message of the library that failed is quoted as it is.
 """
 
@@ -59,29 +59,44 @@ def described(dataset: Any) -> str:
     """Says of what form the first example is, and of the first of 64 that has another one.
 
     >>> described([{"x": [0.5, 1.5], "labels": 1}, {"x": [0.5]}])
-    'train_dataset[0] is {x: list of 2, labels: int}, and train_dataset[1] is {x: list of 1}.'
+    'train_dataset[0] is {x: list, labels: int}, and train_dataset[1] is {x: list}.'
+    >>> described([{"x": [0.5, 1.5]}, {"x": [0.5]}])
+    'train_dataset[0] is {x: list}, and train_dataset[1] has x of another size.'
     """
-    first = _said_of(dataset, 0)
+    said, sizes = _looked_at(dataset, 0)
     for index in range(1, min(len(dataset), _COMPARED)):
-        if (other := _said_of(dataset, index)) != first:
-            return f"train_dataset[0] {first}, and train_dataset[{index}] {other}."
-    return f"train_dataset[0] {first}."
+        other, others = _looked_at(dataset, index)
+        if other == said and others != sizes:
+            names = ", ".join(name for name in sizes if sizes[name] != others[name])
+            other = f"has {names} of another size"
+        elif other == said:
+            continue
+        return f"train_dataset[0] {said}, and train_dataset[{index}] {other}."
+    return f"train_dataset[0] {said}."
 
 
-def _said_of(dataset: Any, index: int) -> str:
-    """Says of what form an example is; what its data set says when it fails may hold values."""
+def _looked_at(dataset: Any, index: int) -> tuple[str, dict[str, Any]]:
+    """Says of what form an example is, and returns the sizes in it, which are only compared.
+
+    What a data set says when it fails may hold values.
+    """
     try:
         example = dataset[index]
-        if isinstance(example, Mapping):
-            return f"is {{{', '.join(f'{name}: {_form(item)}' for name, item in example.items())}}}"
-        return f"is {_form(example)}"
+        if not isinstance(example, Mapping):
+            return f"is {_form(example)}", {"items": _size(example)}
+        forms = ", ".join(f"{name}: {_form(item)}" for name, item in example.items())
+        return f"is {{{forms}}}", {str(name): _size(item) for name, item in example.items()}
     except Exception as error:
-        return f"cannot be fetched ({type(error).__name__})"
+        return f"cannot be fetched ({type(error).__name__})", {}
 
 
 def _form(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, (list, tuple, Mapping)):
-        return f"{type(value).__name__} of {len(value)}"
+        return f"{value.dim()}-dimensional {value.dtype}"
     return type(value).__name__
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return len(value) if isinstance(value, list | tuple | Mapping) else None

@@ -354,8 +354,7 @@ def _merge(site: Site, output: Tensor, key: Key) -> Tensor:
         return output.flatten(0, 1)
     if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
         raise UnsupportedModelError(
-            f"{site.label} computes a tensor of shape {tuple(output.shape[1:])} that all samples "
-            "share, so it does not tell their gradients apart. Freeze it with "
-            'requires_grad_(False), or use engine="functorch".'
+            f"{site.label} computes a tensor that all samples share, so it does not tell their "
+            'gradients apart. Freeze it with requires_grad_(False), or use engine="functorch".'
         )
     return output[0]

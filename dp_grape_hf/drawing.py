@@ -62,7 +62,7 @@ class DrawingMixin(_Host):
         units = self._units_read[1]
         require(
             len(dataset) == units.num_examples,
-            f"train_dataset has {len(dataset)} examples, and had {units.num_examples} when "
+            "The length of train_dataset has changed since "
             f"privacy_unit_column={args.privacy_unit_column!r} was read. Make a new trainer.",
         )
         return units

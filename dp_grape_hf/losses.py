@@ -145,8 +145,8 @@ class HeadLoss(ModelLoss):
         assert self.head.targets is not None
         if not self.fits(labels, positions):
             raise PrivacyError(
-                f"The labels have shape {tuple(labels.shape)} and the model {positions} positions; "
-                f"{type(self.model).__name__} needs one label per position, with {IGNORE_INDEX} "
+                f"The {labels.dim()}-dimensional labels are not one per position of the model; "
+                f"{type(self.model).__name__} needs labels of shape (B, T), with {IGNORE_INDEX} "
                 "where there is none."
             )
         missing = positions - labels.shape[1]
@@ -283,10 +283,13 @@ def checked(loss: Tensor, batch_size: int) -> Tensor:
         PrivacyError: for any other shape; a batch mean cannot be split into per-sample losses.
     """
     if not isinstance(loss, torch.Tensor) or loss.shape != (batch_size,):
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            same = loss.dim() == 1
+            found = "tensor of another length" if same else f"{loss.dim()}-dimensional tensor"
         raise PrivacyError(
-            f"The loss has shape {shape}; one loss per sample, shape ({batch_size},), is needed. "
-            "Return losses without reducing over the batch (reduction='none', then a mean over "
-            "each sample's own tokens)."
+            f"The loss is a {found}; one loss per sample, shape (B,), is needed. Return losses "
+            "without reducing over the batch (reduction='none', then a mean over each sample's own "
+            "tokens)."
         )
     return loss

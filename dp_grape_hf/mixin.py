@@ -232,7 +232,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
         units = self._read_units_again()
         if units is not None:
-            require_agreement({"the checksum of the privacy units": units.checksum})
+            require_agreement({}, unsaid={"whose the examples are": units.checksum})
         if max_steps != self.plan.steps:
             raise PrivacyError(
                 f"The run would take {max_steps} steps, but the noise was calibrated for "
@@ -394,7 +394,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             losses = engine.accumulate(self._prepare_inputs(physical))
             if len(losses) != size:
                 raise PrivacyError(
-                    f"The data collator made {len(losses)} rows of {size} examples, so a row is "
+                    "The data collator made other rows than it was given examples, so a row is "
                     "not an example and its clipping bounds nothing. Turn packing off."
                 )
             total += losses.sum()

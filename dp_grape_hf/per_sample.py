@@ -315,9 +315,12 @@ def batch_size_of(inputs: Inputs) -> int:
                 "row per sample."
             )
     sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
-    if len(set(sizes.values())) != 1:
+    if not sizes:
+        raise PrivacyError("The batch holds no tensor, so it has no samples to tell apart.")
+    name, size = next(iter(sizes.items()))
+    if others := [other for other in sizes if sizes[other] != size]:
         raise PrivacyError(
-            "All tensors of a batch must have the samples in dimension 0; got leading sizes "
-            f"{sizes}."
+            "All tensors of a batch must have the samples in dimension 0; "
+            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes."
         )
-    return next(iter(sizes.values()))
+    return size

@@ -169,9 +169,9 @@ class PrivacyPlan:
         """Refuses more examples than a cap was accounted for; call it before every use of them."""
         if self.max_batch_size is not None and dataset_size > self.num_samples:
             raise PrivacyError(
-                f"num_samples={self.num_samples} is below the {dataset_size} training "
-                f"{self._units}: how often a capped batch is full depends on their number. Declare "
-                "at least that, in a new trainer."
+                f"num_samples={self.num_samples} is below the number of training {self._units}: "
+                "how often a capped batch is full depends on it. Declare at least that, in a new "
+                "trainer."
             )
 
     def _max_batch_size(self) -> int | None:
@@ -250,13 +250,12 @@ class PrivacyPlan:
         names = repr([(name, tuple(weight.shape)) for name, weight in trainable.items()])
         facts |= {
             "the number of steps": self.steps,
-            "the length of train_dataset": dataset_size,
             "the number of updates to go on from": updates,
             "the checksum of the trainable parameters": zlib.crc32(names.encode()),
             "dataloader_num_workers": self._args.dataloader_num_workers,
             "dataloader_prefetch_factor": self._args.dataloader_prefetch_factor,
         }
-        require_agreement(facts)
+        require_agreement(facts, unsaid={"the length of train_dataset": dataset_size})
 
     def start_ledger(
         self, checkpoint: str | None, *, updates: int, before: Ledger | None

@@ -178,8 +178,8 @@ def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
             continue
         if len(left) != 2:
             raise PrivacyError(
-                f"The data collator made {len(left)} rows of 2 examples, so a row is not an "
-                "example and its clipping bounds nothing. Turn packing off."
+                "The data collator made other rows than it was given examples, so a row is not "
+                "an example and its clipping bounds nothing. Turn packing off."
             )
         # Equal numbers; NaN, which is not equal to itself, is no sign of mixing.
         if left.shape == right.shape and not torch.allclose(

@@ -69,7 +69,9 @@ def from_first(make: Callable[[], T]) -> T:
     return result
 
 
-def require_agreement(facts: Mapping[str, object]) -> None:
+def require_agreement(
+    facts: Mapping[str, object], unsaid: Mapping[str, object] | None = None
+) -> None:
     """Refuses to start if the processes were told different things.
 
     Coins, projections and the order of parameters are derived in each process by itself; with
@@ -78,19 +80,24 @@ def require_agreement(facts: Mapping[str, object]) -> None:
 
     Args:
         facts: name -> value, compared by their texts. No value may be sensitive.
+        unsaid: more of them, whose values are.
 
     Raises:
-        PrivacyError: naming each fact that differs, with the values of two processes.
+        PrivacyError: naming each fact that differs, with the values of two processes, unless
+            they are sensitive.
     """
     if not in_process_group():
         return
-    texts = {name: str(value) for name, value in facts.items()}
+    unsaid = unsaid or {}
+    texts = {name: str(value) for name, value in {**facts, **unsaid}.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, texts)
     first = everyone[0]
     differences = [
         f"{name} is {other.get(name, 'missing')} in process {rank} and "
         f"{first.get(name, 'missing')} in process 0"
+        if name not in unsaid
+        else f"{name} is not the same in process {rank} and in process 0"
         for rank, other in enumerate(everyone)
         for name in {**first, **other}
         if first.get(name) != other.get(name)

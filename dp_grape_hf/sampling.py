@@ -161,7 +161,7 @@ class LogicalBatch(list[Any]):
         """Pairs each physical batch with the number of examples in it."""
         super().__init__(batches)
         if len(self) != len(sizes):
-            raise ValueError(f"{len(self)} physical batches need as many sizes, got {sizes=}.")
+            raise ValueError("There must be one size for each physical batch.")
         self.sizes = tuple(sizes)
 
     @property
@@ -274,7 +274,7 @@ class EmptyDrawDataset(Dataset[Any]):
         examples = [self.dataset[i] for i in indices] if fetch is None else fetch(indices)
         require(
             len(examples) == len(indices),
-            f"{type(self.dataset).__name__} answered {len(indices)} indices with {len(examples)} "
+            f"{type(self.dataset).__name__} answered a list of indices with another number of "
             "examples. Each index must give exactly one; check its transform.",
         )
         return examples

@@ -191,9 +191,9 @@ def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
         )
     sizes = tuple(size for _, size in groups)
     examples = without_units(inputs)
-    if (rows := batch_size_of(examples)) != sum(sizes):
+    if batch_size_of(examples) != sum(sizes):
         raise PrivacyError(
-            f"The data collator made {rows} rows of {sum(sizes)} examples, so it is not known "
+            "The data collator made other rows than it was given examples, so it is not known "
             "whose a row is and its clipping bounds nothing. Turn packing off."
         )
     return examples, sizes

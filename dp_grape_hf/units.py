@@ -190,7 +190,7 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         """Checks and keeps the arguments; no coin is tossed before the first draw."""
         require(
             draws.num_samples == len(units),
-            f"{draws.num_samples=} must be the number of units, {len(units)}, of which it draws.",
+            "draws.num_samples must be the number of units, of which it draws.",
         )
         require(
             max_examples_per_unit is None or max_examples_per_unit >= 1,
@@ -299,7 +299,7 @@ def refuse_large_unit(size: int, physical_batch_size: int) -> None:
     """Refuses a unit of so many examples that no physical batch holds it."""
     require(
         size <= physical_batch_size,
-        f"A privacy unit has {size} examples, and a physical batch holds "
+        "A privacy unit has more examples than a physical batch holds, "
         f"per_device_train_batch_size={physical_batch_size}; a unit is clipped as a whole, so it "
         "must fit into one. Raise per_device_train_batch_size, or set max_examples_per_unit.",
     )

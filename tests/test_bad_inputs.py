@@ -270,11 +270,14 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "a number": (lambda: 5, "list(...)"),
     "a set": (lambda: set(range(24)), "list(...)"),
     "a text": (lambda: TEXT * 24, "train_dataset[0] is str"),
-    "a tensor": (lambda: torch.zeros(24, FEATURES), "train_dataset[0] is torch.float32 (6,)"),
+    "a tensor": (
+        lambda: torch.zeros(24, FEATURES),
+        "train_dataset[0] is 1-dimensional torch.float32",
+    ),
     "None": (lambda: Examples([None] * 24), "train_dataset[0] is NoneType"),
     "one None": (lambda: _each(lambda e: None, 5), "train_dataset[5] is NoneType"),
     "numbers": (lambda: Examples(list(range(24))), "train_dataset[0] is int"),  # type: ignore[arg-type]
-    "tuples": (lambda: _each(lambda e: (e["x"], 1)), "train_dataset[0] is tuple of 2"),
+    "tuples": (lambda: _each(lambda e: (e["x"], 1)), "train_dataset[0] is tuple"),
     "no columns": (lambda: _each(lambda e: {}), "train_dataset[0] is {}"),
     "no labels": (lambda: _each(_without("labels")), "The batch has no 'labels'"),
     "one without labels": (lambda: _each(_without("labels"), 5), "train_dataset[5] is {x: "),
@@ -285,10 +288,16 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "a label of another type": (lambda: _each(_with("labels", 1), 5), "labels: int"),
     "labels that are texts": (lambda: _each(_with("labels", TEXT)), "no 'labels'"),
     "a label that is missing": (lambda: _each(_with("labels", None), 5), "labels: NoneType"),
-    "labels of two": (lambda: _each(_with("labels", [1, 2])), "labels: list of 2"),
-    "wide inputs": (lambda: _each(_with("x", WIDE)), "x: torch.float32 (7,)"),
-    "one wide input": (lambda: _each(_with("x", WIDE), 5), "train_dataset[5] is {x: torch.float32"),
-    "inputs of whole numbers": (lambda: _each(_with("x", WIDE[:6].long())), "x: torch.int64"),
+    "labels of two": (lambda: _each(_with("labels", [1, 2])), "labels: list"),
+    "wide inputs": (lambda: _each(_with("x", WIDE)), "x: 1-dimensional torch.float32"),
+    "one wide input": (
+        lambda: _each(_with("x", WIDE), 5),
+        "train_dataset[5] has x of another size",
+    ),
+    "inputs of whole numbers": (
+        lambda: _each(_with("x", WIDE[:6].long())),
+        "x: 1-dimensional torch.int64",
+    ),
     "inputs that are missing": (lambda: _each(_with("x", None)), "x: NoneType"),
     "too long": (lambda: Longer(points(24).examples), "train_dataset[24] cannot be fetched"),
     "failing": (lambda: Failing([{}] * 24), "train_dataset[0] cannot be fetched (KeyError"),
@@ -333,7 +342,7 @@ def test_what_is_described_has_no_values() -> None:
     data = [{"x": torch.full((2,), 7.5), "name": "Ada", "ids": [41, 42], "age": 36}]
     text = described(data)
     assert text == (
-        "train_dataset[0] is {x: torch.float32 (2,), name: str, ids: list of 2, age: int}."
+        "train_dataset[0] is {x: 1-dimensional torch.float32, name: str, ids: list, age: int}."
     )
 
 
@@ -348,7 +357,7 @@ class Leaky(Examples):
 
 def test_neither_inner_keys_nor_the_errors_of_a_data_set_are_described() -> None:
     text = described([{"x": 1, "extra": {"Ada": 1, "Bob": 2}}])
-    assert text == "train_dataset[0] is {x: int, extra: dict of 2}."
+    assert text == "train_dataset[0] is {x: int, extra: dict}."
     text = described(Leaky([{"x": 1}] * 9))
     assert text.endswith("and train_dataset[2] cannot be fetched (ValueError).")
 

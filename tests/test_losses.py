@@ -339,16 +339,15 @@ def test_labels_for_other_positions_than_the_models_are_refused(shape: tuple[int
     model = row("BERT, masked LM").model()
     with pytest.raises(PrivacyError) as error:
         loss_for(model)({"logits": torch.zeros(B, 9, VOCABULARY)}, torch.zeros(shape).long())
-    assert str(shape) in str(error.value)
-    assert "9 positions" in str(error.value)
+    assert f"The {len(shape)}-dimensional labels are not one per position" in str(error.value)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1), (3, 5), (4,)])
 def test_a_loss_of_any_shape_but_one_per_sample_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(PrivacyError) as error:
         checked(torch.zeros(shape), 3)
-    assert str(shape) in str(error.value)
-    assert "shape (3,)" in str(error.value)
+    kind = "tensor of another length" if len(shape) == 1 else f"{len(shape)}-dimensional tensor"
+    assert f"The loss is a {kind}; one loss per sample, shape (B,)" in str(error.value)
     assert torch.equal(checked(torch.zeros(3), 3), torch.zeros(3))
 
 

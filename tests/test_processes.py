@@ -366,9 +366,9 @@ def test_no_process_waits_for_one_that_failed(
         ("damaged_ledger", "no valid privacy ledger"),
         (
             "other_data",
-            "the length of train_dataset is 25 in process 1 and 24 in process 0",
+            "the length of train_dataset is not the same in process 1 and in process 0",
         ),
-        ("other_users", "the checksum of the privacy units is"),
+        ("other_users", "whose the examples are is not the same in process 1"),
         ("other_arguments", "max_grad_norm is 2.0 in process 1 and 1.0 in process 0"),
     ],
 )

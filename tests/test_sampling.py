@@ -281,7 +281,7 @@ def test_a_physical_batch_needs_room_for_one_example() -> None:
 def test_a_logical_batch_cannot_lose_its_sizes() -> None:
     with pytest.raises(TypeError):
         LogicalBatch([1, 2])  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="2 physical batches"):
+    with pytest.raises(ValueError, match="one size for each physical batch"):
         LogicalBatch([1, 2], (3,))
 
 
@@ -397,7 +397,7 @@ class _Doubling(list[int]):
 def test_a_dataset_that_multiplies_examples_is_refused() -> None:
     dataset = EmptyDrawDataset(_Doubling(range(5)))
     assert dataset.__getitems__([]) == []
-    with pytest.raises(PrivacyError, match="answered 2 indices with 4 examples"):
+    with pytest.raises(PrivacyError, match="with another number of examples"):
         dataset.__getitems__([0, 1])
 
 

@@ -583,7 +583,7 @@ def test_a_collator_whose_rows_are_not_examples_is_refused_before_a_release(
 
     releases = spy_releases(monkeypatch)
     trainer = make_trainer(tmp_path, data_collator=collate, **EXACT)
-    with pytest.raises(PrivacyError, match="rows of"):
+    with pytest.raises(PrivacyError, match="other rows than"):
         trainer.train()
     assert releases == []
 

@@ -196,7 +196,7 @@ def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
 
 
 def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"num_samples=5 must be the number of units, 8"):
+    with pytest.raises(PrivacyError, match=r"num_samples must be the number of units"):
         UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, _coins()), UNITS)
     with pytest.raises(PrivacyError, match="max_examples_per_unit=0 must be at least 1"):
         UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, _coins()), UNITS, 0)
@@ -237,7 +237,7 @@ def test_an_empty_share_has_no_physical_batch() -> None:
 
 
 def test_a_unit_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"has 7 examples.*per_device_train_batch_size=6"):
+    with pytest.raises(PrivacyError, match=r"has more examples.*per_device_train_batch_size=6"):
         UnitCollator(_collate, 6)(MEMBERS)
 
 
@@ -392,7 +392,7 @@ def test_finite_differences_of_a_unit_add_up() -> None:
         ({UNIT_OF_ROW: None}, "has no 'privacy_unit_of_row'"),
         ({UNIT_OF_ROW: torch.tensor([0, 1, 0, 1, 2, 2, 2])}, "does not count up from 0"),
         ({UNIT_OF_ROW: EACH + 1}, "does not count up from 0"),
-        ({UNIT_OF_ROW: EACH[:6]}, "made 7 rows of 6 examples"),
+        ({UNIT_OF_ROW: EACH[:6]}, "other rows than it was given examples"),
     ],
 )
 def test_a_batch_that_does_not_say_whose_its_rows_are_is_refused(

@@ -1,0 +1,92 @@
+"""Errors end in logs, so they hold no numbers that depend on the training data."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.bad_data import described
+from dp_grape_hf.losses import checked, loss_for
+from dp_grape_hf.per_sample import batch_size_of
+from dp_grape_hf.probing import refuse_mixing_collator
+from dp_grape_hf.sampling import EmptyDrawDataset, LogicalBatch, PoissonBatchSampler
+from dp_grape_hf.unit_engine import _split
+from dp_grape_hf.units import UNIT_OF_ROW, UnitBatchSampler, read_units, refuse_large_unit
+from tests.models import only
+from tests.trainers import make_trainer, points
+
+ODD = re.compile(r"37|41|43")  # every size below is one of them
+ROWS = torch.zeros(37, 2)
+
+
+class _Multiplying(list[int]):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [*indices, 0, 0, 0, 0]
+
+
+def _other_labels() -> Any:
+    loss = loss_for(only("opt").model())
+    return loss({"logits": torch.zeros(37, 43, 8)}, torch.zeros(37, 41, dtype=torch.long))
+
+
+def _packed(examples: Any) -> dict[str, Tensor]:
+    return {"x": ROWS}
+
+
+def _draws_of_others() -> None:
+    draws = PoissonBatchSampler(37, 0.5, 1, torch.Generator())
+    UnitBatchSampler(draws, read_units([{"user": i} for i in range(41)], "user"))
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "leading sizes": lambda: batch_size_of({"x": ROWS, "labels": torch.zeros(41)}),
+    "a loss per row": lambda: checked(torch.zeros(37), 41),
+    "a loss per token": lambda: checked(torch.zeros(37, 43), 37),
+    "labels of other positions": _other_labels,
+    "packed rows": lambda: refuse_mixing_collator(_packed, [{}] * 3),
+    "rows of units": lambda: _split({UNIT_OF_ROW: torch.arange(41), "x": ROWS}),
+    "a large unit": lambda: refuse_large_unit(41, 8),
+    "draws of other units": _draws_of_others,
+    "indices and examples": lambda: EmptyDrawDataset(_Multiplying([0])).__getitems__([0] * 37),
+    "sizes of physical batches": lambda: LogicalBatch([1, 2], (37, 41, 43)),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_an_error_holds_no_size_of_the_data(failure: str) -> None:
+    with pytest.raises((PrivacyError, ValueError)) as refusal:
+        FAILURES[failure]()
+    assert not ODD.search(str(refusal.value)), refusal.value
+
+
+def test_examples_are_described_without_their_sizes() -> None:
+    text = described([{"x": ROWS, "ids": [0] * 41}, {"x": ROWS, "ids": [0] * 43}])
+    assert text == (
+        "train_dataset[0] is {x: 2-dimensional torch.float32, ids: list}, and train_dataset[1] "
+        "has ids of another size."
+    )
+
+
+def test_the_true_size_of_the_training_set_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="num_samples=20 is below the number of") as refusal:
+        make_trainer(
+            tmp_path, train_dataset=points(37), sampling="truncated_poisson", num_samples=20
+        )
+    assert not ODD.search(str(refusal.value))
+
+
+def test_a_collator_that_packs_is_refused_without_the_size_of_the_draw(tmp_path: Path) -> None:
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        made = examples[:1] if len(examples) == 37 else examples
+        return {key: torch.stack([e[key] for e in made]) for key in ("x", "labels")}
+
+    exact = {"noise_multiplier": 1.0, "per_device_train_batch_size": 37}  # q = 1
+    trainer = make_trainer(tmp_path, train_dataset=points(37), data_collator=collate, **exact)
+    with pytest.raises(PrivacyError, match="rows than it was given examples") as refusal:
+        trainer.train()
+    assert not ODD.search(str(refusal.value))
