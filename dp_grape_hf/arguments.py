@@ -138,7 +138,8 @@ class DPGrapeArguments(MethodArguments):
         metadata={
             "help": "Whether this run trains on examples that were used by the run that the model "
             f"comes from, or by those before it: {' or '.join(EARLIER_DATA)}. same: the privacy "
-            "spent adds up, within target_epsilon. Needed where the model has a privacy ledger."
+            "spent adds up, within target_epsilon. Needed where the model has a privacy ledger, or "
+            "where that cannot be looked up (offline, say): other, if it has none."
         },
     )
     earlier_ledger: str | None = field(

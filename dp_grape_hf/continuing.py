@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from dp_grape_hf import accounting
@@ -83,17 +83,23 @@ def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
         args: a ``DPGrapeArguments``.
 
     Returns:
-        What was found, or ``None`` if the model comes from no recorded run.
+        What was found, or ``None`` if the model comes from no recorded run, or if the place that it
+        was loaded from cannot be looked into and ``args.earlier_data`` is "other".
 
     Raises:
         PrivacyError: there is one, and ``args.earlier_data`` does not say whether it used the same
-            data; or there is none, and it does; or the ledger cannot be read.
+            data; or there is none, and it does; or whether there is one is not known, and it does
+            not say that it would not matter; or the ledger cannot be read.
     """
     return from_first(lambda: _find(model, args))
 
 
 def _find(model: nn.Module, args: Any) -> Earlier | None:
-    found = _named(args) if args.earlier_ledger is not None else _of_model(model)
+    try:
+        found = _named(args) if args.earlier_ledger is not None else _of_model(model)
+    except _NotKnown as unknown:
+        _require_an_answer(args, f"{unknown}")
+        return None
     if found is None:
         require(
             args.earlier_data is None,
@@ -115,6 +121,22 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
     return Earlier(ledger, where, same_data=args.earlier_data != OTHER)
 
 
+class _NotKnown(Exception):
+    """Whether a model comes from an earlier run could not be looked up, and why."""
+
+
+def _require_an_answer(args: Any, why: str) -> None:
+    """Refuses a private run of a model of unknown origin, unless its data was in no earlier run."""
+    if not args.private or args.earlier_data == OTHER:
+        logger.info("%s. No earlier run is counted.", why)
+        return
+    raise PrivacyError(
+        f"{why}, and earlier_data={args.earlier_data!r}. If it has none, or the runs in it used no "
+        f"example of this run's data, say earlier_data={OTHER!r}. If they did, say "
+        f"earlier_data={SAME!r}, and where that ledger is by earlier_ledger."
+    )
+
+
 _Found = tuple[Ledger, str, Path | None]
 
 
@@ -128,11 +150,18 @@ def _of_model(model: nn.Module) -> _Found | None:
     trained = _TRAINED.get(model)
     if trained is not None and trained.steps:
         return Ledger(trained.links), _place(trained), trained.path and trained.path.parent
+    unknown = None
     for name in _names(model):
         folder = Path(name)
-        path = folder / LEDGER_NAME if folder.is_dir() else _from_hub(name, _revision(model))
+        try:
+            path = folder / LEDGER_NAME if folder.is_dir() else _from_hub(name, _revision(model))
+        except _NotKnown as failure:
+            unknown = failure
+            continue
         if path is not None and path.is_file():
             return _newest(path)
+    if unknown is not None:
+        raise unknown
     return None
 
 
@@ -153,13 +182,28 @@ def _revision(model: nn.Module) -> str | None:
 
 
 def _from_hub(name: str, revision: str | None) -> Path | None:
+    """Returns the ledger of a repository, or ``None`` if it has none.
+
+    Raises:
+        _NotKnown: what failed does not tell whether it has one. The Hub says of private
+            repositories, too, that they are not there.
+    """
+    what = f"Whether {name!r}, where this model comes from, has a {LEDGER_NAME} is not known"
     try:
         return Path(hf_hub_download(name, LEDGER_NAME, revision=revision))
-    except HFValidationError:
-        return None  # no repository can have that name
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        logger.info("Whether %s has a %s could not be looked up: %s", name, LEDGER_NAME, error)
-        return None
+    except HFValidationError as error:
+        raise _NotKnown(f"{what}: no folder here has that name, and no repository can") from error
+    except Exception as error:  # of the client, or of whatever it sends requests with
+        away = isinstance(error, LocalEntryNotFoundError)  # from the cache, and not looked up
+        if isinstance(error, EntryNotFoundError) and not away:
+            return None
+        if revision is not None:
+            cached = try_to_load_from_cache(name, LEDGER_NAME, revision=revision)
+            if cached is _CACHED_NO_EXIST:  # of that commit, which does not change
+                return None
+        cause = (error.__cause__ if away else None) or error
+        reason = next(iter(f"{cause}".splitlines()), "")
+        raise _NotKnown(f"{what} ({type(cause).__name__}: {reason})") from error
 
 
 def _newest(path: Path) -> _Found:

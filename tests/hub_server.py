@@ -156,9 +156,9 @@ class _NoWaiting:
 
 
 class _Refused(Exception):
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.headers = status, code, headers
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -189,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, content, headers = self._route(body)
         except _Refused as refused:
             headers = {"X-Error-Code": refused.code, "X-Error-Message": str(refused)}
+            headers |= refused.headers
             status, content = refused.status, {"error": str(refused)}
         if fault is not None:
             return self._cut()
@@ -338,7 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
         head = self._head(repo, branch)[-1]
         headers = {"X-Repo-Commit": head.oid}
         if name not in head.files:
-            raise _Refused(404, "EntryNotFound", f"{name} does not exist")
+            raise _Refused(404, "EntryNotFound", f"{name} does not exist", **headers)
         data = head.files[name]
         return 200, data, headers | {"ETag": f'"{_oid(data, "regular")}"'}
 

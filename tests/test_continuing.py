@@ -1,18 +1,19 @@
 """Training goes on from a model of an earlier run: what adds up is asked, counted and recorded."""
 
-import logging
 import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -26,6 +27,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.verify import MISMATCH, verify
+from tests.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
 from tests.ledgers import MECHANISM
 from tests.models import only
 from tests.trainers import TinyForSequenceClassification, examples_of, make_args, make_trainer
@@ -170,25 +172,108 @@ def test_a_repository_is_asked_for_its_ledger(
     assert asked == [("user/model", LEDGER_NAME, None)]
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network"), OSError("down")])
-def test_without_a_network_training_goes_on_and_says_so(
-    error: Exception,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+class _OfNowhere(TinyForSequenceClassification):
+    name_or_path = "a folder/that is/gone"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub, an empty cache, and a token that may read."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve_as_the_hub(monkeypatch) as server:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+def _refuse_token(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_TOKEN", "hf_wrong")
+
+
+def _fail(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    hub.faults.append(Fault("HEAD", LEDGER_NAME, status=503, times=99))
+
+
+def _cut(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    hub.faults.append(Fault("HEAD", LEDGER_NAME, times=99))
+
+
+def _delete(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    hub.repos.clear()
+
+
+def _go_offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+FAILURES = {
+    "401": (_refuse_token, "Client error '401"),
+    "503": (_fail, "HfHubHTTPError: Server error"),
+    "no connection": (_cut, "RemoteProtocolError"),
+    "no such repository": (_delete, "RepositoryNotFoundError: 404"),
+    "offline": (_go_offline, "OfflineModeIsEnabled"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_look_up_that_fails_is_no_answer(
+    name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise error
+    hub.add("user/model", {"config.json": b"{}"})
+    fail, reason = FAILURES[name]
+    fail(hub, monkeypatch)
+    with pytest.raises(PrivacyError) as refusal:
+        find_earlier(_OfHub(), make_args(tmp_path))
+    text = str(refusal.value)
+    assert "user/model" in text
+    assert reason in text
+    assert "\n" not in text
+    assert "earlier_data='other'" in text
+    assert "earlier_ledger" in text
+    with pytest.raises(PrivacyError, match=r"and earlier_data='same'.*by earlier_ledger"):
+        find_earlier(_OfHub(), make_args(tmp_path, earlier_data="same"))
+    assert find_earlier(_OfHub(), make_args(tmp_path, earlier_data="other")) is None
+    assert find_earlier(_OfHub(), make_args(tmp_path, method="adam")) is None
+    assert find_earlier(_OfHub(), make_args(tmp_path, noise_multiplier=0.0)) is None
 
-    monkeypatch.setattr(continuing, "hf_hub_download", download)
-    with caplog.at_level(logging.INFO, continuing.__name__):
-        assert find_earlier(_OfHub(), make_args(tmp_path)) is None
-    assert f"user/model has a {LEDGER_NAME} could not be looked up" in caplog.text
 
-
-def test_the_cache_is_read_without_a_network(tmp_path: Path) -> None:
-    """As it is: offline, and nothing of that name in the cache."""
+def test_a_repository_without_a_ledger_is_of_no_earlier_run(hub: Hub, tmp_path: Path) -> None:
+    hub.add("user/model", {"config.json": b"{}"})
     assert find_earlier(_OfHub(), make_args(tmp_path)) is None
+    with pytest.raises(PrivacyError, match=r"earlier_data='other', but no .*leave earlier_data"):
+        find_earlier(_OfHub(), make_args(tmp_path, earlier_data="other"))
+
+
+def test_offline_the_cache_may_know_that_a_commit_has_no_ledger(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows of the commit that somebody looked at, and of no other."""
+    hub.add("user/model", {"config.json": b"{}"})
+    commit = hub.repos["user/model"].branches["main"][-1].oid
+    model = _OfHub()
+    model.config = SimpleNamespace(_commit_hash=commit)
+    assert find_earlier(model, make_args(tmp_path)) is None
+    _go_offline(hub, monkeypatch)
+    assert find_earlier(model, make_args(tmp_path)) is None
+    for other in ("0" * 40, None):
+        model.config = SimpleNamespace(_commit_hash=other)
+        with pytest.raises(PrivacyError, match="OfflineModeIsEnabled"):
+            find_earlier(model, make_args(tmp_path))
+
+
+def test_a_ledger_in_the_cache_is_read_offline(
+    hub: Hub, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("user/model", {LEDGER_NAME: (first / LEDGER_NAME).read_bytes()})
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match=r"comes from an earlier run.* in 4 releases"):
+            find_earlier(_OfHub(), make_args(tmp_path))
+        _go_offline(hub, monkeypatch)
+
+
+def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"a folder/that is/gone.*no folder here"):
+        find_earlier(_OfNowhere(), make_args(tmp_path))
+    assert find_earlier(_OfNowhere(), make_args(tmp_path, earlier_data="other")) is None
 
 
 # ---- Counting ----
