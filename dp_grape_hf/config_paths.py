@@ -1,8 +1,9 @@
-"""Places on this machine that a config names, and the same config without them."""
+"""What a config names: places on this machine, weights that are not beside it, and code."""
 
+import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from huggingface_hub.errors import HFValidationError
@@ -13,6 +14,10 @@ OnHub = Callable[[str], bool]
 _PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
 # Wherever it is written.
 _PATH = re.compile(r"~\w*[/\\]|\.\.?/|(file|local):/|[A-Za-z]:[\\/]|\\\\\w|/[^/]+/[^/]")
+# What transformers and PEFT read other weights, or another config, from.
+_WEIGHTS = {"transformers_weights", "configuration_files", "prompt_tuning_init_state_dict_path"}
+_CODE = {"auto_map", "custom_pipelines"}
+_KERNEL = "_implementation"  # a repository with code, if it has a slash
 _TEMPLATE = "chat_template"  # a text that may well begin with a slash
 
 
@@ -39,6 +44,28 @@ def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> A
     if isinstance(content, list):
         return [without_paths(i, on_hub, key) for i in content if not _is_place(key, i, on_hub)]
     return content
+
+
+def weights_named(content: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of a config that send loaders to weights of another name."""
+    return _entries(content, lambda key, value: key in _WEIGHTS)
+
+
+def code_named(content: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of a config that have loaders run code which is not their library's."""
+    return _entries(
+        content,
+        lambda key, value: key in _CODE or (key.endswith(_KERNEL) and "/" in json.dumps(value)),
+    )
+
+
+def _entries(content: Any, wanted: Callable[[str, Any], bool]) -> Iterator[tuple[str, Any]]:
+    pairs = content.items() if isinstance(content, dict) else ()
+    for key, value in pairs:
+        if value and wanted(key, value):
+            yield key, value
+    for value in content if isinstance(content, list) else (value for _, value in pairs):
+        yield from _entries(value, wanted)
 
 
 def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from glob import escape
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from dp_grape_hf.accountants import AccountantFailure, rounded_up
 from dp_grape_hf.accounting import EpsilonCurve, Variant
 from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
-    CARD_NAME,
     KIND_OF,
     LEDGER_NAME,
     Imported,
@@ -30,20 +30,22 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
 from dp_grape_hf.verify import ABSENT, MISMATCH, Check, epsilon_by, verify
-from dp_grape_hf.weight_files import PATTERNS
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
-claim, the table and every epsilon on the model card, and the digests of the weights.
+claim, the table and every epsilon on the model card, the digests of all files of weights, and
+the tensors that transformers or PEFT load from them. No code of the model's own is run.
 
   ok        both say the same
   MISMATCH  they do not, and the exit code is 1
   absent    there is nothing to compare, or a check does not apply, and why
 
-A part that was changed on its own is found. The card's other words are its author's, and config
-and tokenizer are not checked. Whoever makes ledger, card and weights anew, digests
-included, has something that agrees with itself: only a digest noted before (--head, which
-dp-grape ledger shows) tells. Whether a run was made as it was recorded is its owner's word.
+A part that was changed on its own is found: also weights beside those of the ledger, whatever
+their names, links, and entries of a config that name weights or code. The card's other words are
+its author's, and so are the rest of the config and the tokenizer. Folders with a ledger of their
+own are verified by their paths. Whoever makes ledger, card and weights anew, digests included,
+has something that agrees with itself: only a digest noted before (--head, which dp-grape ledger
+shows) tells. Whether a run was made as it was recorded is its owner's word.
 """
 
 _VERIFY_EXAMPLES = """\
@@ -131,11 +133,15 @@ def _verify(args: argparse.Namespace) -> tuple[str, int]:
 def _downloaded(repo_id: str, revision: str | None) -> Path:
     """Returns a folder with what is to be verified of a repository on the Hub."""
     try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[f"*/{LEDGER_NAME}"])
+        # Folders with a ledger of their own, such as copies of checkpoints, are verified by it.
+        others = [path.parent for path in Path(folder).rglob(f"*/{LEDGER_NAME}")]
         folder = snapshot_download(
             repo_id,
-            revision=revision,
-            allow_patterns=[LEDGER_NAME, CARD_NAME, *PATTERNS],
-            ignore_patterns=["*/*"],  # copies of checkpoints
+            revision=Path(folder).name,  # the commit, should there be another by now
+            ignore_patterns=[
+                f"{escape(other.relative_to(folder).as_posix())}/*" for other in others
+            ],
         )
     except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
         raise PrivacyError(

@@ -4,19 +4,19 @@ Everything is derived again from the ledger: epsilon with two accountants, the c
 of the card, the digests of the chain and of the weights.
 
 Guarantee:
-    A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights,
-    the card's claim and table, which stand right below its title, and an epsilon or delta in
-    the words that usually give one. Its other words, the config and the tokenizer are the
-    publisher's. What was changed together is not noticed: whoever writes a new ledger, with its
-    digests, a new card and new weights has something that agrees with itself. A ``head`` noted
-    elsewhere, while the run was known to be honest, shows that too.
+    A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights
+    (see ``file_checks``), the card's claim and table, which stand right below its title, and an
+    epsilon or delta in the words that usually give one. Its other words, the tokenizer, and a
+    config as far as it names neither weights nor code, are the publisher's. What was changed
+    together is not noticed: whoever writes a new ledger, with its digests, a new card and new
+    weights has something that agrees with itself. A ``head`` noted elsewhere, while the run was
+    known to be honest, shows that too.
 """
 
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from pathlib import Path
 
 from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed, rounded_up
 from dp_grape_hf.accounting import blocks_of
@@ -30,28 +30,15 @@ from dp_grape_hf.claims import (
     rows_of,
     without_guarantee,
 )
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Imported, Weights, is_digest
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Imported, is_digest
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.ledger_file import read_links
-from dp_grape_hf.weight_files import digests
 
-OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 # PRV's bound may lie its own error, twice 0.01, above the truth, and PLD's and RDP's elsewhere.
 _BETWEEN_ACCOUNTANTS = 0.02
 _ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
-
-
-class Check(NamedTuple):
-    """One comparison: what somebody states, what was found, and whether the two agree.
-
-    ``status`` is `OK`, `MISMATCH`, or `ABSENT` where there is nothing to compare.
-    """
-
-    what: str
-    status: str
-    stated: str
-    found: str
 
 
 def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
@@ -85,7 +72,8 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
         *_of_the_live_ledger(ledger, folder),
         *_of_epsilon(ledger, delta, reading, spent),
         *_of_the_card(ledger, reading, spent),
-        *_of_the_weights(ledger, folder),
+        *of_the_files(ledger, folder),
+        *_of_the_updates(ledger, folder),
     ]
 
 
@@ -264,39 +252,13 @@ def _of_the_epsilon_on_it(spent: float | None, reading: Reading) -> Check:
     return Check(what, OK if fits else MISMATCH, stated, _up(spent))
 
 
-# ---- The weights ----
+# ---- The trainer ----
 
 
-def _of_the_weights(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
-    saved = [link.entry for link in ledger.links if isinstance(link.entry, Weights)]
-    if folder is None:
-        yield Check("weights", ABSENT, "-", "a file was given, not a folder")
-        return
-    found = digests(folder)
-    recorded = saved[-1].files if saved else {}
-    if isinstance(ledger.links[-1].entry, Imported):
-        yield Check("weights", ABSENT, "-", "its schema records no digests of weights")
-        return
-    places = {PurePosixPath(name).parent for name in found}
-    for name in sorted(recorded.keys() | found.keys()):
-        what, ours = f"weights: {name}", recorded.get(name)
-        if name not in found:
-            part = PurePosixPath(name).parent in places  # of weights whose other parts are here
-            yield Check(what, MISMATCH if part else ABSENT, str(ours)[:12], "no such file here")
-        elif ours is None:
-            yield Check(what, MISMATCH, "unknown to the ledger", found[name][:12])
-        else:
-            earlier = [entry.updates for entry in saved if entry.files.get(name) == found[name]]
-            same = ours == found[name]
-            text = f", saved after {earlier[-1]} updates" if earlier and not same else ""
-            yield Check(what, OK if same else MISMATCH, ours[:12], found[name][:12] + text)
-    if not recorded and not found:
-        yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
-    yield from _of_the_updates(ledger, folder)
-
-
-def _of_the_updates(ledger: Ledger, folder: Path) -> Iterator[Check]:
+def _of_the_updates(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     """Compares the state of the trainer, in a checkpoint: it tells a ledger that was cut off."""
+    if folder is None or isinstance(ledger.links[-1].entry, Imported):
+        return
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         steps = state["global_step"]

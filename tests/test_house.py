@@ -22,7 +22,7 @@ TIERS = (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock", "config_paths"),
-        "seams",
+        *("seams", "loading"),
     ),
     ("accountants", "ranks"),
     ("releases",),
@@ -32,7 +32,7 @@ TIERS = (
     ("chain", "weight_files"),
     ("ledger_file",),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
-    ("claims",),
+    ("claims", "file_checks"),
     ("per_sample", "optimizer", "publishing", "verify", "continuing", "trainer_loss"),
     ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
     ("layerwise", "selfcheck"),
@@ -60,7 +60,7 @@ TIER_OF = {module: tier for tier, modules in enumerate(TIERS) for module in modu
 # The libraries only some modules know about, so that the rest can be read and tested without them.
 ONLY_IN = {
     "transformers": {
-        *("layer_rules", "vectorise", "targets"),
+        *("layer_rules", "vectorise", "targets", "loading"),
         *("host_options", "arguments", "method_arguments", "model_card", "plan"),
         *("callbacks", "checkpoints", "disclosure", "drawing", "mixin", "trainer", "seq2seq"),
         "plan_command",

@@ -1,6 +1,8 @@
 """``dp-grape verify`` and ``dp-grape ledger``: what was changed is found, what was not is not."""
 
+import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -9,9 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+import peft
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from dp_grape_hf import ledger_command
 from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
@@ -19,11 +37,17 @@ from dp_grape_hf.accounting import compose_epsilon
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.loading import ADAPTER, differences
 from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, epsilon_by, verify
-from dp_grape_hf.weight_files import digests, weight_files
+from dp_grape_hf.weight_files import digests, may_be_weights, weight_files
 from tests.ledgers import MECHANISM, edit, rewrite, write_old
-from tests.trainers import make_trainer
+from tests.models import only
+from tests.trainers import examples_of, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 WEIGHTS = "model.safetensors"
 
@@ -53,6 +77,10 @@ def _status(checks: list[Check]) -> dict[str, str]:
     return {check.what: check.status for check in checks}
 
 
+LOADED, OTHERS = "what is loaded", "other folders"
+UNCOMPARED = {LOADED, OTHERS}  # of a module that transformers does not know, with checkpoints
+
+
 def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **start: Any) -> Ledger:
     """A folder with weights, ledger and card, made without a trainer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +99,8 @@ def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **st
 @pytest.mark.parametrize("place", ["", "checkpoint-3", "checkpoint-6"])
 def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
     checks = verify(run / place)
-    assert {check.status for check in checks} == {OK}
-    names = {check.what for check in checks}
+    names = {check.what for check in checks if check.status == OK}
+    assert {*_status(checks)} - names == (UNCOMPARED if place == "" else {LOADED})
     assert {"chain", "guarantee", "epsilon by prv", "epsilon by pld", "card: epsilon"} <= names
     assert f"weights: {WEIGHTS}" in names
     assert ("updates" in names) == ("ledger of the run" in names) == bool(place)
@@ -123,7 +151,7 @@ def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
 ) -> None:
     ledger = _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
-    assert {check.status for check in checks} == {OK}
+    assert {check.status for check in checks if check.what != LOADED} == {OK}
     plain = compose_epsilon([(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
     if "adjacency" in VARIANTS[name]:
         assert epsilon_by("pld", ledger, 1e-5) > 1.3 * plain
@@ -348,7 +376,7 @@ def test_a_mismatch_is_printed_and_fails(run: Path, capsys: pytest.CaptureFixtur
     assert main(["verify", str(run)]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^weights: {WEIGHTS} +{MISMATCH} +\w{{12}} +\w{{12}}$", out, re.M)
-    assert out.endswith("1 of 23 checks found a mismatch.\n")
+    assert out.endswith("1 of 25 checks found a mismatch. 2 of 25 checks had nothing to compare.\n")
 
 
 def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path) -> None:
@@ -521,7 +549,7 @@ def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
 def test_weight_files_are_those_of_a_model_and_not_of_its_training(tmp_path: Path) -> None:
     ours = [
         *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
-        *("adapter_model.safetensors", "style/adapter_model.safetensors"),
+        *("adapter_model.safetensors", "style/adapter_model.safetensors", "optimizer.safetensors"),
     ]
     others = [
         *("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "scaler.pt"),
@@ -535,13 +563,346 @@ def test_weight_files_are_those_of_a_model_and_not_of_its_training(tmp_path: Pat
     assert len(set(digests(tmp_path).values())) == len(ours)
 
 
+def test_what_may_be_weights_is_known_by_name_or_content(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3)}
+    for name in ("x.safetensors", "y.dat", "optimizer.safetensors"):
+        save_file(tensors, tmp_path / name)
+    for name in ("z.dat", "optimizer.pt"):
+        torch.save(tensors, tmp_path / name)
+    torch.save(tensors, tmp_path / "pickle", _use_new_zipfile_serialization=False)
+    numpy.save(tmp_path / "array.dat.npy", numpy.zeros(3))
+    (tmp_path / "old.BIN").write_text("?")
+    texts = {"config.json": "{}", "long.json": '{"abcde{": 1}', "short": "{", "empty": ""}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = {path.name for path in tmp_path.iterdir() if may_be_weights(path)}
+    everything = {path.name for path in tmp_path.iterdir()}
+    assert everything - found == {*texts, "optimizer.pt"}
+
+
+# ---- Planted weights ----
+
+NAME = "bert-classifier"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and an adapter, each with its ledger and card; and the base of the adapter."""
+    folder = tmp_path_factory.mktemp("models")
+    given: dict[str, Any] = {"train_dataset": examples_of(NAME), "max_steps": 2}
+    model = only(NAME).model()
+    trainer = make_trainer(folder / "whole", model=model, **given)
+    trainer.train()
+    trainer.save_model()
+    model.save_pretrained(folder / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "base")
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    trainer = make_trainer(folder / "adapter", model=get_peft_model(base, config), **given)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture
+def whole(models: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models / "whole", tmp_path / "whole"))
+
+
+@pytest.fixture
+def adapter(models: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models / "adapter", tmp_path / "adapter"))
+
+
+def _poison(folder: Path, name: str, source: str = WEIGHTS) -> Path:
+    """Writes other weights, as those of the folder are called and shaped."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v + 1 for k, v in load_file(folder / source).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def _configure(folder: Path, name: str = "config.json", **entries: Any) -> None:
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(content | entries))
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    """What a reader loads."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_model_that_can_be_loaded_is_compared_by_its_tensors(whole: Path) -> None:
+    status = _status(verify(whole))
+    assert {*status.values()} == {OK}
+    assert LOADED in status
+
+
+def test_an_adapter_is_loaded_and_its_base_is_said_to_be_unknown(adapter: Path) -> None:
+    checks = verify(adapter)
+    (absent,) = (check for check in checks if check.status != OK)
+    assert absent.what == "adapter_config.json: base"
+    assert absent.status == ABSENT
+    assert absent.stated.endswith("base")
+    assert _status(checks)[LOADED] == OK
+
+
+def _as_an_optimizer(folder: Path) -> None:
+    _poison(folder, "optimizer.safetensors")
+    _configure(folder, transformers_weights="optimizer.safetensors")
+
+
+def _in_a_folder(folder: Path) -> None:
+    _poison(folder, "sub/model.safetensors")
+    _configure(folder, transformers_weights="sub/model.safetensors")
+
+
+def _in_parts_of_other_names(folder: Path) -> None:
+    """An index that is digested no more than the part that it names."""
+    _poison(folder, "weights.dat")
+    names = load_file(folder / "weights.dat")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "weights.dat")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _configure(folder, transformers_weights="model.safetensors.index.json")
+
+
+def _as_an_adapter(folder: Path) -> None:
+    """On top of the weights, which from_pretrained does if there is one."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    lora = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained(folder)
+
+
+def _in_another_config(folder: Path) -> None:
+    _poison(folder, "optimizer.safetensors")
+    shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
+    _configure(folder, "config.4.0.0.json", transformers_weights="optimizer.safetensors")
+    _configure(folder, configuration_files=["config.4.0.0.json"])
+
+
+PLANTED: dict[str, tuple[Callable[[Path], None], set[str]]] = {
+    "as an optimizer": (
+        _as_an_optimizer,
+        {"weights: optimizer.safetensors", "config.json: transformers_weights", LOADED},
+    ),
+    "in a folder": (
+        _in_a_folder,
+        {"weights: sub/model.safetensors", "config.json: transformers_weights", LOADED},
+    ),
+    "as an adapter": (
+        _as_an_adapter,
+        {"weights: adapter_model.safetensors", "adapter_config.json", LOADED},
+    ),
+    "in another config": (
+        _in_another_config,
+        {
+            *("weights: optimizer.safetensors", "config.json: configuration_files", LOADED),
+            "config.4.0.0.json: transformers_weights",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_planted_weights_are_found(how: str, whole: Path) -> None:
+    plant, expected = PLANTED[how]
+    honest = _weights_of(whole)
+    plant(whole)
+    loaded = _weights_of(whole)
+    assert any(not torch.equal(loaded[k], v) for k, v in honest.items() if k in loaded) or (
+        loaded.keys() != honest.keys()
+    ), "they are what a reader gets"
+    assert set(_wrong(verify(whole))) == expected
+
+
+def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
+    _in_parts_of_other_names(whole)
+    index = "model.safetensors.index.json"
+    expected = {"weights: weights.dat", f"weights: {index}", f"{index}: weight_map"}
+    assert set(_wrong(verify(whole))) >= expected | {"config.json: transformers_weights"}
+
+
+def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
+    """Also one that is digested, as its maker saved it so."""
+    path = _poison(whole.parent / "elsewhere", "model.safetensors", f"../whole/{WEIGHTS}")
+    names = load_file(whole / WEIGHTS)
+    (whole / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../elsewhere/{path.name}")}
+    (whole / "model.safetensors.index.json").write_text(json.dumps(index))
+    ledger = Ledger.load(whole / LEDGER_NAME)
+    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    assert _weights_of(whole)["classifier.bias"].equal(load_file(path)["classifier.bias"])
+    assert _wrong(verify(whole)) == ["model.safetensors.index.json: weight_map"]
+
+
+def test_a_pickle_of_another_name_beside_the_weights_is_found(whole: Path) -> None:
+    (whole / "sub").mkdir()
+    for name in ("pytorch_model.bin", "sub/notes.txt"):
+        torch.save({"a": torch.zeros(3)}, whole / name)
+    assert _wrong(verify(whole)) == ["weights: pytorch_model.bin", "weights: sub/notes.txt"]
+
+
+def test_a_copy_of_known_weights_is_known(whole: Path) -> None:
+    (whole / "copies").mkdir()
+    shutil.copy(whole / WEIGHTS, whole / "copies" / "same.safetensors")
+    checks = {check.what: check for check in verify(whole)}
+    assert _wrong([*checks.values()]) == []
+    assert checks["weights: copies/same.safetensors"].found.endswith(f", as {WEIGHTS}")
+
+
+def test_other_tensors_that_were_saved_with_a_model_are_known(whole: Path) -> None:
+    """By a trainer of somebody's own; loaders do not take them, unless a config says so."""
+    save_file({"scale": torch.ones(1)}, whole / "head.safetensors", metadata={"format": "pt"})
+    ledger = Ledger.load(whole / LEDGER_NAME)
+    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    assert {*_status(verify(whole)).values()} == {OK}
+    _configure(whole, transformers_weights="head.safetensors")
+    assert _wrong(verify(whole)) == ["config.json: transformers_weights", LOADED]
+
+
+def test_parts_of_a_model_are_loaded_together(whole: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(whole)
+    (whole / WEIGHTS).unlink()
+    model.save_pretrained(whole, max_shard_size="20KB")
+    ledger = Ledger.load(whole / LEDGER_NAME)
+    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    checks = verify(whole)
+    assert {check.status for check in checks} == {OK}
+    (loaded,) = (check for check in checks if check.what == LOADED)
+    assert loaded.stated.count(".safetensors") > 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need rights elsewhere")
+def test_links_are_refused_and_not_followed(whole: Path) -> None:
+    outside = whole.parent / "outside"
+    (whole / WEIGHTS).rename(outside)
+    (whole / WEIGHTS).symlink_to(outside)
+    (whole / "sub").symlink_to(whole.parent)
+    (whole / "gone").symlink_to(whole / "nowhere")
+    os.mkfifo(whole / "model.bin")
+    assert set(_wrong(verify(whole))) == {
+        *(f"link: {name}" for name in ("gone", "sub", WEIGHTS, "model.bin")),
+    }
+
+
+def test_a_snapshot_in_the_cache_is_no_link(whole: Path, tmp_path: Path) -> None:
+    """The Hub's client keeps files in one folder, and links to them."""
+    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in whole.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert _wrong(verify(snapshot)) == []
+    _poison(snapshot, "sub/model.safetensors")
+    (snapshot / "other").symlink_to(whole)
+    assert _wrong(verify(snapshot)) == ["link: other", "weights: sub/model.safetensors"]
+
+
+CODE: dict[str, dict[str, Any]] = {
+    "a class": {"auto_map": {"AutoModel": "modeling_mine.Mine"}},
+    "a class, further in": {"parts": [{"auto_map": {"AutoModel": "user/model--mine.Mine"}}]},
+    "a pipeline": {"custom_pipelines": {"mine": {"impl": "mine.Mine"}}},
+    "a kernel": {"attn_implementation": {"": "user/kernel"}},
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_that_a_config_names_is_found_and_not_run(name: str, whole: Path) -> None:
+    _configure(whole, **CODE[name])
+    checks = verify(whole)
+    key = "auto_map" if "class" in name else next(iter(CODE[name]))
+    assert _wrong(checks) == [f"config.json: {key}"]
+    assert _status(checks)[LOADED] == ABSENT
+
+
+def test_code_that_generates_is_found(whole: Path) -> None:
+    (whole / "custom_generate").mkdir()
+    (whole / "custom_generate" / "generate.py").write_text("raise SystemExit(1)")
+    assert _wrong(verify(whole)) == ["custom_generate/generate.py"]
+
+
+def test_an_adapter_beside_a_model_is_found_without_weights(whole: Path, adapter: Path) -> None:
+    shutil.copy(adapter / "adapter_config.json", whole)
+    assert "adapter_config.json" in _wrong(verify(whole))
+
+
+def test_an_adapter_that_takes_other_weights_is_found(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _configure(adapter, "adapter_config.json", prompt_tuning_init_state_dict_path="p.bin")
+    _poison(adapter, "sub/adapter_model.safetensors", ADAPTER)
+    expected = ["weights: sub/adapter_model.safetensors"]
+    expected += ["adapter_config.json: prompt_tuning_init_state_dict_path"]
+    assert _wrong(verify(adapter)) == expected
+    other = load_file(adapter / "sub" / ADAPTER)
+    monkeypatch.setattr(peft, "load_peft_weights", lambda *_, **__: other)
+    assert _wrong(verify(adapter)) == [*expected, LOADED]
+
+
+def test_a_config_by_which_tensors_are_left_out_or_made_anew_is_found(whole: Path) -> None:
+    _configure(whole, architectures=["BertForMaskedLM"])
+    (loaded,) = (check for check in verify(whole) if check.status == MISMATCH)
+    assert loaded.what == LOADED
+    assert "are in no file, and are made anew" in loaded.found
+    assert "are in the files, and are not used" in loaded.found
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["PreTrainedConfig"], ["os.path"], [1]])
+def test_a_class_that_nobody_knows_is_not_loaded(architectures: Any, whole: Path) -> None:
+    _configure(whole, architectures=architectures)
+    checks = {check.what: check for check in verify(whole)}
+    assert _wrong([*checks.values()]) == []
+    assert checks[LOADED].status == ABSENT
+    assert "transformers has no architecture" in checks[LOADED].found
+
+
+@pytest.mark.parametrize("name", ["vit", "opt", "t5", "mixtral"])
+def test_tensors_that_are_renamed_tied_or_joined_when_loaded_are_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    ARCHITECTURES[name]().save_pretrained(tmp_path)
+    assert differences(tmp_path, [WEIGHTS]) == []
+    tensors = load_file(tmp_path / WEIGHTS)
+    first = next(name for name, value in tensors.items() if value.dtype is torch.float32)
+    tensors[first].view(-1)[0] *= -1
+    save_file(tensors, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    assert differences(tmp_path, ["other.safetensors"]) != []
+
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "vit": lambda: ViTForImageClassification(
+        ViTConfig(**SMALL, intermediate_size=32, image_size=16, patch_size=8)
+    ),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(**SMALL, ffn_dim=32, vocab_size=20, word_embed_proj_dim=16)
+    ),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(
+            **SMALL,
+            vocab_size=20,
+            intermediate_size=32,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            dtype="bfloat16",
+        )
+    ),
+}
+
+
 # ---- The command line ----
 
 
 def test_verify_prints_a_table_and_succeeds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("\nNothing disagrees.\n")
+    assert out.endswith("\nNothing disagrees. 2 of 25 checks had nothing to compare.\n")
+    assert re.search(rf"^{LOADED} +absent +{WEIGHTS} +cannot be loaded:", out, re.M)
     assert max(map(len, out.splitlines())) <= 100
     assert re.search(r"^epsilon by pld +ok +5\.999 \(card\) +5\.9\d+ at delta 1e-05$", out, re.M)
 
@@ -573,14 +934,15 @@ def test_a_repository_is_downloaded_and_verified(
     asked = []
 
     def download(repo_id: str, **options: Any) -> str:
-        asked.append((repo_id, options["revision"], set(options["allow_patterns"])))
+        asked.append((repo_id, options.pop("revision"), options))
         return str(trained)
 
     monkeypatch.setattr(ledger_command, "snapshot_download", download)
     assert main(["verify", "user/model", "--revision", "v1"]) == 0
-    ((repo_id, revision, patterns),) = asked
-    assert (repo_id, revision) == ("user/model", "v1")
-    assert {LEDGER_NAME, CARD_NAME, "*.safetensors", "*.bin"} <= patterns
+    assert asked == [
+        ("user/model", "v1", {"allow_patterns": [f"*/{LEDGER_NAME}"]}),
+        ("user/model", trained.name, {"ignore_patterns": ["checkpoint-3/*", "checkpoint-6/*"]}),
+    ]
 
 
 def test_the_ledger_is_shown_with_every_entry_and_accountant(

@@ -1,0 +1,174 @@
+"""Whether the files of a saved model are those that its ledger digests, and what loaders take.
+
+Part of ``verify``.
+
+Guarantee:
+    Files that are or may be weights, wherever they lie in a folder and whatever their names, are
+    known to the ledger by their bytes, or are reported. So are links, and what in a config sends a
+    loader to other weights or to code. What is loaded from the folder has the digested tensors.
+    Folders with a ledger of their own are left to that.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from dp_grape_hf.config_paths import code_named, weights_named
+from dp_grape_hf.entries import Imported, Weights
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.loading import ADAPTER, NotLoadable, differences
+from dp_grape_hf.weight_files import digest, may_be_weights, tree
+
+OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
+_CONFIG, _ADAPTER_CONFIG = re.compile(r"config.*\.json$|\.index\.json$"), "adapter_config.json"
+_TENSORS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(ADAPTER)}")
+_GENERATE = "custom_generate/generate.py"  # which transformers runs if it may run code
+
+
+class Check(NamedTuple):
+    """One comparison: what somebody states, what was found, and whether the two agree.
+
+    ``status`` is `OK`, `MISMATCH`, or `ABSENT` where there is nothing to compare.
+    """
+
+    what: str
+    status: str
+    stated: str
+    found: str
+
+
+def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
+    """Compares all weights of a folder with those that its ledger digests, and what is loaded."""
+    if folder is None:
+        yield Check("weights", ABSENT, "-", "a file was given, not a folder")
+        return
+    if isinstance(ledger.links[-1].entry, Imported):
+        yield Check("weights", ABSENT, "-", "its schema records no digests of weights")
+        return
+    files, links, others = tree(folder)
+    names = {path: path.relative_to(folder).as_posix() for path in (*files, *links, *others)}
+    for link in links:
+        found = "a link, or no plain file; put the file itself there"
+        yield Check(f"link: {names[link]}", MISMATCH, "-", found)
+    digests = {names[path]: digest(path) for path in files if may_be_weights(path)}
+    saved = [link.entry for link in ledger.links if isinstance(link.entry, Weights)]
+    recorded = saved[-1].files if saved else {}
+    yield from _of_the_weights(saved, recorded, digests)
+    configs = {names[path]: _json(path) for path in files if _CONFIG.search(path.name)}
+    code = [*_of_the_code(configs), *_of_generating(set(names.values()))]
+    yield from code
+    yield from _of_the_weights_named(configs, recorded)
+    yield from _of_the_adapters(configs, recorded)
+    whole = {name for name, ours in recorded.items() if digests.get(name) == ours}
+    yield from _of_loading(folder, recorded, whole, bool(code))
+    if others:
+        found = "each has a ledger of its own: verify it by its path"
+        yield Check("other folders", ABSENT, ", ".join(names[o] for o in others), found)
+
+
+def _of_the_weights(
+    saved: list[Weights], recorded: Mapping[str, str], found: Mapping[str, str]
+) -> Iterator[Check]:
+    places = {PurePosixPath(name).parent for name in found}
+    for name in sorted(recorded.keys() | found.keys()):
+        what, ours = f"weights: {name}", recorded.get(name)
+        if name not in found:
+            part = PurePosixPath(name).parent in places  # of weights whose other parts are here
+            yield Check(what, MISMATCH if part else ABSENT, str(ours)[:12], "no such file here")
+        elif ours is None:
+            known = [other for other in recorded if recorded[other] == found[name]]
+            text = f", as {known[0]}" if known else ""
+            status, stated = (OK, "known") if known else (MISMATCH, "unknown to the ledger")
+            yield Check(what, status, stated, found[name][:12] + text)
+        else:
+            earlier = [entry.updates for entry in saved if entry.files.get(name) == found[name]]
+            same = ours == found[name]
+            text = f", saved after {earlier[-1]} updates" if earlier and not same else ""
+            yield Check(what, OK if same else MISMATCH, ours[:12], found[name][:12] + text)
+    if not recorded and not found:
+        yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
+
+
+# ---- What sends a loader elsewhere ----
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # a loader that needs it fails
+
+
+def _of_the_code(configs: Mapping[str, Any]) -> Iterator[Check]:
+    for name, content in configs.items():
+        for key, value in code_named(content):
+            found = "code, which may load anything and is not in the ledger"
+            yield Check(f"{name}: {key}", MISMATCH, _short(value), found)
+
+
+def _of_generating(names: set[str]) -> Iterator[Check]:
+    if _GENERATE in names:
+        yield Check(_GENERATE, MISMATCH, "-", "code, which is not in the ledger")
+
+
+def _of_the_weights_named(
+    configs: Mapping[str, Any], recorded: Mapping[str, str]
+) -> Iterator[Check]:
+    for name, content in configs.items():
+        for key, value in weights_named(content):
+            found = "sends loaders to a file that the ledger does not stand for"
+            yield Check(f"{name}: {key}", MISMATCH, _short(value), found)
+        place = PurePosixPath(name).parent
+        parts = content.get("weight_map") if isinstance(content, dict) else None
+        sent = {f"{part}" for part in parts.values()} if isinstance(parts, dict) else set()
+        if other := sorted(part for part in sent if f"{place / part}" not in recorded):
+            found = "not among the weights of the ledger"
+            yield Check(f"{name}: weight_map", MISMATCH, _short(other), found)
+
+
+def _of_the_adapters(configs: Mapping[str, Any], recorded: Mapping[str, str]) -> Iterator[Check]:
+    for name, content in configs.items():
+        if PurePosixPath(name).name != _ADAPTER_CONFIG:
+            continue
+        place = PurePosixPath(name).parent
+        if not any(
+            PurePosixPath(known).parent == place and "adapter_model." in known for known in recorded
+        ):
+            yield Check(name, MISMATCH, "unknown to the ledger", "makes loaders take an adapter")
+        base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+        found = "the ledger is of the adapter: it does not know the weights of its base"
+        yield Check(f"{name}: base", ABSENT, _short(base), found)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- What is loaded ----
+
+
+def _of_loading(
+    folder: Path, recorded: Mapping[str, str], whole: set[str], code: bool
+) -> Iterator[Check]:
+    """Compares what ``from_pretrained`` gives with the digested files, where these are there."""
+    tensors = [name for name in recorded if _TENSORS.fullmatch(PurePosixPath(name).name)]
+    for place in sorted({PurePosixPath(name).parent for name in tensors}):
+        names = [n for n in tensors if PurePosixPath(n).parent == place]
+        where = "" if place == PurePosixPath() else f" from {place}"
+        if f"{place / ADAPTER}" in names:
+            names = [f"{place / ADAPTER}"]
+        what, stated = f"what is loaded{where}", ", ".join(sorted(names))
+        reason = "its files are not all here, as they were saved" * (not whole.issuperset(names))
+        reason = reason or "its config names code, which is not run" * code
+        try:
+            if reason:
+                raise NotLoadable(reason)
+            problems = differences(folder / place, [PurePosixPath(name).name for name in names])
+        except NotLoadable as failure:
+            yield Check(what, ABSENT, stated, f"cannot be loaded: {failure}")
+            continue
+        found = "; ".join(problems) or "the same tensors"
+        yield Check(what, MISMATCH if problems else OK, stated, found)
