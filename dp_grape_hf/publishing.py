@@ -24,7 +24,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
-from dp_grape_hf.config_paths import OnHub, is_hub_name, without_paths
+from dp_grape_hf.config_paths import OnHub, is_hub_name, weights_named, without_paths
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Weights
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
@@ -57,6 +57,7 @@ ALLOWED = {
 """Kind of content -> patterns of names. Weights in pickles are missing: they can hold anything."""
 
 _INDEX, _ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 Card = Callable[[Ledger], str]
@@ -91,7 +92,7 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
     Raises:
         PrivacyError: there is no complete ledger or no complete set of weights of one model, the
             weights are not those that it was saved with, a name on the list is a link or no file,
-            or safetensors carry notes of their own.
+            a config sends loaders to other weights, or safetensors carry notes of their own.
     """
     found = {path.name: path for path in sorted(folder.iterdir()) if kind_of(path.name)}
     for path in found.values():
@@ -128,11 +129,13 @@ def _check_weights(folder: Path, found: dict[str, Path]) -> None:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise PrivacyError(f"{folder / _INDEX} is no index of weights: {error!r}") from error
     else:
-        whole = weights in ({"model.safetensors"}, {"adapter_model.safetensors"})
-    if not (whole and weights):
+        whole = weights in ({"model.safetensors"}, {_ADAPTER_WEIGHTS})
+    alone = _ADAPTER not in found or weights == {_ADAPTER_WEIGHTS}
+    if not (whole and weights and alone):
         raise PrivacyError(
-            f"{folder} holds {sorted(weights) or 'no weights'}, which are not the weights of one "
-            "saved model: model.safetensors, or the parts that its index names, or one adapter. "
+            f"{folder} holds {sorted(weights) or 'no weights'}{'' if alone else f' and {_ADAPTER}'}"
+            ", which are not the weights of one saved model: model.safetensors, or the parts that "
+            "its index names, or one adapter. "
             "Save into an empty folder, or delete what an earlier run left there."
         )
     for name in weights:
@@ -163,7 +166,15 @@ def _text(path: Path, on_hub: OnHub) -> bytes:
             f"{path} does not hold what its name says, so it is not published: {error}. Save the "
             "model again, or delete that file."
         ) from error
-    if path.name.endswith("config.json") and (clean := without_paths(content, on_hub)) != content:
+    if not path.name.endswith("config.json"):
+        return data
+    clean = without_paths(content, on_hub)
+    for key, value in weights_named(clean):
+        raise PrivacyError(
+            f"{path} says {key}={value!r}, so loaders would take weights that the ledger does not "
+            "speak for. Take that entry out of it, and publish again."
+        )
+    if clean != content:
         return f"{json.dumps(clean, indent=2, ensure_ascii=False)}\n".encode()
     return data
 

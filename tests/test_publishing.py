@@ -526,6 +526,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
     [
         *("adapter_model.safetensors", "pytorch_model.bin", "old.gguf", "model.npz", "model.pkl"),
         *("model.safetensors.index.json", "adapter_config.json", "MODEL.Safetensors"),
+        "optimizer.safetensors",
     ],
 )
 def test_weights_of_another_origin_do_not_come_under_our_card(
@@ -736,6 +737,16 @@ def _a_config_cut_off(folder: Path) -> None:
     (folder / "config.json").write_text(text[: len(text) // 2])
 
 
+def _a_config_that_names_weights(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = "optimizer.safetensors"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _an_adapter_without_weights(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "user/other"}')
+
+
 def _a_vocabulary_in_bytes(folder: Path) -> None:
     (folder / "vocab.txt").write_bytes(bytes(range(256)))
 
@@ -776,6 +787,8 @@ def _a_damaged_ledger(folder: Path) -> None:
         (_an_index_cut_off, "index.json is no index of weights"),
         (_a_tokenizer_that_is_none, "tokenizer.json does not hold what its name says"),
         (_a_config_cut_off, "config.json does not hold what its name says"),
+        (_a_config_that_names_weights, "config.json says transformers_weights="),
+        (_an_adapter_without_weights, "not the weights of one saved model"),
         (_a_vocabulary_in_bytes, "vocab.txt does not hold what its name says"),
         (_notes_as_a_format, "carries the notes"),
         (_an_old_adapter, "not the weights of one saved model"),
