@@ -24,12 +24,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dp_grape_hf import accounting, engine, mixin, representations, unit_engine
+from dp_grape_hf import accounting, engine, file_checks, mixin, representations, unit_engine
 from dp_grape_hf.audit import AuditSettings, audit
 from dp_grape_hf.engine import Factors, PrivateEngine, add_weighted_sum_
 from dp_grape_hf.forms import Factored
@@ -42,6 +43,8 @@ from dp_grape_hf.randomness import noise_generator
 from dp_grape_hf.representations import Dense, GradientSum
 from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.units import UNIT_OF_ROW
+from dp_grape_hf.verify import MISMATCH, verify
+from dp_grape_hf.weight_files import Tree, digests, is_weights
 from tests.models import only
 from tests.oracles import assert_gradients_equal, single_sample_gradients
 from tests.trainers import make_trainer, no_loss, spy_releases
@@ -325,6 +328,26 @@ def noise_is_added_once() -> None:
         assert (length(release) > 0) == has_noise, f"rank {rank}: {has_noise=} expected"
 
 
+def planted_weights_are_noticed() -> None:
+    """`dp-grape verify` finds weights that the ledger does not digest, whatever their names."""
+    planted = ("optimizer.safetensors", "pytorch_model.bin", "sub/model.safetensors", "notes.txt")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sub").mkdir()
+        save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
+        ledger = Ledger.start(replace(MECHANISM, target_delta=None))  # epsilon would take a second
+        ledger.record()
+        ledger.snapshot(1, digests(folder)).save(folder / "privacy_ledger.json")
+        assert _mismatches(folder) == set()
+        for number, place in enumerate(planted):
+            save_file({"a": torch.full((3,), number + 1.0)}, folder / place)
+        assert _mismatches(folder) == {f"weights: {place}" for place in planted}
+
+
+def _mismatches(folder: Path) -> set[str]:
+    return {check.what for check in verify(folder) if check.status == MISMATCH}
+
+
 def _audit_passes(settings: AuditSettings, most: int = 3) -> None:
     """Fails if one of several audits refutes the claim: each is right with 95 % confidence.
 
@@ -362,6 +385,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     draws_are_poisson,
     ledger_knows_first,
     claim_covers_the_releases,
+    planted_weights_are_noticed,
 )
 AUDITS: tuple[Callable[[], None], ...] = (audit_of_flat_clipping, audit_of_per_layer_clipping)
 
@@ -633,6 +657,25 @@ def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "clip_factors", clip_factors)
 
 
+def _weights_known_by_name(patch: pytest.MonkeyPatch) -> None:
+    trainers = ("optimizer.", "scheduler.", "training_args.")
+
+    def may_be_weights(path: Path) -> bool:
+        return is_weights(path.name) and not path.name.startswith(trainers)
+
+    patch.setattr(file_checks, "may_be_weights", may_be_weights)
+
+
+def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
+    original = file_checks.tree
+
+    def tree(folder: Path) -> Tree:
+        found = original(folder)
+        return found._replace(files=[path for path in found.files if path.parent == folder])
+
+    patch.setattr(file_checks, "tree", tree)
+
+
 def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
     pretends = SimpleNamespace(get_rank=lambda: rank)
     return lambda patch: patch.setattr(engine, "dist", pretends)
@@ -664,6 +707,8 @@ SABOTEURS = (
     Saboteur("the ledger is written after the release", _record_afterwards),
     Saboteur("the ledger counts every second release", _record_every_second),
     Saboteur("replaced examples cost as added ones", _adjacency_ignored),
+    Saboteur("verify knows weights by their names", _weights_known_by_name),
+    Saboteur("verify does not look into folders", _folders_unseen),
 )
 
 
