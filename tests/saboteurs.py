@@ -13,6 +13,7 @@ Shapes: B samples in a batch, T positions.
 import contextlib
 import io
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,11 +30,22 @@ from safetensors.torch import save_file
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dp_grape_hf import accounting, engine, file_checks, mixin, representations, unit_engine
+from dp_grape_hf import (
+    accounting,
+    coins,
+    engine,
+    file_checks,
+    mixin,
+    representations,
+    selfcheck,
+    unit_engine,
+)
 from dp_grape_hf.audit import AuditSettings, audit
 from dp_grape_hf.engine import Factors, PrivateEngine, add_weighted_sum_
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.forms import Factored
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
@@ -106,7 +119,8 @@ def private_engine(
 ) -> PrivateEngine:
     """Returns the engine of a run with C = 0.5 and an expected batch of 4."""
     path = None if folder is None else Path(folder) / "privacy_ledger.json"
-    loss = None if model is not None else lambda outputs, labels: outputs["logits"].sum(1)
+    plain = model is None or isinstance(model, Probe)
+    loss = (lambda outputs, labels: outputs["logits"].sum(1)) if plain else None
     return PrivateEngine(
         make_engine("layerwise", model or Probe(), loss, grad_sample_mode=mode),
         max_grad_norm=MECHANISM.max_grad_norm,
@@ -348,6 +362,57 @@ def _mismatches(folder: Path) -> set[str]:
     return {check.what for check in verify(folder) if check.status == MISMATCH}
 
 
+class Tossing(Probe):
+    """Drops its head for a whole batch, one time in ten."""
+
+    def forward(self, ids: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        return super().forward(ids, scale * (torch.rand(()) >= 0.1))
+
+
+class Reseeding(Probe):
+    """Draws from numpy, which it seeds before, as BigBird does."""
+
+    def forward(self, ids: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        np.random.seed(0)
+        return super().forward(ids, scale * float(np.random.rand()))
+
+
+def _refused(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except PrivacyError:
+        return True
+    return False
+
+
+def a_shared_coin_is_refused() -> None:
+    """One more example would change what the others draw, which moves their sum past the clip."""
+    loss = lambda outputs, labels: outputs["logits"].sum(1)  # noqa: E731
+    tossed = make_engine("layerwise", Tossing().train(), loss)
+    assert _refused(lambda: tossed(texts(1.0, 2.0, 3.0), {})), "a batch shares a coin"
+
+
+def a_median_in_the_loss_is_refused() -> None:
+    """The harder half of a batch is another one when there is one example more."""
+
+    def mined(outputs: Any, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs["logits"], labels, reduction="none")
+        return losses * (losses >= losses.median())
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(folder, compute_loss_func=mined, max_steps=1)
+        assert _refused(trainer.train), "a loss depends on how others rank"
+
+
+def a_forward_leaves_numpys_stream_alone() -> None:
+    """What a collator draws after a forward pass is none of what the pass has seeded."""
+    private = private_engine(model=Reseeding().train())
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    before = np.random.get_state()[1].copy()
+    released(private, texts(1.0, 2.0), projected=False)
+    assert np.array_equal(np.random.get_state()[1], before), "the collator's coins are public"
+
+
 def _audit_passes(settings: AuditSettings, most: int = 3) -> None:
     """Fails if one of several audits refutes the claim: each is right with 95 % confidence.
 
@@ -386,6 +451,9 @@ CHECKS: tuple[Callable[[], None], ...] = (
     ledger_knows_first,
     claim_covers_the_releases,
     planted_weights_are_noticed,
+    a_shared_coin_is_refused,
+    a_median_in_the_loss_is_refused,
+    a_forward_leaves_numpys_stream_alone,
 )
 AUDITS: tuple[Callable[[], None], ...] = (audit_of_flat_clipping, audit_of_per_layer_clipping)
 
@@ -681,6 +749,18 @@ def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(engine, "dist", pretends)
 
 
+def _coins_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coins, "_TRIALS", 0)  # shared draws are found, and not tried
+
+
+def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(selfcheck, "refuse_coupled_batch", lambda *_, **__: None)
+
+
+def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
+
+
 SABOTEURS = (
     Saboteur("noise is halved", _std_times(0.5), (audit_of_flat_clipping,)),
     Saboteur("noise is of the mean's size, on the sum", _std_of_mean, AUDITS),
@@ -707,6 +787,9 @@ SABOTEURS = (
     Saboteur("the ledger is written after the release", _record_afterwards),
     Saboteur("the ledger counts every second release", _record_every_second),
     Saboteur("replaced examples cost as added ones", _adjacency_ignored),
+    Saboteur("a physical batch shares a coin", _coins_unseen),
+    Saboteur("a loss has a median of the batch in it", _pairs_alone),
+    Saboteur("a forward reseeds numpy's stream", _streams_unguarded),
     Saboteur("verify knows weights by their names", _weights_known_by_name),
     Saboteur("verify does not look into folders", _folders_unseen),
 )
