@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,64 +12,64 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.coordinates import outside_vmap
 from dp_grape_hf.errors import UnsupportedModelError
 
-_VMAP_SAFE = "dp_grape_vmap"
+MaskFunction = Callable[..., Tensor | None]
 
 
-def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Builds the attention mask always: to leave it out, it would have to be read, per sample."""
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(*args, **kwargs)
+def _in_full(build: MaskFunction) -> MaskFunction:
+    """Builds an attention mask always: to leave it out, it would have to be read, per sample."""
 
+    def build_in_full(*args: Any, **kwargs: Any) -> Tensor | None:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return build(*args, **kwargs)
 
-def _full_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    kwargs.update(allow_is_bidirectional_skip=False)
-    return eager_mask(*args, **kwargs)
-
-
-AttentionMaskInterface.register(_VMAP_SAFE, _full_mask)
-AttentionInterface.register(_VMAP_SAFE, sdpa_attention_forward)
+    return build_in_full
 
 
 @contextlib.contextmanager
 def vmap_safe(model: nn.Module) -> Iterator[None]:
     """Makes transformers models usable under vmap.
 
-    Attention masks are built in full, and attention is torch's function, but for models that are
-    set to their own code ("eager"), which may compute something else (Gemma 2 caps its scores).
-    Gradient checkpointing is off, because it would repeat the forward pass outside vmap.
+    Attention masks are built in full. Kernels that vmap cannot run (flash and flex attention) give
+    way to torch's function. Any other attention keeps its name, which models ask for: what they
+    compute themselves, or add to a mask, depends on it. Gradient checkpointing is off, because it
+    would repeat the forward pass outside vmap.
     """
     modules = list(model.modules())
     configs = {
         id(config): config
         for module in modules
         if (config := getattr(module, "config", None)) is not None
-        and getattr(config, "_attn_implementation", None) not in (None, "eager")
+        and _is_kernel(getattr(config, "_attn_implementation", None))
     }.values()
     before = [config._attn_implementation for config in configs]
     checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
-    masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
-    nested = masks["eager"] is _full_eager_mask
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # goes before what is registered
+    masks_before = dict(masks)
+    full = {name: _in_full(build) for name, build in ALL_MASK_ATTENTION_FUNCTIONS.items()}
     try:
-        for config in configs:
-            config._attn_implementation = _VMAP_SAFE
+        for config in configs:  # not through the property, which sets those inside as well
+            config._attn_implementation_internal = "sdpa"
         for module in checkpointed:
             vars(module)["gradient_checkpointing"] = False
-        masks["eager"] = _full_eager_mask
+        masks.update(full)
         yield
     finally:
-        if not nested:
-            del masks["eager"]  # the one that was registered under that name is back
+        masks.clear()
+        masks.update(masks_before)
         for module in checkpointed:
             vars(module)["gradient_checkpointing"] = True
         for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
+            config._attn_implementation_internal = implementation
+
+
+def _is_kernel(implementation: Any) -> bool:
+    """Returns whether attention of that name is a kernel that takes a batch of its own only."""
+    return isinstance(implementation, str) and bool(re.search("flash|flex", implementation))
 
 
 class Batching(TorchFunctionMode):

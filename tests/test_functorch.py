@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
+from dp_grape_hf.vectorise import vmap_safe
 from tests.models import CASES, VOCABULARY, Batch, Case, only
 from tests.oracles import (
     Largest,
@@ -168,7 +170,11 @@ def test_dropout_of_attention_alone_differs_between_samples() -> None:
 
 def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     """With dropout before one linear layer, the drawn mask shows in the layer's gradient."""
-    model = Toy(lambda m, h: m.last(functional.dropout(h, 0.5)), last=nn.Linear(8, 1, bias=False))
+
+    def drop(model: nn.Module, hidden: Tensor) -> Tensor:
+        return model.last(functional.dropout(hidden, 0.5, model.training))
+
+    model = Toy(drop, last=nn.Linear(8, 1, bias=False))
     inputs = {"x": positions()["x"][:, :1]}
     losses, gradients = per_sample_gradients(
         model, inputs, engine="functorch", loss=lambda outputs, labels: outputs.sum((1, 2))
@@ -263,6 +269,62 @@ def test_code_that_branches_on_a_samples_values_is_refused() -> None:
     model = Toy(lambda m, h: h if h.sum() > 0 else -h)
     with pytest.raises(UnsupportedModelError, match=r"Toy.*data-dependent control flow"):
         per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+
+
+def under_vmap(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def large(hidden: Tensor) -> Tensor:
+    """Is 1 for the second sample of ``positions()`` and 0 for the first."""
+    return (hidden.square().sum() > 22.5).float()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda hidden: 1.01 * hidden, "another loss"),
+        (lambda hidden: (1 + 0.01 * large(hidden)) * hidden, "another loss"),
+        (lambda hidden: hidden / 0, "another loss"),
+        (lambda hidden: 1.1 * hidden - 0.1 * hidden.detach(), "other gradients"),
+    ],
+    ids=["loss", "loss of the second sample", "NaN", "gradients"],
+)
+@pytest.mark.parametrize("rank", [2, None], ids=["projected", "unprojected"])
+def test_a_model_that_computes_something_else_under_vmap_is_refused(
+    change: Callable[[Tensor], Tensor], what: str, rank: int | None
+) -> None:
+    model = Toy(lambda m, h: m.last(change(h) if under_vmap(h) else h), last=nn.Linear(8, 8))
+    projectors = projectors_for(model, rank)
+    inputs = positions()
+    assert [large(model.first(x)).item() for x in inputs["x"][:2]] == [0, 1]
+    with pytest.raises(UnsupportedModelError, match=f"Toy computes {what} of one example"):
+        per_sample_gradients(
+            model, inputs, projections=projectors, engine="functorch", loss=mean_output
+        )
+
+
+def test_attention_keeps_its_name_and_masks_are_put_back() -> None:
+    def mask(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    model = only("bert-classifier").model()
+    model.bert.config = type(model.config)(attn_implementation="my_attention")
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    before = dict(masks)
+    try:
+        masks["sdpa"] = mask  # a user's own, for the time being
+        for name, inside in (("flash_attention_2", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+            model.config._attn_implementation = name
+            with vmap_safe(model), vmap_safe(model):
+                assert model.config._attn_implementation == inside
+                assert model.bert.config._attn_implementation == "my_attention"
+                assert masks["sdpa"] is not mask
+            assert model.config._attn_implementation == name
+            assert masks["sdpa"] is mask
+    finally:
+        del masks["sdpa"]
+    assert dict(masks) == before
 
 
 def test_a_batch_of_different_sizes_is_refused() -> None:
