@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,12 +269,13 @@ class Pass:
             structure[:] = [tree_flatten(output)]
             return [leaf for leaf in structure[0][0] if isinstance(leaf, Tensor)]
 
-        with vmap_safe(site.module), refusing_dynamic_code(site.label):
+        plain = partial(original, *args, **kwargs)
+        with refusing_dynamic_code(site.label, plain), vmap_safe(site.module):
             outputs = vmap(one, randomness="different")(taps, *samples)
         leaves, spec = structure[0]
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for i, output in zip(places, outputs, strict=True):
-            leaves[i] = _merge(site, output, (repr(spec), i))
+            leaves[i] = _merge(site, output, (repr(spec), i), self._shapes)
         return tree_unflatten(leaves, spec)
 
     def _tap(self, name: str) -> Tensor:
@@ -342,7 +344,7 @@ def _project(
             return Dense(projector.project(values))
 
 
-def _merge(site: Site, output: Tensor, key: Key) -> Tensor:
+def _merge(site: Site, output: Tensor, key: Key, shapes: Shapes) -> Tensor:
     """Returns (B, k, ...) as (B * k, ...), or one sample's share of what all samples share."""
     if output.dim() < 2:
         carries, first = False, 0
@@ -350,6 +352,11 @@ def _merge(site: Site, output: Tensor, key: Key) -> Tensor:
         raise UnknownTensorError(f"{site.label} returned a tensor that it did not return before.")
     else:
         carries, first = bool(site.tensors[key].carries), output.shape[1]
+        if carries and not site.tensors[key].fit(len(output) * first, len(output), shapes):
+            raise UnknownTensorError(
+                f"{site.label} returned a tensor with {first} rows for one sample, which is not "
+                "what it has in a batch (it is told the batch size as a number, say)."
+            )
     if carries or (output.requires_grad and first == 1):
         return output.flatten(0, 1)
     if output.requires_grad:  # one row for each sample is needed to tell their gradients apart

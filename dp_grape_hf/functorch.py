@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,9 +83,10 @@ class FunctorchEngine(PerSampleEngine):
                     lambda name, gradient: captured[name].append(self.in_form(gradient)),
                 )
 
+        label = f"the model ({type(self.model).__name__})"
+        plain = partial(self.losses, self.model, inputs, batch_size)
         with torch.enable_grad():
-            label = f"the model ({type(self.model).__name__})"
-            with refusing_dynamic_code(label), vmap_safe(self.model):
+            with refusing_dynamic_code(label, plain), vmap_safe(self.model):
                 losses = vmap(one, randomness="different")(coordinates, samples)
             with self._refusing_checkpointing():
                 leaves = list(coordinates.values())

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.coordinates import outside_vmap
-from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 
 MaskFunction = Callable[..., Tensor | None]
 
@@ -38,6 +38,9 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
     way to torch's function. Any other attention keeps its name, which models ask for: what they
     compute themselves, or add to a mask, depends on it. Gradient checkpointing is off, because it
     would repeat the forward pass outside vmap.
+
+    Raises:
+        UnsupportedModelError: if the model has put a sample's tensor into a buffer.
     """
     modules = list(model.modules())
     configs = {
@@ -65,6 +68,13 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
             vars(module)["gradient_checkpointing"] = True
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
+    for name, buffer in model.named_buffers():
+        if torch._C._functorch.is_functorch_wrapped_tensor(buffer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps what it computes of the samples in its buffer "
+                f"{name}. Under torch.func.vmap that has no value after the pass, so the model is "
+                'spoilt. Make it anew without that buffer, or use engine="layerwise".'
+            )
 
 
 def _is_kernel(implementation: Any) -> bool:
@@ -131,17 +141,45 @@ class Batching(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def refusing_dynamic_code(label: str) -> Iterator[None]:
-    """Turns vmap's errors, about branches on values for example, into one that names the module."""
+def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None]:
+    """Turns an error that only vmap brings about into one that names the module.
+
+    Args:
+        label: what error messages call the module.
+        plain: runs the module without vmap. What fails there as well (on bad data, say) is left as
+            it is, and so is a lack of memory.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if not re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
+    except (PrivacyError, torch.OutOfMemoryError):
+        raise
+    except _ERRORS as error:
+        if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
+            reason = str(error).strip().split(". ")[0].split("\n")[0]
+        elif _fails(plain):
             raise
-        reason = str(error).strip().split(". ")[0].split("\n")[0]
+        else:
+            reason = f"under torch.func.vmap it raises {type(error).__name__}, without it does not"
         raise UnsupportedModelError(
             f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
             "requires_grad_(False), use an implementation that does not branch on values (for a "
-            "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
+            "mixture of experts, experts_implementation='batched_mm') nor write into a cache "
+            "(config.use_cache=False), or try the other engine: "
             'engine="layerwise" vectorises only modules whose own layers have no rule.'
         ) from error
+
+
+# Of the program, not of the machine; gradient checkpointing ends what it repeats by another one.
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
+def _fails(function: Callable[[], Any]) -> bool:
+    try:
+        with torch.no_grad():
+            function()
+    except _ERRORS:
+        return True
+    return False

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.vectorise import vmap_safe
@@ -302,6 +303,87 @@ def test_a_model_that_computes_something_else_under_vmap_is_refused(
         per_sample_gradients(
             model, inputs, projections=projectors, engine="functorch", loss=mean_output
         )
+
+
+def count_in_place(model: nn.Module, hidden: Tensor) -> Tensor:
+    model.seen.add_(hidden.detach().mean((0, 1)))
+    return hidden
+
+
+def count_anew(model: nn.Module, hidden: Tensor) -> Tensor:
+    model.seen = hidden.detach().mean((0, 1))
+    return hidden
+
+
+def refuse_itself(model: nn.Module, hidden: Tensor) -> Tensor:
+    if under_vmap(hidden):
+        raise TypeError("an unknown tensor")
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("rest", "cause"),
+    [
+        (count_in_place, RuntimeError),
+        (count_anew, None),
+        (lambda m, h: h * len(h.mean((0, 2)).tolist()), RuntimeError),
+        (refuse_itself, TypeError),
+    ],
+    ids=["buffer changed in place", "buffer kept", "list of values", "own error"],
+)
+def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
+    rest: Callable[[nn.Module, Tensor], Tensor], cause: type[Exception] | None
+) -> None:
+    model = Toy(rest)
+    model.register_buffer("seen", torch.zeros(8), persistent=False)
+    model(**positions())  # all is well without vmap
+    with pytest.raises(UnsupportedModelError, match=r"Toy.*engine=\"layerwise\"") as refusal:
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+    assert isinstance(refusal.value.__cause__, cause or type(None))
+
+
+def test_the_layerwise_engine_refuses_what_vmap_cannot_run_as_well() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden * self.weight * len(hidden.mean((0, 2)).tolist())
+
+    model = Toy(lambda m, h: m.counting(h), counting=Counting())
+    with pytest.raises(UnsupportedModelError, match=r"^counting \(Counting\) cannot be"):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_a_module_that_is_told_the_batch_size_as_a_number_is_refused_by_the_layerwise_engine() -> (
+    None
+):
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.ones(5, 8))
+
+        def forward(self, batch_size: int) -> Tensor:
+            return self.start.expand(batch_size, 5, 8)
+
+    model = Toy(lambda m, h: h + m.beginning(len(h)), beginning=Start())
+    check(model, positions(), loss=mean_output)
+    with pytest.raises(UnsupportedModelError, match=r"beginning \(Start\) returned.*a number"):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_an_error_on_bad_data_stays_what_it_is() -> None:
+    def rest(model: nn.Module, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] > 5:
+            raise ValueError("too long")
+        return hidden
+
+    engine = make_engine("functorch", Toy(rest), mean_output)
+    engine(positions(), {})
+    with pytest.raises(ValueError, match="too long") as error:
+        engine({"x": torch.zeros(4, 6, 6)}, {})
+    assert type(error.value) is ValueError
 
 
 def test_attention_keeps_its_name_and_masks_are_put_back() -> None:
