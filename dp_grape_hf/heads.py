@@ -170,7 +170,7 @@ def question_answering(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
     vocabulary=True,
 )
 @head(
-    *("ForConditionalGeneration", "EncoderDecoderModel"),
+    *("ForConditionalGeneration", "EncoderDecoderModel", "MarianMTModel"),
     smooths=True,
     targets=own_tokens,
     vocabulary=True,

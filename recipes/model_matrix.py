@@ -4,11 +4,12 @@
     python -m recipes.model_matrix --only "BERT|Llama" --conditions full projected --output table.md
     python -m recipes.model_matrix --conditions full projected --summary
 
-Every family of ``recipes.model_zoo`` runs with every task of its row through both engines. A cell
-is the worst relative error of one sample's gradient of one parameter, compared with autograd of the
-loss that the model itself returns for that sample alone; or it names the reason why the model is
-refused. Under bfloat16 it is the error of a sample's whole gradient: what should be zero there is
-rounding. Takes two minutes of one CPU core, needs no network and no data.
+Every family of ``recipes.model_zoo`` and of ``recipes.model_zoo_wide`` runs with every task of its
+row through both engines. A cell is the worst relative error of one sample's gradient of one
+parameter, compared with autograd of the loss that the model itself returns for that sample alone;
+or it names the reason why the model is refused. Under bfloat16 it is the error of a sample's whole
+gradient: what should be zero there is rounding. Takes five minutes of one CPU core, needs no
+network and no data.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
-from recipes.model_zoo import Batch, Row, rows
+from recipes.model_zoo import FAMILIES, Batch, Row, rows
+from recipes.model_zoo_wide import WIDE
 
 RANK = 4
 BATCH_SIZE = 4
@@ -137,7 +139,6 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
         names = default_targets(model, MATRIX_LAYERS)
         shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
         projectors = ProjectionSchedule(shapes, rank=condition.rank, update_steps=1, seed=0).at(0)
-    _, expected = own_gradients(model, inputs, projectors)
     condition.prepare(model)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if condition.autocast is not None:
@@ -151,6 +152,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
         return f"refused: {error}"
     except (RuntimeError, TypeError, ValueError) as error:
         return f"fails: {type(error).__name__}: {error}".split("\n")[0]
+    _, expected = own_gradients(row.model(**condition.model), inputs, projectors)
     one_hot = torch.eye(BATCH_SIZE)
     found = {
         name: torch.stack([gradient.weighted_sum(factors) for factors in one_hot])
@@ -237,7 +239,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Renders the table to the standard output, with a progress bar on the standard error."""
     options = parse(arguments)
-    entries = [row for row in rows() if re.search(options.only, str(row))]
+    entries = [row for row in rows(FAMILIES + WIDE) if re.search(options.only, str(row))]
     wanted = [
         (row, condition, engine)
         for row in entries

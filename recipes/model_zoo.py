@@ -9,7 +9,7 @@ Shapes: B samples in the batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ VOCABULARY, HIDDEN, HEADS, LABELS, MAX_POSITIONS = 60, 32, 4, 3, 40
 PAD, START, END, FIRST_WORD = 1, 2, 3, 5
 IGNORED = -100
 CHOICES, TARGET_LENGTH = 3, 6
-IMAGE, PATCH = 8, 4
-MELS, FRAMES = 8, 16
+IMAGE, PATCH, PHOTO = 8, 4, 32
+MELS, FRAMES, SOUND = 8, 16, 80
 
 Batch = dict[str, Tensor]
 
@@ -94,10 +94,24 @@ def answers(batch_size: int, generator: torch.Generator) -> Tensor:
     return labels
 
 
-def images(batch_size: int, positions: int = 5, seed: int = 0, padding: str = "right") -> Batch:
-    """Returns random images of 2 x 2 patches; there is nothing to pad."""
+def whole_texts(batch_size: int, **settings: Any) -> Batch:
+    """Returns random texts, all of one length, with a class."""
+    batch = texts(batch_size, target="class", **settings)
+    return {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+
+
+def images(
+    batch_size: int,
+    positions: int = 5,
+    seed: int = 0,
+    padding: str = "right",
+    *,
+    channels: int = 1,
+    size: int = IMAGE,
+) -> Batch:
+    """Returns random images, of 2 x 2 patches if small; there is nothing to pad."""
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(batch_size, 1, IMAGE, IMAGE, generator=generator)
+    pixels = torch.randn(batch_size, channels, size, size, generator=generator)
     return {
         "pixel_values": pixels,
         "labels": torch.randint(0, LABELS, (batch_size,), generator=generator),
@@ -113,6 +127,24 @@ def sounds(
     classes = torch.randint(0, LABELS, (batch_size,), generator=generator)
     labels = classes if target == "class" else answers(batch_size, generator)
     return {"input_features": features, "labels": labels}
+
+
+def spectra(batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right") -> Batch:
+    """Returns random spectrograms, time first, with a class."""
+    batch = sounds(batch_size, positions, seed, padding, target="class")
+    return {"input_values": batch["input_features"].mT.contiguous(), "labels": batch["labels"]}
+
+
+def waves(batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right") -> Batch:
+    """Returns random sounds with a class, the second and every third after it shorter."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(batch_size, SOUND, dtype=torch.long)
+    mask[1::3, 3 * SOUND // 4 :] = 0
+    return {
+        "input_values": torch.randn(mask.shape, generator=generator) * mask,
+        "attention_mask": mask,
+        "labels": torch.randint(0, LABELS, (batch_size,), generator=generator),
+    }
 
 
 def end_texts(batch: Batch) -> Batch:
@@ -170,6 +202,12 @@ TASKS = {
     "image classification": Task("ForImageClassification", images),
     "speech recognition": Task("ForConditionalGeneration", partial(sounds, target="text")),
     "audio classification": Task("ForAudioClassification", partial(sounds, target="class")),
+    "classification of whole texts": Task("ForSequenceClassification", whole_texts),
+    "classification of photographs": Task(
+        "ForImageClassification", partial(images, channels=3, size=PHOTO)
+    ),
+    "classification of spectra": Task("ForAudioClassification", spectra),
+    "classification of waves": Task("ForSequenceClassification", waves),
 }
 
 ENCODER_TASKS = (
@@ -247,14 +285,24 @@ class Row:
         return refused.get((engine, self.task), refused.get(engine))
 
 
-_MODEL_CLASSES = {("GPT2", "causal LM"): "GPT2LMHeadModel"}
+_MODEL_CLASSES = {
+    **{(name, "causal LM"): f"{name}LMHeadModel" for name in ("CTRL", "GPT2", "OpenAIGPT")},
+    ("Marian", "seq2seq LM"): "MarianMTModel",
+}
 
 
 def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **changes: Any) -> Any:
-    """Returns a model in training mode, with no parameter at a special value such as 0 or 1."""
+    """Returns a model in training mode, with no parameter at a special value such as 0 or 1.
+
+    No layer, number or path is dropped but for what settings and changes say.
+    """
+    made = config(**{**settings, **changes})
+    for name, value in vars(made).items():
+        if "drop" in name and isinstance(value, float) and name not in {**settings, **changes}:
+            setattr(made, name, 0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = cls(config(**{**settings, **changes}))
+        model = cls(made)
         _disturb(model)
     return model.train()
 
@@ -596,6 +644,6 @@ def _with_adapters() -> Iterator[Family]:
 FAMILIES += _with_adapters()
 
 
-def rows() -> list[Row]:
+def rows(families: Sequence[Family] = FAMILIES) -> list[Row]:
     """Returns every family with every task of its row."""
-    return [Row(family, task) for family in FAMILIES for task in family.tasks]
+    return [Row(family, task) for family in families for task in family.tasks]

@@ -2,7 +2,7 @@
 
 The oracle is autograd of the loss that the model itself returns for a batch of one with labels. It
 shares nothing with this package: neither losses nor engines. To check another model, add a row to
-``FAMILIES`` in ``recipes/model_zoo.py``.
+``FAMILIES`` in ``recipes/model_zoo.py``, or to ``WIDE`` in ``recipes/model_zoo_wide.py``.
 """
 
 from pathlib import Path
@@ -24,6 +24,8 @@ from recipes.model_matrix import (
     whole_error,
     worst_error,
 )
+from recipes.model_zoo import FAMILIES, rows
+from recipes.model_zoo_wide import WIDE
 from tests.models import ROWS, Batch, Row, row
 from tests.oracles import dense, projectors_for, relative_error
 
@@ -35,9 +37,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is depr:FutureWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap's loops
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding:UserWarning"),  # WavLM
 ]
 
 each_row = pytest.mark.parametrize("entry", ROWS, ids=str)
+each_row_of_many = pytest.mark.parametrize("entry", rows(FAMILIES + WIDE), ids=str)
 each_engine = pytest.mark.parametrize("engine", list(ENGINES))
 
 # One model for each way of using positions, masks and weights: conditions multiply.
@@ -70,7 +74,7 @@ def check(
 # ---- Every model ----
 
 
-@each_row
+@each_row_of_many
 @each_engine
 @pytest.mark.parametrize("rank", [None, RANK], ids=["full", "projected"])
 def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
@@ -102,6 +106,13 @@ def test_one_engine_serves_batches_of_other_sizes_and_lengths_with_padding_and_w
         _, gradients = engine(batch, {})
         _, expected = own_gradients(model, batch)
         assert relative_error(dense(gradients, samples), expected) < 5 * TOLERANCE
+
+
+def test_many_families_are_tried_that_the_package_was_not_made_for() -> None:
+    made_for, tried = ({family.config for family in table} for table in (FAMILIES, WIDE))
+    assert len(tried - made_for) >= 60
+    entries = [str(entry) for entry in rows(FAMILIES + WIDE)]
+    assert len(set(entries)) == len(entries)
 
 
 def test_every_family_and_head_that_the_package_promises_has_a_row() -> None:
@@ -201,7 +212,7 @@ def test_a_layer_that_runs_twice_counts_twice(name: str, engine: str) -> None:
     check(model, row(name).batch(B), engine, RANK)
 
 
-@some_rows
+@pytest.mark.parametrize("name", [*SOME, "Mixtral, causal LM"])  # the latter with vmap inside
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     model, inputs = row(name).model(use_cache=False), row(name).batch(B)
     plain = check(model, inputs, rank=RANK)
@@ -212,13 +223,18 @@ def test_gradient_checkpointing_changes_nothing(name: str) -> None:
 
 
 @some_rows
+@each_engine
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-def test_autocast_changes_gradients_by_its_rounding_only(name: str, dtype: torch.dtype) -> None:
+def test_autocast_changes_gradients_by_its_rounding_only(
+    name: str, engine: str, dtype: torch.dtype
+) -> None:
     model, inputs = row(name).model(), row(name).batch(B)
     projectors = projectors_for(model, RANK)
     _, expected = own_gradients(model, inputs, projectors)
     with torch.autocast("cpu", dtype):
-        losses, gradients = per_sample_gradients(model, inputs, projections=projectors)
+        losses, gradients = per_sample_gradients(
+            model, inputs, projections=projectors, engine=engine
+        )
     assert losses.dtype is torch.float32
     assert whole_error(dense(gradients, B), expected) < LOW_PRECISION[dtype]
 
