@@ -366,7 +366,8 @@ class Tossing(Probe):
     """Drops its head for a whole batch, one time in ten."""
 
     def forward(self, ids: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        return super().forward(ids, scale * (torch.rand(()) >= 0.1))
+        kept = torch.rand(()) >= 0.1 if self.training else 1.0
+        return super().forward(ids, scale * kept)
 
 
 class Reseeding(Probe):
