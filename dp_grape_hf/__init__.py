@@ -27,7 +27,7 @@ from dp_grape_hf.plan import PrivacySpent
 from dp_grape_hf.seq2seq import DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
 from dp_grape_hf.trainer import DPGrapeTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 __all__ = [
     "METHODS",

@@ -77,7 +77,8 @@ ONLY_IN = {
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 
 TOP_LEVEL = {
-    *(".ci", ".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.cfg"),
+    *(".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md"),
+    *("pyproject.toml", "setup.cfg"),
     *("dp_grape_hf", "model_cards", "recipes", "tests"),
 }
 # A path of one machine means nothing on the next; "facebook/opt-125m" is not one.
