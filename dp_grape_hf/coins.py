@@ -107,10 +107,10 @@ def _draws_beside(who: str) -> str:
 
 
 class Draw(NamedTuple):
-    """One draw: which operation, how many numbers, and for which class of module."""
+    """One draw: by which operation, of what shape, and in which class of module."""
 
     operation: str
-    numbers: int
+    shape: tuple[int, ...]
     module: str
 
 
@@ -122,7 +122,7 @@ class Draws(TorchDispatchMode):
 
     Args:
         copies: how many copies of one sample the batch is.
-        others: draws to which other values are given than ``values``, in trial number ``trial``.
+        others: numbers of draws that are given other values than ``values``, in a trial.
         values: what those draws gave before, by number.
         trial: from 1; the first two give what is uniform its least and its largest value.
     """
@@ -130,7 +130,7 @@ class Draws(TorchDispatchMode):
     def __init__(
         self,
         copies: int,
-        others: frozenset[Draw] = frozenset(),
+        others: frozenset[int] = frozenset(),
         values: Mapping[int, Tensor] | None = None,
         trial: int = 0,
     ) -> None:
@@ -159,9 +159,8 @@ class Draws(TorchDispatchMode):
         torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS)
         if all(map(torch.equal, _torch_streams(), end)):
             return result  # attention without dropout, say
-        draw = Draw(func._schema.name, tensor.numel(), _module_around())
-        self.made.append(draw)
-        if draw in self._others:
+        self.made.append(Draw(func._schema.name, tuple(tensor.shape), _module_around()))
+        if number in self._others:
             before = self._before.get(number)
             for seed in range(1, _REDRAWS):
                 result, tensor = drawn(self._trial * _REDRAWS + seed)
@@ -227,19 +226,13 @@ def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tenso
         seed_all(0)
         with Draws(3) as three:
             run(3)
-        often, more_often = Counter(two.made), Counter(three.made)
-        shared = frozenset(
-            draw
-            for draw in often.keys() & more_often.keys()
-            # Drawn in a loop over the samples, it would be as many times more.
-            if draw.numbers and 2 * more_often[draw] != 3 * often[draw]
-        )
+        shared = _shared(two.made, three.made)
         for trial in range(1, _TRIALS + 1) if shared else ():
             seed_all(0)
             with Draws(2, shared, two.values, trial) as other:
                 again = run(2)
             if other.made != two.made or _differ(shown, again):
-                draw = max(shared, key=lambda d: often[d])
+                draw = two.made[min(shared)]
                 name = draw.operation.rpartition("::")[2].rstrip("_")
                 raise PrivacyError(
                     f"{who} draws random numbers ({name}"
@@ -248,6 +241,17 @@ def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tenso
                     f"so changes what they draw, which no clipping bounds. {advice}"
                 )
     return shown, True
+
+
+def _shared(two: Sequence[Draw], three: Sequence[Draw]) -> frozenset[int]:
+    """Returns which draws of a pass over two copies are not more in one over three copies."""
+    if len(two) == len(three):  # one by one, as two texts of other lengths may make equal shapes
+        return frozenset(
+            i for i, pair in enumerate(zip(two, three, strict=True)) if len({*pair}) < 2
+        )
+    often, more_often = Counter(two), Counter(three)  # drawn in a loop over the samples, perhaps
+    alike = {d for d in often.keys() & more_often.keys() if 2 * more_often[d] != 3 * often[d]}
+    return frozenset(i for i, draw in enumerate(two) if draw in alike)
 
 
 def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

@@ -89,6 +89,23 @@ def test_coins_of_ones_own_pass(name: str) -> None:
     assert losses.shape == (3,)
 
 
+def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
+    """Two copies of a text of nine words have as many numbers as three of a text of six."""
+
+    class TwoTexts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x, y = (functional.dropout(self.layer(t).flatten(0, 1), 0.5) for t in (x, y))
+            return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
+
+    inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
+    losses, _ = per_sample_gradients(TwoTexts(), inputs, loss=lambda outputs, _: outputs)
+    assert losses.shape == (3,)
+
+
 # ---- Shared coins ----
 
 
