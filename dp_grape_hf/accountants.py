@@ -1,7 +1,7 @@
 """The accountants: what many releases cost together, each answer an upper bound on ε.
 
 They are interchangeable; to add one, subclass `Accountant` in this file. `accounting` is where
-they are asked: it checks the arguments, falls back and calibrates.
+they are asked: it checks the arguments, takes the least of their answers and calibrates.
 """
 
 import math
@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from prv_accountant import PRVAccountant
-from prv_accountant.privacy_random_variables import PrivacyRandomVariable
+from prv_accountant.composers import Heterogeneous
+from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
+from prv_accountant.domain import Domain
+from scipy.fft import next_fast_len
 from scipy.special import ndtr
 
 from dp_grape_hf import renyi, replace_one
@@ -24,6 +26,8 @@ from dp_grape_hf.tuning import Trials
 ACCOUNTANTS: dict[str, type["Accountant"]] = {}
 """Every accountant by name; subclasses of `Accountant` enter themselves."""
 
+LEAST, LAST_RESORT = "least", "rdp"
+"""What to ask for to get the least answer of those installed, and the one that always answers."""
 
 ONCE = ((1.0, 1.0),)
 """The sensitivity of the plain mechanism: that of one clipped contribution, for certain."""
@@ -70,7 +74,7 @@ class Block(NamedTuple):
 
 
 class AccountantFailure(Exception):
-    """An accountant cannot answer this question; its fallback is asked instead."""
+    """An accountant cannot answer this question; the others are asked instead."""
 
 
 class Accountant(ABC):
@@ -82,7 +86,6 @@ class Accountant(ABC):
     """
 
     requires: ClassVar[str | None] = None
-    fallback: ClassVar[str] = "rdp"
 
     def __init_subclass__(cls, *, name: str) -> None:
         assert name not in ACCOUNTANTS, f"two accountants are called {name!r}"
@@ -106,90 +109,112 @@ def is_installed(accountant: str) -> bool:
 class PRV(Accountant, name="prv"):
     """Composition of privacy random variables (Gopi et al., 2021): the upper bound.
 
-    It includes the method's own error, 0.01 in ε and δ/1000 in δ. Sensitivities that are rarer
-    than δ/10000 in all are charged to δ.
+    It includes the method's own error, in ε 0.2 % of the answer for all steps where that takes no
+    more than ``max_cells``, and δ/1000 in δ. Sensitivities that are rarer than δ/10000 in all are
+    charged to δ.
+
+    Why it is one. Every loss is cut off at L, rounded to a grid of width h, and moved by less than
+    h so that its mean stays; k of them are added modulo 2L. The sum is then off by more than
+    h sqrt(k/2 log(12/δ_error)) with probability δ_error/6 at most (Hoeffding), the cuts change
+    anything with δ_error/6 if each of the k losses exceeds L with δ_error/6k, and the sum wraps
+    round with δ_error/3 if without all that it comes within that error of L with δ_error/3. These
+    are theorem 5.5 and its proof. How likely a loss exceeds L follows from any ε(δ) of both
+    directions: it exceeds ε + t with at most δ(ε) / (1 - e^-t), and falls below -ε - t as rarely.
     """
 
-    fallback = "pld"
-    epsilon_error = 0.01
-    max_cells = 3_000_000  # about 5 s and half a GB
+    relative_error = 0.002
+    coarsest = 0.05  # an answer with a larger share of error is none
+    max_cells = 1_000_000  # about a second and a quarter of a GB
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
         _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
-        delta = _what_is_left(delta, ever)
-        self._delta, delta_error, steps = delta, delta / 1000, sum(max_counts)
-        # The domain of Gopi et al., remark 5.6, from our RDP: the library's own may not return.
-        tails = [RDP([block], [1], delta_error / (8 * steps)).epsilon([1]) for block in blocks]
-        whole = RDP(blocks, max_counts, delta_error / 4).epsilon(max_counts)
-        half_width = max(whole, *tails, self.epsilon_error) + 3
-        mesh = self.epsilon_error / math.sqrt(steps / 2 * math.log(12 / delta_error))
-        if not (cells := 2 * half_width / mesh) <= self.max_cells:
+        self._steps = sum(max_counts)
+        self._delta = delta = _after_rounding(
+            _what_is_left(delta, ever), self._steps, np.longdouble
+        )
+        self._delta_error = delta / 1000
+        rough = max(1e-3, RDP(blocks, max_counts, delta).epsilon(max_counts))
+        beyond = min(2.0, rough / 4)
+        rarity = self._delta_error / 6 * -math.expm1(-beyond) / 2
+        tails = [RDP([block], [1], rarity / self._steps).epsilon([1]) for block in blocks]
+        reach = max(RDP(blocks, max_counts, 2 * rarity).epsilon(max_counts), *tails) + beyond
+        errors = math.sqrt(self._steps / 2 * math.log(12 / self._delta_error))  # per mesh width
+        finest = 2 * errors * reach / (self.max_cells - 2 * errors)
+        if not 0 < finest <= self.coarsest * rough:
+            cells = 2 * errors * (1 + reach / (self.coarsest * rough))
             raise AccountantFailure(f"it needs {cells:.1e} cells, more than {self.max_cells:.0e}")
-        with _quiet():
-            self._accountant = PRVAccountant(
-                prvs=[_PrivacyLoss(block) for block in blocks],
-                max_self_compositions=list(max_counts),
-                eps_error=self.epsilon_error,
-                delta_error=delta_error,
-                eps_max=half_width,
-            )
+        while True:
+            self._error = max(min(0.01, self.relative_error * rough), finest)
+            mesh = self._error / errors
+            half = next_fast_len(math.ceil((reach + self._error) / mesh) + 1)
+            domain = Domain((1 - half) * mesh, half * mesh, 2 * half)
+            with _quiet():
+                self._composer = Heterogeneous([_rounded_loss(block, domain) for block in blocks])
+            answer = self.epsilon(max_counts)
+            if not self._error > max(1.5 * self.relative_error * answer, finest):
+                return
+            rough = answer
 
     def epsilon(self, counts: Sequence[int]) -> float:
+        error = self._error * math.sqrt(sum(counts) / self._steps)
         with _quiet():
-            _, _, upper = self._accountant.compute_epsilon(self._delta, list(counts))
+            sums = self._composer.compute_composition(list(counts))
+            _, _, upper = sums.compute_epsilon(self._delta, self._delta_error, error)
         return float(upper)
 
 
 class PLD(Accountant, name="pld"):
     """Privacy loss distributions of dp-accounting, rounded pessimistically, in both directions.
 
-    Sensitivities that are rarer than δ/10000 in all are charged to δ.
+    What rounding adds to k releases grows with k times the square of the interval, so that is
+    chosen by ε / sqrt(k): it adds less than 0.1 % in all. Sensitivities that are rarer than δ/10000
+    in all are charged to δ.
     """
 
     requires = "dp_accounting"
-    interval = 1e-4
-    interval_of_many = 1e-3  # for mixtures of many parts, each of which takes its time
+    intervals = 1e-5, 1e-3
     max_epsilon = 1000.0  # about 10 s
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
         _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
-        delta = _what_is_left(delta, ever)
+        steps = sum(max_counts)
+        self._delta = delta = _after_rounding(_what_is_left(delta, ever), steps, np.float64)
         rough = RDP(blocks, max_counts, delta).epsilon(max_counts)
         if not rough <= self.max_epsilon:
             raise AccountantFailure(f"epsilon may reach {rough:.3g}, above {self.max_epsilon:g}")
-        many = any(len(block.sensitivities) > 2 for block in blocks)
-        self._interval = self.interval_of_many if many else self.interval
-        self._blocks, self._delta = blocks, delta
+        interval = float(np.clip(rough / math.sqrt(steps) / 100, *self.intervals))
+        with _quiet():
+            self._losses = [_loss_distribution(block, interval) for block in blocks]
 
     def epsilon(self, counts: Sequence[int]) -> float:
         with _quiet():
             first, *others = (
-                self._of_one_release(block).self_compose(count)
-                for block, count in zip(self._blocks, counts, strict=True)
+                loss.self_compose(count) for loss, count in zip(self._losses, counts, strict=True)
             )
             for other in others:
                 first = first.compose(other)
             return float(first.get_epsilon_for_delta(self._delta))
 
-    def _of_one_release(self, block: Block) -> Any:
-        from dp_accounting.pld import privacy_loss_distribution as losses
 
-        adjacency = "REPLACE_ONE" if block.replaces else "ADD_OR_REMOVE_ONE"
-        mixture, total = None, 0.0
-        for weight, sigma in block.parts():
-            part = losses.from_gaussian_mechanism(
-                standard_deviation=sigma,
-                value_discretization_interval=self._interval,
-                sampling_prob=block.sample_rate,
-                neighboring_relation=losses.NeighborRel[adjacency],
-            )
-            total += weight
-            mixture = part if mixture is None else part.compute_mixture(mixture, weight / total)
-        return mixture
+def _loss_distribution(block: Block, interval: float) -> Any:
+    from dp_accounting.pld import privacy_loss_distribution as losses
+
+    adjacency = "REPLACE_ONE" if block.replaces else "ADD_OR_REMOVE_ONE"
+    mixture, total = None, 0.0
+    for weight, sigma in block.parts():
+        part = losses.from_gaussian_mechanism(
+            standard_deviation=sigma,
+            value_discretization_interval=interval,
+            sampling_prob=block.sample_rate,
+            neighboring_relation=losses.NeighborRel[adjacency],
+        )
+        total += weight
+        mixture = part if mixture is None else part.compute_mixture(mixture, weight / total)
+    return mixture
 
 
 class RDP(Accountant, name="rdp"):
@@ -257,33 +282,69 @@ def _what_is_left(delta: float, ever: float) -> float:
     return (delta - ever) / (1 - ever)
 
 
+def _after_rounding(delta: float, steps: int, number: type[np.floating[Any]]) -> float:
+    """Charges to δ what the convolutions may err by: less than one rounding of 1 a release."""
+    error = steps * float(np.finfo(number).eps)
+    if error > delta / 1000:
+        raise AccountantFailure(f"delta={delta:.1e} is lost in the rounding of {steps} releases")
+    return delta - error
+
+
 # ---- What the accountants share ----
 
 
-class _PrivacyLoss(PrivacyRandomVariable):
-    """The privacy loss log P/Q of one release, distributed as P; P includes the example."""
+def _rounded_loss(block: Block, domain: Domain) -> DiscretePrivacyRandomVariable:
+    """Returns the privacy loss log P/Q of one release, as P has it, on the nodes of a domain.
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
-        weights, sigmas = zip(*block.parts(), strict=True)
-        self._weights, self._sigmas = np.array(weights), np.array(sigmas)
+    P includes the example. What lies outside is left out, the rest is rounded, its mean kept.
+    """
+    nodes, mesh = domain.ts(), domain.dt()
+    edges = np.append(nodes - mesh / 2, nodes[-1]).astype(np.float64)
+    edges[0] = nodes[0]
+    masses, mean = _losses_between(block, edges)
+    whole = masses.sum(dtype=nodes.dtype)
+    masses = masses.astype(nodes.dtype) / whole
+    shift = float(mean / whole - np.dot(nodes, masses))
+    if not abs(shift) <= mesh:
+        raise AccountantFailure(f"a mean is off by {shift:.1e}, at a mesh of {mesh:.1e}")
+    return DiscretePrivacyRandomVariable(masses, domain.shift_right(shift))
 
-    def cdf(self, t: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Returns the probability of a loss of at most ``t``, elementwise."""
-        t, q = np.asarray(t, dtype=np.float64), self._block.sample_rate
-        log_ratio = _log_ratio_of_loss(t, q)
-        total = np.zeros_like(t)
-        # A single number is asked for often; then all parts go at once.
-        rows = max(1, 100_000 // t.size)
-        for start in range(0, len(self._weights), rows):
-            sigmas = self._sigmas[start : start + rows].reshape(-1, *[1] * t.ndim)
-            if self._block.replaces:
-                z = replace_one.output_of_loss(t, sigmas, q)
-            else:
-                z = 0.5 + sigmas**2 * log_ratio
-            probabilities = q * ndtr((z - 1) / sigmas) + (1 - q) * ndtr(z / sigmas)
-            total += np.tensordot(self._weights[start : start + rows], probabilities, axes=1)
-        return total
+
+def _losses_between(
+    block: Block, edges: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Returns how probable the losses between successive edges are, and their partial mean.
+
+    The mean is an integral over the outputs, of which the loss is an analytic function within
+    pi sigma^2 of the real line: by the rule of Gauss and Legendre, on pieces.
+    """
+    q, masses, mean = block.sample_rate, np.zeros(len(edges) - 1), 0.0
+    points, weights = np.polynomial.legendre.leggauss(12)
+    log_ratio = _log_ratio_of_loss(edges, q)
+    for part, sigma in block.parts():
+        z = 0.5 + sigma**2 * log_ratio
+        if block.replaces:
+            z = replace_one.output_of_loss(edges, np.array(sigma), q)
+        drawn, left = _normal_between((z - 1) / sigma), _normal_between(z / sigma)
+        masses += part * (q * drawn + (1 - q) * left)
+        start, end = np.clip(z[[0, -1]], -12 * sigma, 1 + 12 * sigma)
+        pieces = math.ceil((end - start) / min(sigma, sigma**2)) or 1
+        half = (end - start) / pieces / 2
+        z = start + half * (2 * np.arange(pieces)[:, None] + 1 + points)
+        up, down = (
+            np.logaddexp(np.log1p(-q), math.log(q) + (sign * z - 0.5) / sigma**2)
+            for sign in (1, -1)
+        )
+        losses = up - down if block.replaces else up
+        density = np.exp(up - (z / sigma) ** 2 / 2) / sigma / math.sqrt(2 * math.pi)
+        mean += part * half * float((density * losses).sum(axis=0) @ weights)
+    return masses, mean
+
+
+def _normal_between(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns how probable a normal number between successive ``x`` is, exact in both tails."""
+    above = -np.diff(ndtr(-x))
+    return np.asarray(np.where(x[:-1] > 0, above, np.diff(ndtr(x))))
 
 
 @np.errstate(over="ignore", divide="ignore")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES
+from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES, LEAST
 from dp_grape_hf.continuing import EARLIER_DATA
 from dp_grape_hf.contradictions import refuse_contradictions
 from dp_grape_hf.errors import PrivacyError
@@ -74,8 +74,8 @@ class DPGrapeArguments(MethodArguments):
         },
     )
     accountant: str = field(
-        default="prv",
-        metadata={"help": "How epsilon is computed: prv (an upper bound), pld or rdp."},
+        default=LEAST,
+        metadata={"help": "prv, pld or rdp, each an upper bound, or the least of those installed."},
     )
 
     # ---- The mechanism ----
@@ -364,7 +364,7 @@ class DPGrapeArguments(MethodArguments):
                 f"one of {sorted(GRAD_SAMPLE_MODES)}",
                 lambda v: v in GRAD_SAMPLE_MODES,
             ),
-            ("accountant", f"one of {sorted(ACCOUNTANTS)}", lambda v: v in ACCOUNTANTS),
+            ("accountant", f"one of {[LEAST, *ACCOUNTANTS]}", [LEAST, *ACCOUNTANTS].__contains__),
             ("trials_distribution", f"one of {list(DISTRIBUTIONS)}", lambda v: v in DISTRIBUTIONS),
             ("earlier_data", f"one of {list(EARLIER_DATA)}", lambda v: v in EARLIER_DATA),
             optional=True,

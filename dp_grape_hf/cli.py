@@ -14,6 +14,7 @@ from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     ADD_OR_REMOVE_ONE,
     ADJACENCIES,
+    LEAST,
     EpsilonCurve,
     Variant,
     find_noise_multiplier,
@@ -50,8 +51,8 @@ What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
   sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
 
   epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.0691            1.9994                0.06358         prv
-              6            1.6973            5.9984                0.02652         prv
+              2            4.0520            1.9994                0.06331         pld
+              6            1.6953            5.9985                0.02649         pld
 
 And if norms are estimated from 64 random directions, as dp_jl does?
 
@@ -60,8 +61,8 @@ And if norms are estimated from 64 random directions, as dp_jl does?
   sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one, norms from 64 directions
 
   epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.1413            1.9994                0.06471         prv
-              6            1.7335            5.9981                0.02709         prv
+              2            4.1239            1.9994                0.06444         pld
+              6            1.7315            5.9980                0.02705         pld
 
 What does a given noise spend, over 3 epochs of the same data?
 
@@ -70,7 +71,7 @@ What does a given noise spend, over 3 epochs of the same data?
   sample rate 0.0625, steps 48, delta 1e-05, adjacency add_or_remove_one
 
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
-               1            3.2508                0.01562         prv
+               1            3.2405                0.01562         pld
 
 And if the model published will be the best of several runs, 10 on average?
 
@@ -80,8 +81,8 @@ And if the model published will be the best of several runs, 10 on average?
   the best of a geometric number of trials, 10 on average
 
   epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  of one run
-              2            8.5849            1.9995                 0.1341         rdp      0.8650
-              6            2.9615            5.9984                0.04627         rdp      2.9112
+              2            8.5849            1.9995                 0.1341         rdp      0.8550
+              6            2.9615            5.9984                0.04627         rdp      2.9016
 
 The guarantee covers everything computed from the noisy steps, however it is used, against someone
 who sees every step and knows every other example. Two datasets count as neighbours if one has one
@@ -160,9 +161,9 @@ def add_calibrate(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument(
         "--accountant",
-        default="prv",
+        default=LEAST,
         metavar="name",
-        help=f"{', '.join(ACCOUNTANTS)} (default: prv)",
+        help=f"{', '.join(ACCOUNTANTS)} (default: of those installed, the one with the least eps)",
     )
     parser.add_argument(
         "--adjacency",

@@ -42,6 +42,9 @@ LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise")
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
     "processes: after a change of that number, give the recorded value.",
+    "noise_multiplier": "With target_epsilon it is found for max_steps by the accountants that are "
+    "installed: those here, and with these steps, need more than was recorded. The run may have "
+    "begun where `pip install dp_grape_hf[pld]` was.",
     "noise": "It is 'secure' with secure_noise=True, and None without, or before it was recorded.",
 }
 

@@ -289,11 +289,11 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         return optimizer
 
     def _start_ledger(self, checkpoint: str | None) -> Ledger:
-        before = self.ledger if self.model_init is None else None
-        updates = self.state.global_step
+        before, updates = self.ledger if self.model_init is None else None, self.state.global_step
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )
+        self.plan.use_noise_of(self.ledger)
         if self._test_generators is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         if self.args.log_unnoised_statistics:

@@ -275,7 +275,9 @@ class PrivacyPlan:
         live = Path(str(self._args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
             copy = Path(checkpoint) / LEDGER_NAME
-            self._require_same_runs_before(copy)
+            recorded = Ledger.load(copy)
+            self._require_same_runs_before(copy, recorded)
+            self._keep_noise(recorded.mechanism.noise_multiplier)
             ledger = Ledger.resume(live, copy, self.mechanism(), updates=updates)
         elif before is not None and before.steps:
             raise PrivacyError(
@@ -311,8 +313,27 @@ class PrivacyPlan:
             )
         return ledger
 
-    def _require_same_runs_before(self, copy: Path) -> None:
-        recorded = Ledger.load(copy)
+    def use_noise_of(self, ledger: Ledger) -> None:
+        """Takes over the noise that the first process found or resumed: it alone adds any."""
+        self._use_noise(ledger.mechanism.noise_multiplier)
+
+    def _use_noise(self, noise_multiplier: float) -> None:
+        if noise_multiplier != self.noise_multiplier:
+            self.noise_multiplier = noise_multiplier
+            self._curve = self._curve and self._curve_after(self._spent_before)
+
+    def _keep_noise(self, recorded: float) -> None:
+        """Goes on with the noise of a run that is resumed, where that keeps the budget.
+
+        The accountants that found it may not be those that are here, and may say otherwise.
+        """
+        target, found = self._args.target_epsilon, self.noise_multiplier
+        if target is not None:
+            self._use_noise(recorded)
+            if self._curve is None or self._curve.epsilon(self.steps) > target:
+                self._use_noise(found)
+
+    def _require_same_runs_before(self, copy: Path, recorded: Ledger) -> None:
         if recorded.earlier != self._spent_before:
             ours, theirs = (
                 sum(r[2] for r in each) for each in (self._spent_before, recorded.earlier)

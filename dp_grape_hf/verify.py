@@ -18,7 +18,13 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed, rounded_up
+from dp_grape_hf.accountants import (
+    ACCOUNTANTS,
+    LEAST,
+    AccountantFailure,
+    is_installed,
+    rounded_up,
+)
 from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
 from dp_grape_hf.claims import (
@@ -163,7 +169,7 @@ def _of_epsilon(
     if promised and claim is None and (claim := target) is not None:
         source = "asked for"
     bounds = [] if spent is None else [spent]
-    for name in dict.fromkeys(("prv", "pld", own.accountant)):
+    for name in dict.fromkeys(("prv", "pld", "rdp" if own.accountant == LEAST else own.accountant)):
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
         try:

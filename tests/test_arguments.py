@@ -56,7 +56,7 @@ def test_only_the_budget_has_no_default() -> None:
         "direction_distribution": "gaussian",
         "norm_directions": None,
         "noise_floor": None,
-        "accountant": "prv",
+        "accountant": "least",
         "max_grad_norm": 1.0,
         "clipping": "flat",
         "secure_noise": False,

@@ -25,7 +25,7 @@ TIERS = (
         *("seams", "loading"),
     ),
     ("accountants", "ranks"),
-    ("releases",),
+    ("releases", "composition"),
     ("projection", "layer_rules", "heads", "probing", "accounting", "sampling", "processes"),
     ("losses", "mechanism", "sites", "targets", "coordinates", "units"),
     ("entries",),

@@ -812,7 +812,8 @@ def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: 
     second.record(50)
     assert (second.steps, second.mechanism) == (50, other)
     assert is_prefix(first.links, second.links)
-    whole = compose_epsilon([(1.5, 0.0625, 100), (3.0, 0.01, 50)], delta=1e-5)
+    releases = [(1.5, 0.0625, 100), (3.0, 0.01, 50)]
+    whole = compose_epsilon(releases, delta=1e-5, accountant="prv")
     assert second.epsilon() == pytest.approx(whole)
     assert second.epsilon() > first.epsilon() > 0
     assert Ledger.load(path) == _unplaced(second)
