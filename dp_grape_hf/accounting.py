@@ -134,7 +134,7 @@ def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: st
     nothing, even without noise. All have to be about the same neighbours.
 
     >>> round(compose_epsilon([(4.0, 0.05, 500), (3.0, 0.02, 100)], delta=1e-5), 2)
-    1.13
+    1.12
     """
     _check_delta("delta", delta)
     _check_accountant(accountant)

@@ -42,7 +42,7 @@ from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.ledger_file import read_links
 
-# PRV's bound may lie its own error, twice 0.01, above the truth, and PLD's and RDP's elsewhere.
+# The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
 _ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
 

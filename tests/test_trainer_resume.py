@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from dp_grape_hf import PrivacyError, ProjectedOptimizer
+from dp_grape_hf import PrivacyError, ProjectedOptimizer, plan
+from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from tests.ledgers import edit, rewrite
@@ -316,6 +317,30 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
         make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"max_steps": 16}).train(
             resume_from_checkpoint=True
         )
+
+
+@pytest.mark.parametrize("share", [1.01, 0.97])
+def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_here(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it began with another version, or where other accountants were installed."""
+    settings = SAVING | {"target_epsilon": 4.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            plan, "find_noise_multiplier", lambda **given: share * find_noise_multiplier(**given)
+        )
+        begun = make_trainer(tmp_path, **settings, callbacks=[Watch(stop_at=3)])
+        begun.train()
+    resumed = make_trainer(tmp_path, **settings)
+    if share < 1:
+        with pytest.raises(PrivacyError, match=r"noise_multiplier=.*dp_grape_hf\[pld\]"):
+            resumed.train(resume_from_checkpoint=True)
+        return
+    resumed.train(resume_from_checkpoint=True)
+    noise = begun.plan.noise_multiplier
+    assert resumed.plan.noise_multiplier == resumed.ledger.mechanism.noise_multiplier == noise
+    assert resumed._engine.noise_multiplier == noise
+    assert resumed.privacy_spent().epsilon == resumed.ledger.epsilon() < 4.0
 
 
 def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) -> None:
