@@ -98,7 +98,9 @@ def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x, y = (functional.dropout(self.layer(t).flatten(0, 1), 0.5) for t in (x, y))
+            x, y = (
+                functional.dropout(self.layer(t).flatten(0, 1), 0.5, self.training) for t in (x, y)
+            )
             return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
 
     inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
