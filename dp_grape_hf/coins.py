@@ -246,9 +246,7 @@ def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tenso
 def _shared(two: Sequence[Draw], three: Sequence[Draw]) -> frozenset[int]:
     """Returns which draws of a pass over two copies are not more in one over three copies."""
     if len(two) == len(three):  # one by one, as two texts of other lengths may make equal shapes
-        return frozenset(
-            i for i, pair in enumerate(zip(two, three, strict=True)) if len({*pair}) < 2
-        )
+        return frozenset(i for i, draw in enumerate(two) if draw == three[i])
     often, more_often = Counter(two), Counter(three)  # drawn in a loop over the samples, perhaps
     alike = {d for d in often.keys() & more_often.keys() if 2 * more_often[d] != 3 * often[d]}
     return frozenset(i for i, draw in enumerate(two) if draw in alike)
