@@ -248,7 +248,11 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         )
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
         if train_dataloader is not None:
-            with explaining_bad_data(self.train_dataset, "Trying the first examples"):
+            assert self._engine is not None
+            with (
+                failing_together(self._engine.abandon),
+                explaining_bad_data(self.train_dataset, "Trying the first examples"),
+            ):
                 self._examine(train_dataloader)
         if self.args.float32_updates and isinstance(self._optimizer, ProjectedOptimizer):
             self._low_rank = LowRankUpdates(self.model, self._optimizer)

@@ -418,9 +418,15 @@ def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     assert_same_weights(found[0], found[1], atol=2e-5, rtol=0)
 
 
-def test_a_data_set_of_examples_without_gradients_trains_on_noise_alone(tmp_path: Path) -> None:
-    nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
-    trainer = make_trainer(tmp_path, train_dataset=Examples(nowhere))
+def test_examples_without_gradients_are_left_out_unless_there_are_no_others(tmp_path: Path) -> None:
+    infinite = torch.full((FEATURES,), float("inf"))
+    nowhere = [{**e, "x": infinite} for e in points(24).examples]
+    trainer = make_trainer(tmp_path / "none", train_dataset=Examples(nowhere))
+    with pytest.raises(PrivacyError, match="No example that was tried has a gradient"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+    nowhere[0] = points(24).examples[0]
+    trainer = make_trainer(tmp_path / "one", train_dataset=Examples(nowhere))
     trainer.train()
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
     assert trainer.ledger.steps == 4
