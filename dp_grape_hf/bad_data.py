@@ -1,7 +1,7 @@
-"""Says what is wrong with the training data when a library below fails over it.
+"""Says what to look at in the training data when a library below fails over it.
 
-Examples are described by names and types only: an error reaches logs, and values and sizes are not
-for them. The message of the library that failed is quoted as it is.
+The error stays what it is: a note is added to it. Examples are described by names and types only:
+an error reaches logs, and values and sizes are not for them.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ _OF_THE_MACHINE = ("not enough memory", "out of memory", "cuda error")
 
 @contextmanager
 def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
-    """Turns an error of data set, collator or model into one that says what to look at.
+    """Adds a note to an error of data set, collator or model that says what to look at.
+
+    Errors that data of a wrong form leads to get one: what the first example is, which other is
+    unlike it, and what to do. Errors of this package, of files, of the device, of a lack of memory
+    and of what is not implemented go on without.
 
     Args:
         dataset: the training data.
         doing: what fails, in words that begin a sentence.
-
-    Raises:
-        PrivacyError: in place of errors that data of a wrong form leads to, with what the first
-            example is, which other is unlike it, and what to do. The error's own message is quoted:
-            one that a data set raises should hold no values. Errors of this package, of files, of
-            the device, of a lack of memory and of what is not implemented stay as they are.
     """
     try:
         yield
     except (PrivacyError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except _OF_DATA as error:
-        if any(words in str(error).lower() for words in _OF_THE_MACHINE):
-            raise
-        found = f"{doing} failed with {type(error).__name__}: {error}"
-        if "DataLoader worker" in str(error) and "exited" in str(error):
-            advice = (
-                "A process that fetched examples died: of a lack of memory, or by what the data "
-                "set does. Every release made is counted; go on from the last checkpoint with "
-                "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
-            )
-        else:
-            advice = (
-                f"{described(dataset)} Each example must be a mapping with the names of the "
-                "model's inputs and its labels, all of one form or padded by the data collator."
-            )
-        raise PrivacyError(f"{found.rstrip('.')}. {advice}") from error
+        said = str(error)
+        if not any(words in said.lower() for words in _OF_THE_MACHINE):
+            died = "DataLoader worker" in said and "exited" in said
+            error.add_note(f"{doing} failed. {_OF_A_WORKER if died else _advice(dataset)}")
+        raise
+
+
+_OF_A_WORKER = (
+    "A process that fetched examples died: of a lack of memory, or by what the data set does. "
+    "Every release made is counted; go on from the last checkpoint with "
+    "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
+)
+
+
+def _advice(dataset: Any) -> str:
+    return (
+        f"{described(dataset)} Each example must be a mapping with the names of the model's inputs "
+        "and its labels, all of one form or padded by the data collator."
+    )
 
 
 def described(dataset: Any) -> str:

@@ -1,4 +1,6 @@
-"""Whatever is passed, the answer is a run or our error with the value, never one from below.
+"""Whatever is passed, the answer is a run or our error with the value.
+
+Where a library below fails over examples, its error goes on, with a note of ours.
 
 Properties are tried on generated arguments, ledgers and data sets; ``derandomize`` makes every run
 try the same ones.
@@ -218,7 +220,10 @@ def test_the_written_ledger_itself_is_taken() -> None:
 
 
 def train_or_refuse(dataset: Any) -> str:
-    """Trains two steps on all examples; returns the refusal, or nothing."""
+    """Trains two steps on all examples; returns the refusal, or nothing.
+
+    An error from below is a refusal where it bears a note that says what the examples are.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             size = max(1, min(24, len(dataset)))
@@ -231,9 +236,18 @@ def train_or_refuse(dataset: Any) -> str:
                 per_device_train_batch_size=size,
                 max_steps=2,
             ).train()
-        except PrivacyError as error:
-            return str(error)
+        except Exception as error:
+            return _refusal(error)
     return ""
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, PrivacyError):
+        assert not hasattr(error, "__notes__")
+        return str(error)
+    (note,) = error.__notes__
+    assert "train_dataset[0] " in note
+    return f"{error}\n{note}"
 
 
 def _each(change: Callable[[dict[str, Any]], Any], *only: int) -> Examples:
@@ -384,10 +398,24 @@ def test_errors_that_are_not_of_the_data_stay_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, explaining_bad_data([{}], "It"):
             raise error
         assert raised.value is error
-    with (
-        pytest.raises(
-            PrivacyError, match=r"It failed with RuntimeError: DataLoader worker.*resume"
-        ),
-        explaining_bad_data([{}], "It"),
-    ):
-        raise RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
+        assert not hasattr(error, "__notes__")
+
+
+def test_an_error_over_the_data_goes_on_with_a_note() -> None:
+    error = TypeError("expected Ada")
+    with pytest.raises(TypeError) as raised, explaining_bad_data([{"x": 1.5}], "It"):
+        raise error
+    assert raised.value is error
+    assert error.args == ("expected Ada",)
+    (note,) = error.__notes__
+    assert note.startswith("It failed. train_dataset[0] is {x: float}. Each example must be")
+    assert "Ada" not in note
+    assert "1.5" not in note
+
+
+def test_a_worker_that_died_is_told_from_data_of_a_wrong_form() -> None:
+    died = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
+    with pytest.raises(RuntimeError) as raised, explaining_bad_data([{}], "It"):
+        raise died
+    (note,) = raised.value.__notes__
+    assert re.match(r"It failed\. A process that fetched examples died.*resume_from", note)
