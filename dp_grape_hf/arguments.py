@@ -205,8 +205,7 @@ class DPGrapeArguments(MethodArguments):
         default=True,
         metadata={
             "help": "At the first step, compare per-sample gradients and losses of two examples "
-            "with those of plain autograd on one example at a time, and see that every trainable "
-            "tensor moves."
+            "with those of plain autograd on one example at a time."
         },
     )
 

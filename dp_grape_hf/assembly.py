@@ -118,7 +118,7 @@ def optimizer_of_run(
 
 
 def follow(optimizer: torch.optim.Optimizer, per_sample: PerSampleEngine) -> None:
-    """Makes an optimizer that was made before move what the engine differentiates, no more."""
+    """Makes an optimizer that was made before draw the directions together with the engine."""
     if isinstance(optimizer, ZerothOrderSGD) and isinstance(per_sample, ZerothOrderEngine):
         optimizer.directions = per_sample.directions
 

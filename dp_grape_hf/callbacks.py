@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.plan import PrivacySpent
-from dp_grape_hf.selfcheck import Movement
 
 logger = logging.getLogger(__name__)
 
@@ -78,32 +76,6 @@ class StopAtBudget(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
             control.should_log = True
-
-
-class WatchMovement(TrainerCallback):
-    """Looks at the first updates until every trainable tensor was seen to move.
-
-    Args:
-        trainable: returns parameter name -> parameter, once training has begun.
-    """
-
-    def __init__(self, trainable: Callable[[], dict[str, nn.Parameter]]) -> None:
-        self._trainable = trainable
-        self._movement = Movement({})
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to watch all trainable tensors."""
-        self._movement = Movement(self._trainable(), held=args.float32_updates)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Notes what an update starts from."""
-        if not self._movement.done:
-            self._movement.before_update()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuses to go on if the update left out a tensor."""
-        if not self._movement.done:
-            self._movement.after_update(kwargs["optimizer"].optimizer)
 
 
 class SeeIterates(TrainerCallback):

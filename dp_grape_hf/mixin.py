@@ -42,7 +42,6 @@ from dp_grape_hf.callbacks import (
     PrivacyProgress,
     SeeIterates,
     StopAtBudget,
-    WatchMovement,
     refuse_early_stopping,
 )
 from dp_grape_hf.checkpoints import (
@@ -74,6 +73,8 @@ from dp_grape_hf.selfcheck import (
     examine_batch,
     examine_collator,
     examine_trainer_loss,
+    require_each_once,
+    warn_of_lost_updates,
 )
 from dp_grape_hf.trainer_loss import TrainerLoss
 
@@ -173,8 +174,6 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         if self.args.released_iterate != "last":
             self.add_callback(SeeIterates(lambda: me._iterate.update()))
-        if self.args.self_check:
-            self.add_callback(WatchMovement(lambda: me._per_sample.trainable))
 
     def _make_per_sample(self) -> PerSampleEngine:
         loss: LossFunction | None = None
@@ -247,6 +246,9 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
+        require_each_once(self._optimizer, self.model, self._per_sample.trainable)
+        if not self.args.float32_updates and not METHODS[self.args.method].zeroth_order:
+            warn_of_lost_updates(self._optimizer, self._per_sample.trainable)
         if train_dataloader is not None:
             assert self._engine is not None
             with (
@@ -404,7 +406,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             total += losses.sum()
         private_grads = engine.release()
         self._private_norm = private_norm(private_grads)
-        follow(self._optimizer, self._per_sample)  # parameters may be frozen since it was made
+        follow(self._optimizer, self._per_sample)  # it may be that of an earlier engine
         self._projections.hand_over(self._optimizer, step, private_grads, engine.noise_std)
         if not self.args.log_unnoised_statistics:
             return total.zero_()

@@ -1,10 +1,10 @@
-"""What is checked before the first release, and at the first updates.
+"""What is checked before the first release.
 
-Before: that collator and model make no example depend on another, at the size of a physical batch
-too, and that gradients are those of plain autograd. The engine's own probe (``probing``) finds
-samples that are coupled in pairs. Whether each layer's rule is right for this model is a different
-question, which only the definition answers: the gradient of one example's loss, by ordinary
-autograd, through the model as it is. After: that weights move.
+That collator and model make no example depend on another, at the size of a physical batch too, that
+gradients are those of plain autograd, and that the optimizer has what is trained. The engine's own
+probe (``probing``) finds samples that are coupled in pairs. Whether each layer's rule is right for
+this model is a different question, which only the definition answers: the gradient of one example's
+loss, by ordinary autograd, through the model as it is.
 
 Shapes: B samples in a batch.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,7 @@ from dp_grape_hf.trainer_loss import OTHERWISE, TrainerLoss
 logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
-_NAMED = 5  # parameters that an error names, at most
-_SLICE = 2**22  # numbers of a weight that are looked at in double precision at once
-_PATIENCE = 10  # updates after which a tensor that rounding may hold is no longer watched
-_VISIBLE = 16  # roundings that an update must be worth to be expected to show
+_NAMED = 5  # parameters that an error or a warning names, at most
 
 
 EXAMINED = 16  # examples that the data collator is tried on before training
@@ -366,122 +364,81 @@ def _difference(engine: PerSampleEngine, names: Iterable[str], tolerance: Tolera
     )
 
 
-# ---- Movement ----
+# ---- The optimizer ----
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What is kept of a tensor to see whether it has changed: two sums, in double precision."""
-
-    total: float
-    squares: float
-    size: int
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, tensor: Tensor) -> Fingerprint:
-        """Returns the fingerprint of a tensor, without a copy of it."""
-        sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-        for part in tensor.reshape(-1).split(_SLICE):
-            double = part.double()
-            sums += torch.stack([double.sum(), double.square().sum()])
-        total, squares = sums.tolist()
-        return cls(total, squares, tensor.numel())
-
-    @property
-    def spacing(self) -> float:
-        """The root mean square of the numbers, which their rounding is relative to."""
-        return math.sqrt(self.squares / max(self.size, 1))
-
-
-class Movement:
-    """Watches the first updates until each trainable tensor was seen to move.
-
-    A tensor is expected to move once the update that Adam makes of its private gradient is worth
-    several roundings of its numbers. Until then (a learning rate in warm-up, weights of 16 bits) it
-    stays under watch, for a while.
+def require_each_once(
+    optimizer: torch.optim.Optimizer, model: nn.Module, trainable: Mapping[str, nn.Parameter]
+) -> None:
+    """Refuses an optimizer whose groups are not made of the parameters that are trained.
 
     Args:
-        trainable: parameter name -> parameter.
-        held: whether the weights themselves are updated later, so that only the optimizer's state
-            tells (``float32_updates``).
+        optimizer: as training begins; its user may have made it, or have frozen weights since.
+        model: the model that is trained.
+        trainable: parameter name -> parameter, of those that are differentiated.
+
+    Raises:
+        PrivacyError: if one of them is left out or is there twice, or if another is there.
     """
-
-    def __init__(self, trainable: Mapping[str, nn.Parameter], held: bool = False) -> None:
-        self._pending = dict(trainable)
-        self._held = held
-        self._before: dict[str, Fingerprint] = {}
-        self._updates = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to watch."""
-        return not self._pending
-
-    def before_update(self) -> None:
-        """Takes the fingerprints of what is still watched."""
-        if not self._held:
-            self._before = {name: Fingerprint.of(p) for name, p in self._pending.items()}
-
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks what has moved.
-
-        Raises:
-            PrivacyError: if the optimizer leaves out a tensor, or its update had no effect.
-        """
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        rates = [float(group["lr"]) for group in groups.values()]
-        if not any(rate > 0 for rate in rates):
-            return
-        self._updates += 1
-        stateless = not optimizer.state  # a zeroth-order method keeps nothing
-        for name, parameter in list(self._pending.items()):
-            state = optimizer.state.get(parameter, {})
-            if parameter not in groups or not (stateless or state):
-                raise PrivacyError(_unmoved(name, "the optimizer does not have it"))
-            if self._held:
-                del self._pending[name]
-                continue
-            before = self._before[name]
-            if Fingerprint.of(parameter) != before:
-                del self._pending[name]
-                continue
-            update = _typical_update(groups[parameter], state)
-            eps = torch.finfo(parameter.dtype).eps
-            if update > _VISIBLE * eps * before.spacing:
-                raise PrivacyError(_unmoved(name, "the optimizer's update left it as it was"))
-        if self._updates >= _PATIENCE:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        small = [n for n, p in self._pending.items() if torch.finfo(p.dtype).bits < 32]
-        if small:
-            more = f" and {len(small) - _NAMED} more" if len(small) > _NAMED else ""
-            logger.warning(
-                "The first %d updates of %s%s were lost to rounding: their numbers have 16 bits. "
-                "Load the model in float32, or raise the learning rate.",
-                self._updates,
-                ", ".join(small[:_NAMED]),
-                more,
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    counts = Counter(map(id, held))
+    for name, parameter in trainable.items():
+        if (count := counts.pop(id(parameter), 0)) == 0:
+            raise PrivacyError(
+                f"{name} is trainable and not in the optimizer: its share of the privacy budget "
+                f"would buy nothing. Freeze it with requires_grad_(False), or {_A_NEW_ONE}"
             )
-        self._pending = {}
+        if count > 1:
+            raise PrivacyError(
+                f"{name} is in the optimizer {count} times, and each would move it by what is "
+                f"released once: {_A_NEW_ONE}"
+            )
+    if counts:
+        names = {id(p): name for name, p in model.named_parameters()}
+        other = next(names.get(key, "A tensor that is none of the model's") for key in counts)
+        raise PrivacyError(
+            f"{other} is in the optimizer and not trainable, so no gradient of it is released; "
+            f"frozen since the optimizer was made, say. Unfreeze it, or {_A_NEW_ONE}"
+        )
 
 
-def _typical_update(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
-    """Returns the size of one number's update, as Adam makes it of its moments; else 0."""
-    if "exp_avg" not in state:
-        return 0.0
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    if not torch.count_nonzero(first):
-        return 0.0
-    root = float(second.sum().sqrt())
-    ratio = float(first.norm()) / (root + group["eps"] * math.sqrt(first.numel()))
-    return float(group["lr"]) * min(1.0, ratio)
+_A_NEW_ONE = (
+    "set trainer.optimizer=None before train(), which then makes one of all that is trainable (and "
+    "make a scheduler of your own for that one, by trainer.create_optimizer()). Nothing was "
+    "released."
+)
 
 
-def _unmoved(name: str, why: str) -> str:
-    return (
-        f"{name} is trainable, but the first update did not move it: {why}. Its share of the "
-        "privacy budget would buy nothing. Freeze it with requires_grad_(False), or give it to "
-        "the optimizer. The releases made so far stay in the ledger."
-    )
+@torch.no_grad()
+def warn_of_lost_updates(
+    optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Parameter]
+) -> None:
+    """Warns of weights of 16 bits whose updates may be lost to rounding.
+
+    That is where the learning rate, about which Adam moves a number at most, is below the distance
+    between numbers of their typical size. Nothing of the training data is looked at.
+
+    Args:
+        optimizer: made without ``float32_updates``, once its schedule is made.
+        trainable: parameter name -> parameter.
+    """
+    names = {id(p): name for name, p in trainable.items()}
+    lost: list[str] = []
+    for group in optimizer.param_groups:
+        rate = float(group.get("initial_lr", group["lr"]))  # the first is that after a warm-up
+        for parameter in group["params"]:
+            number = torch.finfo(parameter.dtype)
+            if number.bits < 32:
+                norm = float(torch.linalg.vector_norm(parameter, dtype=torch.float32))
+                typical = norm / math.sqrt(max(parameter.numel(), 1))
+                if 0 < rate < number.eps * typical:
+                    lost.append(names[id(parameter)])
+    if lost:
+        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        logger.warning(
+            "Updates of %s%s may be lost to rounding: their numbers have 16 bits, and the learning "
+            "rate is below the distance from one to the next. Load the model in float32, set "
+            "float32_updates=True, or raise the learning rate.",
+            ", ".join(lost[:_NAMED]),
+            more,
+        )

@@ -625,23 +625,6 @@ def test_a_data_set_that_grew_behind_a_cap_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_a_weight_that_was_frozen_after_the_optimizer_was_made_stays(tmp_path: Path) -> None:
-    model = TinyForSequenceClassification()
-    trainer = make_trainer(tmp_path, method="dpzero", model=model, learning_rate=0.5)
-    trainer.create_optimizer()
-    model.body.weight.requires_grad_(False)
-    before = model.body.weight.clone()
-    head = model.head.weight.clone()
-    trainer.train()
-    assert torch.equal(model.body.weight, before)
-    assert not torch.equal(model.head.weight, head)
-
-
-@pytest.mark.parametrize("method", ["dpzero", "mezo"])
-def test_a_step_too_small_to_be_seen_is_no_error(method: str, tmp_path: Path) -> None:
-    make_trainer(tmp_path, method=method, learning_rate=1e-9).train()
-
-
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])
 def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match=r"has none\. Make it with peft\.get_peft_model"):

@@ -12,14 +12,12 @@ from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.functorch import FunctorchEngine
 from dp_grape_hf.layer_rules import RULES, LayerRule
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.representations import Dense
-from dp_grape_hf.selfcheck import Fingerprint, Movement, check_gradients
+from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
 from tests.models import CASES, Case, only
 from tests.oracles import projectors_for
 from tests.trainers import (
-    FEATURES,
     WIDTH,
     TinyForSequenceClassification,
     Watch,
@@ -237,7 +235,7 @@ def test_where_the_first_draw_has_too_few_examples_others_are_taken(
     assert trainer.ledger.steps == 0
 
 
-# ---- Movement ----
+# ---- The optimizer ----
 
 
 class LeavesOut(DPGrapeTrainer):
@@ -250,109 +248,110 @@ class LeavesOut(DPGrapeTrainer):
         return optimizer
 
 
-def _forgets_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer has all parameters and steps, and the body's weight comes out as it was."""
-    step = ProjectedOptimizer.step
+class HasTwice(DPGrapeTrainer):
+    """Its optimizer has the head's bias in two groups."""
 
-    def forgetful(self: Any, *args: Any) -> None:
-        weights = [p for group in self.param_groups for p in group["params"]]
-        bodies = [(p, p.detach().clone()) for p in weights if p.shape == (WIDTH, FEATURES)]
-        step(self, *args)
-        with torch.no_grad():
-            for weight, before in bodies:
-                weight.copy_(before)
-
-    monkeypatch.setattr(ProjectedOptimizer, "step", forgetful)
-
-
-def test_a_parameter_that_the_optimizer_does_not_have_is_found(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, cls=LeavesOut)
-    with pytest.raises(PrivacyError, match=r"head\.bias is trainable.*does not have it"):
-        trainer.train()
-    assert trainer.ledger.steps == 1, "the release was made, and stays recorded"
-
-
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_a_parameter_that_never_moves_is_found_once_the_learning_rate_is_above_zero(
-    warmup: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    make_trainer(tmp_path / "right", warmup_steps=warmup).train()
-    _forgets_the_body(monkeypatch)
-    trainer = make_trainer(tmp_path / "wrong", warmup_steps=warmup)
-    with pytest.raises(PrivacyError, match=r"body\.weight is trainable.*left it as it was"):
-        trainer.train()
-    assert trainer.ledger.steps == (1 if warmup == 0 else 2)
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        first, second = optimizer.param_groups
+        first["params"] = [*first["params"], self.model.head.bias]
+        assert any(p is self.model.head.bias for p in second["params"])
+        return optimizer
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("cls", "found"),
     [
-        {"learning_rate": 0.0},
-        {"learning_rate": 1e-12},  # below the rounding of every weight
+        (LeavesOut, r"head\.bias is trainable and not in the optimizer.*Freeze it"),
+        (HasTwice, r"head\.bias is in the optimizer 2 times.*trainer\.optimizer=None"),
     ],
-    ids=["zero", "tiny"],
 )
-def test_what_cannot_move_is_not_asked_to(changes: dict[str, Any], tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, lr_scheduler_type="constant", **changes)
-    trainer.train()
-    assert trainer.state.global_step == 4
-
-
-def test_updates_lost_to_sixteen_bits_are_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_parameter_that_the_optimizer_does_not_have_once_is_found(
+    cls: type[DPGrapeTrainer], found: str, tmp_path: Path
 ) -> None:
-    """Numbers of 1 in bfloat16 stay there at this learning rate, whatever the gradient."""
+    trainer = make_trainer(tmp_path, cls=cls, self_check=False)
+    with pytest.raises(PrivacyError, match=found):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
 
-    class AtOneForSequenceClassification(TinyForSequenceClassification):
+
+@pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
+@pytest.mark.parametrize(
+    ("frozen", "found"),
+    [
+        (True, r"body\.weight is in the optimizer and not trainable.*Unfreeze it"),
+        (False, r"body\.weight is trainable and not in the optimizer.*Freeze it"),
+    ],
+    ids=["frozen", "unfrozen"],
+)
+def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_made_anew(
+    method: str, frozen: bool, found: str, tmp_path: Path
+) -> None:
+    model = TinyForSequenceClassification()
+    model.body.weight.requires_grad_(frozen)
+    trainer = make_trainer(tmp_path, method=method, model=model, learning_rate=0.5)
+    trainer.create_optimizer()
+    model.body.weight.requires_grad_(not frozen)
+    with pytest.raises(PrivacyError, match=found):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
+    trainer.optimizer = None
+    before = weights_of(model)
+    trainer.train()
+    moved = {name: not torch.equal(before[name], now) for name, now in weights_of(model).items()}
+    assert moved == dict.fromkeys(before, True) | {"body.weight": not frozen}
+
+
+def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(PrivacyError, match="A tensor that is none of the model's is in the"):
+        require_each_once(optimizer, model, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("changes", [{}, {"warmup_steps": 2}], ids=["at once", "warm-up"])
+def test_updates_that_sixteen_bits_may_lose_are_reported_once(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At 1 the next number of bfloat16 is 2^-7 away, and at 2^-6 it is 2^-13."""
+
+    class ApartForSequenceClassification(TinyForSequenceClassification):
         def __init__(self) -> None:
             super().__init__()
-            nn.init.ones_(self.head.weight)
+            with torch.no_grad():
+                self.head.weight.sign_()
+                self.body.weight.sign_().mul_(2**-6)
+                self.head.bias.zero_()
+                self.body.bias.zero_()
             self.to(torch.bfloat16)
 
-    dataset = points()
-    for example in dataset.examples:
-        example["x"] = example["x"].bfloat16()
-    trainer = make_trainer(
-        tmp_path,
-        model=AtOneForSequenceClassification(),
-        train_dataset=dataset,
-        projection="identity",
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        max_steps=14,
-    )
+    def said_of(name: str, **settings: Any) -> list[str]:
+        dataset = points()
+        for example in dataset.examples:
+            example["x"] = example["x"].bfloat16()
+        caplog.clear()
+        make_trainer(
+            tmp_path / name,
+            model=ApartForSequenceClassification(),
+            train_dataset=dataset,
+            **{"learning_rate": 1e-3} | changes | settings,
+        ).train()
+        records = [r.getMessage() for r in caplog.records if r.name == "dp_grape_hf.selfcheck"]
+        return [text for text in records if "rounding" in text]
+
     with caplog.at_level(logging.WARNING, logger="dp_grape_hf.selfcheck"):
-        trainer.train()
-    said = [record.getMessage() for record in caplog.records if "rounding" in record.getMessage()]
-    assert len(said) == 1
-    assert "head.weight" in said[0]
-    assert "body.weight" not in said[0]
+        (text,) = said_of("lost")
+        assert text.startswith("Updates of head.weight may be lost to rounding")
+        assert said_of("large", learning_rate=2**-6) == []
+        assert said_of("kept", float32_updates=True) == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        torch.tensor([0.5, -0.5, 0.0]),  # the sum is what it was
-        torch.tensor([1e-6, 0.0, 0.0]),
-        torch.tensor([0.0, 0.0, -1e-30]),
-    ],
-)
-@pytest.mark.parametrize("start", [0.0, 1.0])
-def test_a_fingerprint_sees_any_change_of_a_number(start: float, change: Tensor) -> None:
-    before = torch.full((3,), start)
-    changed = before + change
-    assert (Fingerprint.of(before) != Fingerprint.of(changed)) == (not torch.equal(before, changed))
-
-
-def test_what_has_moved_is_watched_no_more() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    trainable = dict(model.named_parameters())
-    optimizer = torch.optim.Adam(trainable.values(), lr=0.1)
-    movement = Movement(trainable)
-    for parameter in trainable.values():
-        parameter.grad = torch.ones_like(parameter)
-    assert not movement.done
-    movement.before_update()
-    optimizer.step()
-    movement.after_update(optimizer)
-    assert movement.done
+def test_weights_of_32_bits_and_a_rate_of_zero_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.selfcheck"):
+        make_trainer(tmp_path / "float32", learning_rate=1e-12).train()
+        model = nn.Linear(2, 2).bfloat16()
+        named = dict(model.named_parameters())
+        warn_of_lost_updates(torch.optim.SGD(named.values(), lr=0.0), named)
+    assert not caplog.records
