@@ -13,7 +13,6 @@ inside a kernel.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,12 +100,11 @@ def compared(name: str, setting: Setting) -> Setting:
     return replace(setting, method=name)
 
 
-def arguments_of(setting: Setting, update_steps: int = 1) -> DPGrapeTrainingArguments:
+def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
     """Returns the arguments of a run with some noise; what a method does not do is left out.
 
     Args:
         setting: what to run; not ``adamw``.
-        update_steps: F.
 
     Raises:
         PrivacyError: for an unknown method, or a combination that no run can have.
@@ -126,7 +124,7 @@ def arguments_of(setting: Setting, update_steps: int = 1) -> DPGrapeTrainingArgu
         max_steps=1,
         per_device_train_batch_size=setting.batch_size,
         projection_rank=setting.rank,
-        projection_update_steps=update_steps,
+        projection_update_steps=1,  # the step that is simulated redraws, which takes most
         grad_sample_mode=setting.grad_sample_mode,
         report_to="none",
         **asked,
@@ -219,7 +217,6 @@ class Step:
         setting: what to run; its dtype and gradient checkpointing are the model's affair.
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head; not for ``adamw``.
         timeline: records what is allocated.
-        update_steps: F: projections are redrawn at every step whose number it divides.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
@@ -234,7 +231,6 @@ class Step:
     setting: Setting
     loss: LossFunction | None = None
     timeline: Timeline = field(default_factory=Timeline)
-    update_steps: int = 1
     optimizer: torch.optim.Optimizer = field(init=False)
     number: int = field(init=False, default=0)
 
@@ -249,7 +245,7 @@ class Step:
 
     def run(self) -> None:
         """Runs the step once more: redraw, forward, backward, clip, release, update."""
-        with self.timeline if self.timeline.recording else contextlib.nullcontext():
+        with self.timeline:
             self._run()
         self.number += 1
 
@@ -263,7 +259,7 @@ class Step:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
-        for parameter in parameters if timeline.recording else ():
+        for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: timeline.label(SUMS, p.grad))
 
         def run() -> None:
@@ -280,7 +276,7 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """Engine, projections and optimizer as the Trainer makes them, driven as it drives them."""
         setting, timeline = self.setting, self.timeline
-        args = arguments_of(setting, self.update_steps)
+        args = arguments_of(setting)
         row = methods.METHODS[args.method]
         watched = partial(
             _WatchedEngine,
@@ -319,7 +315,7 @@ class Step:
         elif isinstance(per_sample, ZerothOrderEngine):
             per_sample.skip_probe()
         timeline.phase = "setup"
-        if timeline.recording and not row.private:
+        if not row.private:
             for parameter in trainable.values():
                 parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
 

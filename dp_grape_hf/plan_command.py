@@ -25,13 +25,7 @@ from dp_grape_hf.memory_report import (
     turn_each,
     turn_until_it_fits,
 )
-from dp_grape_hf.plan_methods import (
-    ROUNDS,
-    every_method,
-    simulate_all,
-    sizes_of_model,
-    time_all,
-)
+from dp_grape_hf.plan_methods import every_method, simulate_all, sizes_of_model
 from dp_grape_hf.plan_report import Comparison, Report
 from dp_grape_hf.timeline import Peak
 
@@ -46,8 +40,7 @@ and no weights are needed, only the model's config.
   DP-Adam         unprojected, of each weight the form of its gradients that takes least
   DP-Adam dense   unprojected, a gradient of every weight for every sample
 
---all_methods compares every method of the package instead, at one batch size, and times a step of
-each on this machine, with random weights.
+--all_methods compares every method of the package instead, at one batch size.
 
 What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
 and temporary memory inside kernels. --reserve leaves room for it.
@@ -144,8 +137,7 @@ def add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="method",
         help=f"of {', '.join(METHODS)} (default: all of these)",
     )
-    add("--all_methods", action="store_true", help="compare every method, in memory and time")
-    add("--no_timing", action="store_true", help="with --all_methods: leave out the time")
+    add("--all_methods", action="store_true", help="compare every method")
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
@@ -206,8 +198,6 @@ def _refuse_combinations(args: argparse.Namespace) -> None:
             f"gpu_memory={args.gpu_memory:g} leaves no room beside reserve={args.reserve:g}; both "
             "are in GiB, and the reserve must be at least 0."
         )
-    if args.no_timing and not args.all_methods:
-        raise PrivacyError("no_timing=True: only --all_methods times anything. Leave it out.")
     for name in ("methods", "gpu_memory", "knobs"):
         if args.all_methods and getattr(args, name):
             raise PrivacyError(
@@ -219,18 +209,13 @@ def _refuse_combinations(args: argparse.Namespace) -> None:
 def _compare(request: _Request, args: argparse.Namespace) -> str:
     """Returns the tables of every method."""
     rows = every_method(request.setting)
-    ticks = len(rows) * (1 if args.no_timing else 2 + ROUNDS)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tqdm(disable=None, total=ticks, desc="every method") as progress:
+    with tqdm(disable=None, total=len(rows), desc="every method") as progress:
         simulate_all(request.build, request.batch, rows, progress.update)
-        if not args.no_timing:
-            time_all(request.build, request.batch, rows, device, progress.update)
     sizes = sizes_of_model(request.build, request.setting)
     report = Comparison(
         Report(request.model, request.parameters, request.length, request.setting, {}),
         rows,
         sizes,
-        None if args.no_timing else str(device),
     )
     return report.as_json() if args.json else report.as_text()
 

@@ -11,7 +11,7 @@ from dp_grape_hf.memory import METHODS, Setting
 from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.methods import METHODS as ROWS
 from dp_grape_hf.per_sample import AUTO
-from dp_grape_hf.plan_methods import FORMULAS, ROUNDS, TIMED, Compared, Sizes, choices
+from dp_grape_hf.plan_methods import FORMULAS, Compared, Sizes, choices
 from dp_grape_hf.timeline import KINDS, Peak
 
 
@@ -160,13 +160,11 @@ class Comparison:
         report: of the model and what was asked for; without peaks.
         rows: the methods, AdamW first.
         sizes: what the paper's formulas are made of.
-        device: where times were measured, and None if they were not.
     """
 
     report: Report
     rows: list[Compared]
     sizes: Sizes
-    device: str | None
 
     def as_text(self) -> str:
         """Returns the tables, and how to read them."""
@@ -174,10 +172,9 @@ class Comparison:
         return "\n".join([*parts, "".join(self._choices())])
 
     def as_json(self) -> str:
-        """Returns the figures in bytes and seconds."""
+        """Returns the figures in bytes."""
         result = {
             **self.report.request(),
-            "device": self.device,
             "rows": [self._row(row) for row in self.rows],
             "cost_rule": [asdict(choice) for choice in choices(self.rows)],
         }
@@ -190,9 +187,6 @@ class Comparison:
             "method": row.setting.method,
             "grad_sample_mode": row.setting.grad_sample_mode,
             "refused": row.refused or None,
-            "skipped": row.skipped or None,
-            "seconds": row.seconds,
-            "redraw_seconds": row.redraw,
             "flops": taken and taken.flops,
             "peak": taken and taken.peak.total,
             "reached_in": taken and taken.peak.phase,
@@ -204,24 +198,12 @@ class Comparison:
         }
 
     def _steps(self) -> str:
-        plain = self.rows[0].seconds
-        table = [["a step", "seconds", "of AdamW", "redraw", "GFLOP", "peak, MiB", "reached in"]]
+        table = [["a step", "GFLOP", "peak, MiB", "reached in"]]
         for row in self.rows:
-            ratio = "" if plain is None or row.seconds is None else f"{row.seconds / plain:.2f}"
-            table.append(
-                [row.title, row.skipped or _digits(row.seconds), ratio, _digits(row.redraw)]
-                + (
-                    [row.refused and "refused", "", ""]
-                    if row.footprint is None
-                    else [
-                        f"{row.footprint.flops / 1e9:,.2f}",
-                        _mib(row.footprint.peak.total),
-                        row.footprint.peak.phase,
-                    ]
-                )
-            )
-        if self.device is None:
-            table = [[cells[0], *cells[4:]] for cells in table]
+            cells = [row.refused and "refused", "", ""]
+            if (taken := row.footprint) is not None:
+                cells = [f"{taken.flops / 1e9:,.2f}", _mib(taken.peak.total), taken.peak.phase]
+            table.append([row.title, *cells])
         refused = [f"{row.title}: {row.refused}\n" for row in self.rows if row.refused]
         return _aligned(table) + "".join(refused)
 
@@ -242,10 +224,6 @@ class Comparison:
         table = [["formula (4 bytes a number)", "gradients", "optimizer", "projectors"]]
         for method, formulas in FORMULAS.items():
             table.append([ROWS[method].title, *(formula.text for formula in formulas)])
-        timed = (
-            f"Times are medians of {ROUNDS * TIMED} steps on {self.device} with random weights; a "
-            "redraw of the projection\ncomes on top, once in F steps. "
-        )
         return (
             _aligned(table, left=4)
             + "Sums are over the weights m x n, of which m is projected; parameters that are not "
@@ -253,31 +231,22 @@ class Comparison:
             "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
             "the form in which they are kept. P is kept for\nevery weight, or with "
             "--regenerate_projections for none.\n"
-            + (timed if self.device else "")
-            + "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
+            "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
         )
 
     def _choices(self) -> list[str]:
         lines = []
         for choice in choices(self.rows):
             same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
-            found = [_compared("peak", "the smallest", choice.smallest, choice.peak)]
-            if choice.time is not None:
-                found.append(_compared("time", "the shortest", choice.fastest, choice.time))
-            lines.append(f"{ROWS[choice.method].title} auto{same}: {'; '.join(found)}.\n")
+            found = f"{choice.peak:.2f} x that of {choice.smallest}"
+            if choice.smallest == AUTO:
+                found = "the smallest of the modes"
+            lines.append(f"{ROWS[choice.method].title} auto{same}: peak {found}.\n")
         return lines
-
-
-def _compared(what: str, best: str, mode: str, ratio: float) -> str:
-    return f"{what} {best} of the modes" if mode == AUTO else f"{what} {ratio:.2f} x that of {mode}"
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.2f}"
-
-
-def _digits(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g}"
 
 
 def _option(turned: Turned) -> str:

@@ -60,17 +60,13 @@ class Timeline(TorchDispatchMode):
     What a tensor is for may become known after its memory was allocated, a per-sample gradient's
     for example; ``label`` then says so for its whole life. Views share their storage's memory.
 
-    Args:
-        recording: whether labels are taken down; without, none of it takes any time.
-
     Attributes:
         phase: of the step that is going on; ``setup`` before it.
         flops: of matrix products, convolutions and attention since ``setup``.
     """
 
-    def __init__(self, recording: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.recording = recording
         self.phase = "setup"
         self.flops = 0
         self._events: list[_Event] = []
@@ -79,8 +75,6 @@ class Timeline(TorchDispatchMode):
 
     def label(self, kind: str, tensors: Any) -> None:
         """Says what the memory of tensors is for, which may have been allocated before."""
-        if not self.recording:
-            return
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind

@@ -244,12 +244,6 @@ def test_a_timeline_counts_products_after_the_setup() -> None:
     assert timeline.flops == 5 * 2 * 2 * 3 * 5
 
 
-def test_a_timeline_that_does_not_record_keeps_nothing() -> None:
-    timeline = Timeline(recording=False)
-    timeline.label(WEIGHTS, torch.zeros(256))
-    assert timeline.kept(WEIGHTS) == 0
-
-
 def test_a_timeline_without_a_step_has_no_peak() -> None:
     with pytest.raises(ValueError, match="setup"):
         Timeline().peak()

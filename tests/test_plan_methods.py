@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from dp_grape_hf import plan_command, plan_methods
+from dp_grape_hf import plan_command
 from dp_grape_hf.cli import main
 from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
 from dp_grape_hf.methods import METHODS
@@ -20,18 +20,15 @@ from dp_grape_hf.plan_methods import (
     Compared,
     choices,
     every_method,
-    memory_at_hand,
     simulate_all,
     sizes_of,
     sizes_of_model,
-    time_all,
 )
 from dp_grape_hf.plan_report import Comparison, Report
 from tests.models import only
 from tests.trainers import examples_of, make_trainer
 
 BLOCK = 512  # bytes that a tensor is rounded up to
-CPU = torch.device("cpu")
 TINY = {
     **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"intermediate_size": 64, "max_position_embeddings": 20},
@@ -162,9 +159,7 @@ def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
     assert "ghost" in ghost.refused
     assert "Load the model in float32" in low_precision.refused
     assert possible.refused == ""
-    time_all(build, batch, few[:2], CPU, nothing)
-    assert [row.skipped for row in few[:2]] == ["refused", "refused"]
-    text = comparison(few, "cpu").as_text()
+    text = comparison(few).as_text()
     assert f"\nDP-Adam ghost: {ghost.refused}\n" in text
 
 
@@ -203,82 +198,38 @@ def in_blocks(tensor: Tensor) -> int:
     return -(-tensor.nbytes // BLOCK) * BLOCK
 
 
-# ---- Time ----
-
-
-@pytest.fixture(scope="module")
-def timed(rows: list[Compared]) -> list[Compared]:
-    few = [one(rows, ADAMW), one(rows, "dp_grape"), one(rows, "dpzero"), one(rows, "dp_galore")]
-    ticks: list[None] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_methods, "ROUNDS", 2)
-        time_all(build, batch, few, CPU, lambda: ticks.append(None))
-    assert len(ticks) == 3 * len(few)
-    return few
-
-
-def test_times_are_medians_and_a_redraw_comes_on_top(timed: list[Compared]) -> None:
-    for row in timed:
-        assert len(row.times) == 2 * plan_methods.TIMED
-        assert min(row.times) <= row.seconds <= max(row.times)
-        projects = row.setting.method in ("dp_grape", "dp_galore")
-        assert (row.redraw is not None) == projects == bool(row.redraw_times)
-
-
-def test_a_step_that_does_not_fit_is_not_timed(rows: list[Compared]) -> None:
-    row = Compared("AdamW", one(rows, ADAMW).setting, one(rows, ADAMW).footprint)
-    time_all(build, batch, [row], CPU, nothing, at_hand=1000)
-    assert row.skipped == "needs 0.0 GiB of 0.0"
-    assert row.seconds is None
-    assert row.times == []
-    assert 0 < memory_at_hand(CPU)
+# ---- The cost rule ----
 
 
 def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) -> None:
-    found = [Compared(r.title, r.setting, r.footprint) for r in rows]
-    adam, sgd = choices(found)
+    adam, sgd = choices(rows)
     assert (adam.method, sgd.method) == ("dp_adam", "dp_sgd")
-    assert adam.time is None
-    assert adam.fastest == ""
     peaks = {m: one(rows, "dp_adam", m).footprint.peak.total for m in GRAD_SAMPLE_MODES}
     assert peaks[adam.smallest] == min(peaks.values())
     assert adam.peak == peaks["auto"] / min(peaks.values())
-    for number, row in enumerate(found):
-        row.seconds = 2.0 - (row.setting.grad_sample_mode == "ghost") + number / 1e9
-    assert choices(found)[0].fastest == "ghost"
-    assert choices(found)[0].time == pytest.approx(2)
-    assert choices([row for row in found if row.setting.grad_sample_mode != "ghost"]) == []
+    assert choices([row for row in rows if row.setting.grad_sample_mode != "ghost"]) == []
 
 
 # ---- What is shown ----
 
 
-def comparison(rows: list[Compared], device: str | None) -> Comparison:
+def comparison(rows: list[Compared]) -> Comparison:
     setting = Setting(batch_size=SIZE, rank=8)
     report = Report("Model", 1000, "12 tokens", setting, {})
-    return Comparison(report, rows, sizes_of_model(build, setting), device)
+    return Comparison(report, rows, sizes_of_model(build, setting))
 
 
-def test_the_tables_have_a_line_for_each_method(
-    rows: list[Compared], timed: list[Compared]
-) -> None:
-    text = comparison(rows, "cpu").as_text()
+def test_the_tables_have_a_line_for_each_method(rows: list[Compared]) -> None:
+    text = comparison(rows).as_text()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     for row in rows:
         assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
     assert "AdamW  " in text
     assert lines[2] == ""
-    assert lines[3].split() == "a step seconds of AdamW redraw GFLOP peak, MiB reached in".split()
-    assert next(line for line in lines if line.startswith("AdamW ")).split()[2] == "1.00"
+    assert lines[3].split() == "a step GFLOP peak, MiB reached in".split()
     assert "B r sum n" in text
     assert "\nDP-Adam auto" in text
-
-
-def test_without_times_there_are_no_columns_for_them(rows: list[Compared]) -> None:
-    text = comparison(rows, None).as_text()
-    assert text.splitlines()[3].split() == "a step GFLOP peak, MiB reached in".split()
-    assert "Times" not in text
 
 
 @pytest.fixture
@@ -288,26 +239,20 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("timing", ["", " --no_timing"])
 def test_the_command_prints_json(
-    timing: str,
-    config: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def few(setting: Setting) -> list[Compared]:
         found = every_method(setting)
         return [one(found, ADAMW), one(found, "dp_grape")]
 
     monkeypatch.setattr(plan_command, "every_method", few)
-    monkeypatch.setattr(plan_methods, "ROUNDS", 1)
     command = f"plan --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
-    assert main([*command.split(), *timing.split()]) == 0
+    assert main(command.split()) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in result["rows"]] == [ADAMW, "dp_grape"]
-    assert (result["device"] is None) == bool(timing)
     for row in result["rows"]:
-        assert (row["seconds"] is None) == bool(timing)
+        assert not any("seconds" in name for name in row)
         assert row["peak"] == sum(row["kinds"].values())
         assert row["formulas"].keys() == {"gradients", "optimizer", "projectors"}
         assert row["optimizer"] >= row["formulas"]["optimizer"] > 0
@@ -319,7 +264,6 @@ def test_the_command_prints_json(
         ("--all_methods --methods adamw", "all_methods=True and methods=['adamw']"),
         ("--all_methods --gpu_memory 24", "all_methods=True and gpu_memory=24.0"),
         ("--all_methods --knobs", "all_methods=True and knobs=True"),
-        ("--no_timing", "no_timing=True: only --all_methods times anything"),
     ],
 )
 def test_a_contradiction_is_refused(
