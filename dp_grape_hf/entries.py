@@ -1,7 +1,7 @@
 """The kinds of entries a ledger is made of, what they say together, and how JSON writes them."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -10,7 +10,6 @@ from typing import Any
 from dp_grape_hf import accounting
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.mechanism import (
-    ADDED_IN_VERSION,
     LEFT_OUT_IF_NONE,
     MAY_CHANGE_ON_RESUME,
     Mechanism,
@@ -20,8 +19,7 @@ from dp_grape_hf.mechanism import (
 )
 
 LEDGER_NAME, CARD_NAME = "privacy_ledger.json", "README.md"
-SCHEMA_VERSION = 5
-FIRST_CHAINED = 5
+SCHEMA_VERSION = 1
 SAME_DATA, OTHER_DATA = "same data", "other data"
 
 _HEX = frozenset("0123456789abcdef")
@@ -32,13 +30,8 @@ def is_digest(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= _HEX
 
 
-def _is_schema(value: Any) -> bool:
-    return type(value) is int and FIRST_CHAINED <= value <= SCHEMA_VERSION
-
-
 _COUNT = {"valid": ("at least 0", lambda x: x >= 0)}
-_SCHEMA = {"valid": (f"{FIRST_CHAINED} ... {SCHEMA_VERSION}", _is_schema)}
-_UNCHAINED = {"valid": (f"from 1 to {FIRST_CHAINED - 1}", lambda x: 1 <= x < FIRST_CHAINED)}
+_SCHEMA = {"valid": (f"{SCHEMA_VERSION}", lambda x: x == SCHEMA_VERSION)}
 _TERMS = {"valid": (f"{SAME_DATA!r} or {OTHER_DATA!r}", lambda x: x in (SAME_DATA, OTHER_DATA))}
 _TEXT_BY_KEY = {"valid": ("non-empty texts", lambda x: all(type(t) is str for t in x.values()))}
 _CHANGES = {
@@ -112,17 +105,7 @@ class NotPrivate:
         check_fields(self)
 
 
-@dataclass(frozen=True)
-class Imported:
-    """All before it comes from a file of an older schema, which had no chain."""
-
-    from_schema: int = field(metadata=_UNCHAINED)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-Entry = Start | Release | Weights | Resume | NotPrivate | Imported
+Entry = Start | Release | Weights | Resume | NotPrivate
 
 KINDS: dict[str, type[Any]] = {
     "start": Start,
@@ -130,7 +113,6 @@ KINDS: dict[str, type[Any]] = {
     "weights": Weights,
     "resume": Resume,
     "not_private": NotPrivate,
-    "imported": Imported,
 }
 KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 
@@ -259,11 +241,10 @@ def encoded(entry: Entry) -> dict[str, Any]:
     """Returns an entry as JSON data; what is ``None`` is left out, but for a mechanism's own."""
     content = {name: value for name, value in asdict(entry).items() if value is not None}
     if isinstance(entry, Start):
-        unknown = unsaid_in(entry.schema)
         content["mechanism"] = {
             name: "Infinity" if value == math.inf else value
             for name, value in content["mechanism"].items()
-            if name not in unknown and not (name in LEFT_OUT_IF_NONE and value is None)
+            if not (name in LEFT_OUT_IF_NONE and value is None)
         }
     return {"kind": KIND_OF[type(entry)]} | content
 
@@ -286,49 +267,27 @@ def decoded(content: Any, number: int) -> Entry:
     require(known, f"{where}: kind={kind!r} must be one of {', '.join(KINDS)}.")
     cls, where = KINDS[kind], f"{where}, {kind}"
     if cls is Start:
-        schema = content.get("schema")
-        require(_is_schema(schema), f"{where}: schema={schema!r} is not one of those read here.")
-        content["mechanism"] = mechanism_from(content.get("mechanism"), schema)
-    entry: Entry = built(cls, content, where, optional={"continues": None})
+        mechanism = content.get("mechanism")
+        content["mechanism"] = _built(Mechanism, mechanism, "mechanism", may_miss=LEFT_OUT_IF_NONE)
+    entry: Entry = _built(cls, content, where, may_miss=("continues",))
     return entry
 
 
-def mechanism_from(content: Any, version: int) -> Mechanism:
-    """Returns a mechanism as files of a version wrote it."""
-    optional = dict.fromkeys(LEFT_OUT_IF_NONE) if version >= FIRST_CHAINED else {}
-    unsaid = unsaid_in(version) | ({} if optional else dict.fromkeys(LEFT_OUT_IF_NONE))
-    mechanism: Mechanism = built(Mechanism, content, "mechanism", unsaid, optional)
-    return mechanism
-
-
-def unsaid_in(version: int) -> dict[str, Any]:
-    """Returns the parameters of a mechanism that files of a version leave out, and their values."""
-    newer = (added for later, added in ADDED_IN_VERSION.items() if later > version)
-    return {name: value for added in newer for name, value in added.items()}
-
-
-def built(
-    cls: type[Any],
-    content: Any,
-    where: str,
-    unsaid: Mapping[str, Any] = {},
-    optional: Mapping[str, Any] = {},
-) -> Any:
-    """Builds a record from JSON data that holds every field, but for ``unsaid`` ones, and no other.
+def _built(cls: type[Any], content: Any, where: str, may_miss: Collection[str]) -> Any:
+    """Builds a record from JSON data that holds every field and no other.
 
     Args:
         cls: the dataclass.
         content: what JSON holds.
         where: what errors call it.
-        unsaid: fields that must not be there, and their values.
-        optional: fields that may be missing, and their values then.
+        may_miss: fields that are ``None`` where they are missing.
 
     Raises:
         PrivacyError: A field is missing, unknown or has a value that it cannot have.
     """
     names = {f.name for f in fields(cls)}
-    require_keys(content, names - unsaid.keys(), where, may_miss=optional.keys() & names)
-    content = {name: optional[name] for name in optional.keys() & names} | content | dict(unsaid)
+    require_keys(content, names, where, may_miss)
+    content = dict.fromkeys(names.intersection(may_miss)) | content
     for f in fields(cls):
         if content[f.name] == "Infinity" and float in kinds_of(f):
             content[f.name] = math.inf

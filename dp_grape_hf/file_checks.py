@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from dp_grape_hf.config_paths import code_named, weights_named
-from dp_grape_hf.entries import Imported, Weights
+from dp_grape_hf.entries import Weights
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.loading import ADAPTER, NotLoadable, differences
 from dp_grape_hf.weight_files import digest, may_be_weights, tree
@@ -43,9 +43,6 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     """Compares all weights of a folder with those that its ledger digests, and what is loaded."""
     if folder is None:
         yield Check("weights", ABSENT, "-", "a file was given, not a folder")
-        return
-    if isinstance(ledger.links[-1].entry, Imported):
-        yield Check("weights", ABSENT, "-", "its schema records no digests of weights")
         return
     files, links, others = tree(folder)
     names = {path: path.relative_to(folder).as_posix() for path in (*files, *links, *others)}

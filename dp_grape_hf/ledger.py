@@ -26,7 +26,6 @@ from dp_grape_hf.entries import (
     SAME_DATA,
     SCHEMA_VERSION,
     Entry,
-    Imported,
     NotPrivate,
     Resume,
     Run,
@@ -232,8 +231,6 @@ class Ledger:
 
     def _refuse_branches(self, other: Self, both: str) -> None:
         """Refuses a ledger that lacks releases of another one of its run, however many it has."""
-        if any(isinstance(ledger.links[-1].entry, Imported) for ledger in (self, other)):
-            return  # without a chain, only the counts can be compared
         require(
             is_prefix(other.links, self.links)
             or not any(isinstance(one.entry, Release) for one in beyond(other.links, self.links)),

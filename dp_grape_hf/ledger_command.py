@@ -17,15 +17,7 @@ from tqdm import tqdm
 from dp_grape_hf.accountants import AccountantFailure, rounded_up
 from dp_grape_hf.accounting import EpsilonCurve, Variant
 from dp_grape_hf.chain import Link
-from dp_grape_hf.entries import (
-    KIND_OF,
-    LEDGER_NAME,
-    Imported,
-    NotPrivate,
-    Resume,
-    Start,
-    Weights,
-)
+from dp_grape_hf.entries import KIND_OF, LEDGER_NAME, Entry, NotPrivate, Resume, Start, Weights
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
@@ -229,7 +221,7 @@ def _entries(links: Sequence[Link]) -> Iterator[str]:
     yield f"head {links[-1].digest}"
 
 
-def _says(entry: object) -> str:
+def _says(entry: Entry) -> str:
     if isinstance(entry, Start):
         terms = "" if entry.continues is None else f", continues the run above, {entry.continues}"
         return f"run {entry.run_id[:12]} at {entry.at}{terms}"
@@ -241,10 +233,8 @@ def _says(entry: object) -> str:
     if isinstance(entry, Resume):
         changes = "".join(f", {name} is now {value}" for name, value in entry.changes.items())
         return f"from {entry.updates} updates at {entry.at}{changes}"
-    if isinstance(entry, NotPrivate):
-        return entry.reason
-    assert isinstance(entry, Imported)
-    return f"what is above comes from a file of schema {entry.from_schema}, without a chain"
+    assert isinstance(entry, NotPrivate)
+    return entry.reason
 
 
 def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:

@@ -1,56 +1,40 @@
-"""The file of a ledger: strict JSON, read in every version, written whole or not at all."""
+"""The file of a ledger: strict JSON, written whole or not at all."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from dp_grape_hf.chain import Link, extended
+from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
-    FIRST_CHAINED,
     SCHEMA_VERSION,
-    Entry,
-    Imported,
-    NotPrivate,
-    Start,
-    Weights,
-    built,
     decoded,
     encoded,
     is_digest,
-    mechanism_from,
     require_keys,
 )
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism import Release
 
 
 def read_links(path: str | Path) -> tuple[Link, ...]:
     """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
 
-    Files of schemas before 5 have no digests; they get the ones that their entries would have, and
-    an entry at the end that says so.
-
     Raises:
-        PrivacyError: The file is missing, is not JSON or holds no such entries.
+        PrivacyError: The file is missing, is not JSON, has another schema or holds no such entries.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         # NaN and Infinity are not JSON: they become texts, which no number may be.
         content = json.loads(text, parse_constant=repr, object_pairs_hook=_object)
         version: Any = content.get("schema_version") if isinstance(content, dict) else None
-        known = type(version) is int and 1 <= version <= SCHEMA_VERSION
         require(
-            known,
-            f"schema_version={version!r} is not one of 1 ... {SCHEMA_VERSION}, the ones read here. "
-            "A newer file needs a newer dp_grape_hf.",
+            type(version) is int and version == SCHEMA_VERSION,
+            f"schema_version={version!r} is not {SCHEMA_VERSION}, the only one that is read here. "
+            "Read the file with the version of dp_grape_hf that wrote it.",
         )
-        del content["schema_version"]
-        if version < FIRST_CHAINED:
-            return extended((), *_entries_before_chains(content, version))
-        require_keys(content, {"entries"}, "ledger")
+        require_keys(content, {"schema_version", "entries"}, "ledger")
         entries = content["entries"]
         require(isinstance(entries, list), f"entries={entries!r} must be a list.")
         return tuple(_link(entry, number) for number, entry in enumerate(entries, 1))
@@ -105,25 +89,6 @@ def _link(content: Any, number: int) -> Link:
     entry = decoded(content, number)
     require(is_digest(digest), f"entry {number}: digest={digest!r} must be a SHA-256 in hex.")
     return Link(entry, str(digest))
-
-
-def _entries_before_chains(content: dict[str, Any], version: int) -> Iterator[Entry]:
-    names = {"mechanism", "run_id", "started_at", "versions"}
-    require_keys(content, names | {"releases", "updates", "not_private_reasons"}, "ledger")
-    versions, at, run_id = content["versions"], content["started_at"], content["run_id"]
-    mechanism = mechanism_from(content["mechanism"], version)
-    start = {"run_id": run_id, "at": at, "versions": versions, "mechanism": mechanism}
-    yield built(Start, start | {"schema": SCHEMA_VERSION, "continues": None}, "ledger")
-    releases, reasons = content["releases"], content["not_private_reasons"]
-    require(isinstance(releases, list), f"releases={releases!r} must be a list.")
-    for release in releases:
-        yield built(Release, release, "releases")
-    if content["updates"] is not None:
-        yield built(Weights, {"updates": content["updates"], "files": {}}, "ledger")
-    texts = isinstance(reasons, list) and all(type(reason) is str and reason for reason in reasons)
-    require(texts, f"not_private_reasons={reasons!r} must be non-empty texts.")
-    yield from map(NotPrivate, reasons)
-    yield Imported(version)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,13 +26,6 @@ MAY_CHANGE_ON_RESUME = {
     "accountant": "it bounds the releases and does not change them",
 }
 
-# Parameters that a version of the ledger's file added, and what older files meant by silence.
-ADDED_IN_VERSION: dict[int, dict[str, Any]] = {
-    2: {"clipping": "flat"},
-    3: {"projection_side": "smaller", "projection_ranks": None, "max_batch_size": None},
-    4: {"norm_directions": None, "max_examples_per_unit": None},
-}
-
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
 _OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
@@ -45,7 +38,7 @@ _HINTS = {
     "noise_multiplier": "With target_epsilon it is found for max_steps by the accountants that are "
     "installed: those here, and with these steps, need more than was recorded. The run may have "
     "begun where `pip install dp_grape_hf[pld]` was.",
-    "noise": "It is 'secure' with secure_noise=True, and None without, or before it was recorded.",
+    "noise": "It is 'secure' with secure_noise=True, and None without.",
 }
 
 _POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}

@@ -36,7 +36,7 @@ from dp_grape_hf.claims import (
     rows_of,
     without_guarantee,
 )
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Imported, is_digest
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, is_digest
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
 from dp_grape_hf.ledger import Ledger
@@ -109,17 +109,8 @@ def epsilon_by(accountant: str, ledger: Ledger, delta: float) -> float:
 
 def _of_the_chain(links: tuple[Link, ...], head: str | None) -> Iterator[Check]:
     problem = broken(links)
-    imported = [n for n, link in enumerate(links, 1) if isinstance(link.entry, Imported)]
-    entries, found = f"{len(links)} entries", f"head {links[-1].digest[:12]}"
-    if problem is not None:
-        yield Check("chain", MISMATCH, entries, problem)
-    elif imported and imported[-1] == len(links):
-        last = links[-1].entry
-        schema = last.from_schema if isinstance(last, Imported) else 0
-        yield Check("chain", ABSENT, "-", f"a file of schema {schema} has no chain")
-    else:
-        since = f", chained from entry {imported[-1]} on" if imported else ""
-        yield Check("chain", OK, entries + since, found)
+    found = f"head {links[-1].digest[:12]}" if problem is None else problem
+    yield Check("chain", OK if problem is None else MISMATCH, f"{len(links)} entries", found)
     if head is not None:
         known = has_been_head(head, links)
         text = "in the chain" if known else "never was the end of this chain"
@@ -136,7 +127,7 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     except PrivacyError as error:
         yield Check("ledger of the run", MISMATCH, f"{ledger.steps} releases", f"{error}")
         return
-    if live.run_id == ledger.run_id and not isinstance(ledger.links[-1].entry, Imported):
+    if live.run_id == ledger.run_id:
         agrees = is_prefix(ledger.links, live.links) and broken(live.links) is None
         copy = f"{ledger.steps} releases"
         text = f"{live.steps} releases" + ("" if agrees else ", but not those of the copy")
@@ -263,7 +254,7 @@ def _of_the_epsilon_on_it(spent: float | None, reading: Reading) -> Check:
 
 def _of_the_updates(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     """Compares the state of the trainer, in a checkpoint: it tells a ledger that was cut off."""
-    if folder is None or isinstance(ledger.links[-1].entry, Imported):
+    if folder is None:
         return
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))

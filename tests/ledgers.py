@@ -1,15 +1,14 @@
-"""Ledgers for tests: files of old, and edits with the digests left alone or made anew."""
+"""Ledgers for tests: a mechanism, and edits with the digests left alone or made anew."""
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dp_grape_hf.chain import extended
 from dp_grape_hf.entries import decoded
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import ADDED_IN_VERSION, LEFT_OUT_IF_NONE, Mechanism, Release
+from dp_grape_hf.mechanism import Mechanism
 
 MECHANISM = Mechanism(
     noise_multiplier=1.5,
@@ -50,22 +49,3 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
             entry["digest"] = links[-1].digest
 
     edit(path, consistently)
-
-
-def write_old(path: Path, version: int = 4, **changes: Any) -> None:
-    """Writes a file as schemas 1 to 4 did: 20 releases of `MECHANISM`."""
-    unsaid = {k for v, added in ADDED_IN_VERSION.items() if v > version for k in added}
-    unsaid |= set(LEFT_OUT_IF_NONE)
-    mechanism = {k: v for k, v in asdict(MECHANISM).items() if k not in unsaid}
-    content = {
-        "schema_version": version,
-        "mechanism": mechanism,
-        "run_id": "0123456789abcdef",
-        "started_at": "2026-01-01T00:00:00+00:00",
-        "versions": {"torch": "2.13.0"},
-        "releases": [asdict(Release(1.5, 0.0625, 20))],
-        "updates": None,
-        "not_private_reasons": [],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content | changes))

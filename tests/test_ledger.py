@@ -12,22 +12,19 @@ from typing import Any
 
 import pytest
 
-from dp_grape_hf import entries, ledger_file
 from dp_grape_hf import ledger as ledger_module
 from dp_grape_hf.accounting import PRV, compose_epsilon
-from dp_grape_hf.chain import broken, extended, has_been_head, is_prefix
-from dp_grape_hf.entries import Imported, Resume, Start
+from dp_grape_hf.chain import broken, has_been_head, is_prefix
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
 from dp_grape_hf.mechanism import (
-    ADDED_IN_VERSION,
     LEFT_OUT_IF_NONE,
     MAY_CHANGE_ON_RESUME,
     Mechanism,
     Release,
 )
 from dp_grape_hf.plan import PrivacyPlan
-from tests.ledgers import MECHANISM, edit, rewrite, write_old
+from tests.ledgers import MECHANISM, edit, rewrite
 from tests.trainers import make_args
 
 LOCK_NAME = f".{LEDGER_NAME}.lock"
@@ -423,6 +420,17 @@ def test_not_private_in_the_live_file_stays_not_private(run: tuple[Path, Path]) 
     assert ledger.not_private_reasons == Ledger.load(live).not_private_reasons == ["live"]
 
 
+def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
+    """A branch that released nothing may have noted one in the copy alone."""
+    for path, reasons in zip(run, (["both", "live"], ["copy", "both"]), strict=True):
+        writer = Ledger.load(path)
+        for reason in reasons:
+            writer.mark_not_private(reason)
+        writer.save(path)
+    ledger = Ledger.resume(*run, MECHANISM, updates=20)
+    assert ledger.not_private_reasons == ["both", "live", "copy"]
+
+
 OTHER_VALUES: dict[str, Any] = {
     "noise_multiplier": 1.25,
     "sample_rate": 0.125,
@@ -569,77 +577,6 @@ def test_a_run_names_the_accountant_that_answers(
     assert ledger.mechanism.accountant == "pld"
     ledger.record(9)
     assert ledger.epsilon() == plan.spent(ledger).epsilon
-
-
-# ---- Files of older versions ----
-
-
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_a_file_from_before_the_chain_says_so(version: int, tmp_path: Path) -> None:
-    path = tmp_path / LEDGER_NAME
-    write_old(path, version, updates=12, not_private_reasons=["so"])
-    ledger = Ledger.load(path)
-    assert (ledger.mechanism, ledger.steps, ledger.updates) == (MECHANISM, 20, 12)
-    assert ledger.not_private_reasons == ["so"]
-    assert ledger.links[-1].entry == Imported(version)
-    ledger.save(path)
-    assert Ledger.load(path) == ledger
-
-
-def test_a_run_from_before_the_chain_goes_on_with_one(tmp_path: Path) -> None:
-    live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-20" / LEDGER_NAME
-    write_old(copy, version=1, updates=20)
-    write_old(live, version=1, releases=[asdict(Release(1.5, 0.0625, 25))])
-    with pytest.raises(PrivacyError, match=r"clipping='per_layer' \(recorded: 'flat'\)"):
-        Ledger.resume(live, copy, replace(MECHANISM, clipping="per_layer"), updates=20)
-    Ledger.resume(live, copy, MECHANISM, updates=20).record(2)
-    Ledger.resume(live, copy, MECHANISM, updates=20).record(3)
-    kinds = [type(link.entry) for link in Ledger.load(live).links]
-    assert kinds == [Start, Release, Imported, Resume, Release, Resume, Release]
-    assert (Ledger.load(live).steps, json.loads(live.read_text())["schema_version"]) == (
-        30,
-        SCHEMA_VERSION,
-    )
-
-
-def test_reasons_in_either_file_from_before_the_chain_are_kept(tmp_path: Path) -> None:
-    live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-20" / LEDGER_NAME
-    write_old(copy, updates=20, not_private_reasons=["copy", "live"])
-    write_old(live, not_private_reasons=["live"])
-    ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
-    assert ledger.not_private_reasons == ["live", "copy"]
-
-
-def test_an_old_file_is_held_to_its_own_version(tmp_path: Path) -> None:
-    """A name that its version did not know is as unknown as any other."""
-    path = tmp_path / LEDGER_NAME
-    mechanism = asdict(MECHANISM)
-    for version, name in ((1, "clipping='flat'"), (2, "max_batch_size=None")):
-        write_old(path, version, mechanism=mechanism)
-        with pytest.raises(PrivacyError, match=f"{name} is unknown"):
-            Ledger.load(path)
-    write_old(path, 2, mechanism={k: v for k, v in mechanism.items() if k != "clipping"})
-    with pytest.raises(PrivacyError, match="clipping is missing"):
-        Ledger.load(path)
-
-
-def test_a_mechanism_that_grows_later_leaves_old_digests_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What version 5 wrote without a parameter keeps its digest when version 6 adds one."""
-    monkeypatch.setattr(entries, "SCHEMA_VERSION", 6)
-    monkeypatch.setattr(ledger_file, "SCHEMA_VERSION", 6)
-    monkeypatch.setitem(ADDED_IN_VERSION, 6, {"max_examples_per_unit": None})
-    path = tmp_path / LEDGER_NAME
-    ledger = Ledger(extended((), Start("run", "now", {}, MECHANISM, schema=5)))
-    ledger.record(3)
-    ledger.save(path)
-    content = json.loads(path.read_text())
-    assert "max_examples_per_unit" not in content["entries"][0]["mechanism"]
-    assert Ledger.load(path) == ledger
-    rewrite(path, lambda content: content["entries"][0].update(schema=6))
-    with pytest.raises(PrivacyError, match="max_examples_per_unit is missing"):
-        Ledger.load(path)
 
 
 # ---- The chain ----
@@ -871,6 +808,7 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((), "schema_version", 0),
         ((), "schema_version", SCHEMA_VERSION + 1),
         ((), "schema_version", True),
+        ((), "schema_version", 1.0),
         ((), "epsilon", 0.1),
         ((), "entries", {}),
         (("entries",), 0, []),
@@ -879,8 +817,9 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((0,), "run_id", 5),
         ((0,), "at", ""),
         ((0,), "versions", {"torch": 2}),
-        ((0,), "schema", 4),
+        ((0,), "schema", 0),
         ((0,), "schema", SCHEMA_VERSION + 1),
+        ((0,), "schema", True),
         ((0,), "continues", "same data"),
         ((0,), "mechanism", []),
         ((2,), "updates", 21),
@@ -967,7 +906,6 @@ def test_a_missing_key_is_refused(place: int | None, tmp_path: Path) -> None:
         (lambda e: e.pop(0), "'releases' comes before any 'start'"),
         (lambda e: e.append(dict(e[0])), "continues=None, but 1 runs come before"),
         (lambda e: e.append(e[0] | {"continues": "same data"}), "is that of a run before it"),
-        (lambda e: e.append({"kind": "imported", "from_schema": 5}), "from_schema=5"),
     ],
 )
 def test_entries_that_do_not_belong_together_are_refused(
@@ -1006,6 +944,20 @@ def test_a_file_of_another_shape_is_refused(content: str, tmp_path: Path) -> Non
     path.write_text(content)
     with pytest.raises(PrivacyError, match="schema_version=None"):
         Ledger.load(path)
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_file_of_another_schema_gets_one_error_whatever_it_holds(
+    version: int, tmp_path: Path
+) -> None:
+    path = tmp_path / LEDGER_NAME
+    path.write_text(json.dumps({"schema_version": version, "releases": [], "later": {}}))
+    with pytest.raises(PrivacyError) as refusal:
+        Ledger.load(path)
+    assert str(refusal.value).startswith(
+        f"no valid privacy ledger at {path}: schema_version={version} is not {SCHEMA_VERSION}, the "
+        "only one that is read here. Read the file with the version of dp_grape_hf that wrote it."
+    )
 
 
 def test_a_wrong_mechanism_is_refused_by_field() -> None:

@@ -41,7 +41,7 @@ from dp_grape_hf.loading import ADAPTER, differences
 from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, epsilon_by, verify
 from dp_grape_hf.weight_files import digests, may_be_weights, weight_files
-from tests.ledgers import MECHANISM, edit, rewrite, write_old
+from tests.ledgers import MECHANISM, edit, rewrite
 from tests.models import only
 from tests.trainers import examples_of, make_trainer
 
@@ -494,16 +494,6 @@ def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
 @pytest.mark.parametrize("head", ["", "1ac6", "A" * 64])
 def test_a_head_is_a_whole_digest(head: str, run: Path) -> None:
     assert main(["verify", str(run), "--head", head]) == 2
-
-
-def test_a_ledger_from_before_the_chain_says_that_it_has_none(tmp_path: Path) -> None:
-    write_old(tmp_path / LEDGER_NAME, version=3, updates=20)
-    (tmp_path / CARD_NAME).write_text(render(Ledger.load(tmp_path / LEDGER_NAME)))
-    checks = verify(tmp_path)
-    assert _wrong(checks) == []
-    assert checks[0] == Check("chain", ABSENT, "-", "a file of schema 3 has no chain")
-    assert _status(checks)["weights"] == ABSENT
-    assert _status(checks)["epsilon by pld"] == OK
 
 
 # ---- What does not apply is said ----
