@@ -180,11 +180,11 @@ def _text(path: Path, on_hub: OnHub) -> bytes:
 
 
 def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
-    """Holds copied weights against the digests noted when they were saved, since schema 5."""
+    """Holds copied weights against the digests noted when they were saved."""
     entries = (link.entry for link in ledger.links)
-    noted = [entry.files for entry in entries if isinstance(entry, Weights) and entry.files]
-    found = digests(staged) if noted else {}
-    if other := ", ".join(name for name in found if noted[-1].get(name) != found[name]):
+    noted = [entry.files for entry in entries if isinstance(entry, Weights)]
+    recorded, found = noted[-1] if noted else {}, digests(staged)
+    if other := ", ".join(name for name in found if recorded.get(name) != found[name]):
         raise PrivacyError(
             f"{other} in {folder} changed since {LEDGER_NAME} was saved, which does not "
             "speak for these weights. Save them again, with trainer.save_model()."
