@@ -112,7 +112,6 @@ def optimizer_of_run(
         "rule": args.update_rule,
         "moments_at_redraw": args.moments_at_redraw,
         "noise_correction": args.noise_correction,
-        "noise_floor": args.noise_floor,
         **settings.get(args.update_rule, {}),
     }
 

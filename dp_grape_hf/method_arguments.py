@@ -155,14 +155,6 @@ class MethodArguments(_Host):
             "DP-AdamBC does (Tang et al. 2024). Costs no privacy."
         },
     )
-    noise_floor: float | None = field(
-        default=None,
-        metadata={
-            "help": "What at least stays of a corrected second moment, in units of the noise's "
-            "variance. Default: what suits adam_beta1."
-        },
-    )
-
     released_iterate: str = field(
         default="last",
         metadata={
@@ -267,7 +259,6 @@ class MethodArguments(_Host):
         refuse_values(
             self,
             ("norm_directions", "at least 1", lambda v: v >= 1),
-            ("noise_floor", "positive and finite", lambda v: 0 < v < math.inf),
             optional=True,
         )
         self._read_ranks()
@@ -282,11 +273,6 @@ class MethodArguments(_Host):
                 )
         if row.norm_estimates and self.norm_directions is None:
             self.norm_directions = NORM_DIRECTIONS
-        if self.noise_floor is not None and not self.noise_correction:
-            raise PrivacyError(
-                f"noise_floor={self.noise_floor!r} has no meaning without noise_correction=True. "
-                "Leave it out, or switch the correction on."
-            )
         if self.released_iterate != "last" and self.load_best_model_at_end:
             raise PrivacyError(
                 f"released_iterate={self.released_iterate!r} and load_best_model_at_end=True both "

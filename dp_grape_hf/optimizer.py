@@ -18,7 +18,6 @@ variance, which is as public as the noise multiplier.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +29,6 @@ from dp_grape_hf.projection import Projector
 from dp_grape_hf.randomness import round_at_random, rounding_generator, row_blocks
 from dp_grape_hf.update_rules import (
     UPDATE_RULES,
-    Noise,
     Redraws,
     Term,
     known_noise,
@@ -62,8 +60,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             the state; a state that was saved under ``keep`` continues without a redraw.
         noise_correction: the variance of the noise, which ``receive`` must then be given, is
             subtracted from Adam's second moment before the root (DP-AdamBC, Tang et al. 2024).
-        noise_floor: what at least stays under the root, in units of the noise's variance; None for
-            what suits Adam's first beta (``update_rules.Adam``).
         float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
             docstring. Weights are kept apart where ``keep_apart`` says so.
         rounding_seed: the public seed of the rounding.
@@ -83,7 +79,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         moments_at_redraw: str = "keep",
         noise_correction: bool = False,
-        noise_floor: float | None = None,
         float32_updates: bool = False,
         rounding_seed: int = 0,
         **settings: Any,
@@ -99,18 +94,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 f"{noise_correction=} corrects a second moment, and {rule=} has none. Leave it "
                 "out, or choose rule='adam'."
             )
-        if noise_floor is not None:
-            if not noise_correction:
-                raise ValueError(f"{noise_floor=} has no meaning without noise_correction=True.")
-            require_in_range("noise_floor", noise_floor, 0 < noise_floor < math.inf)
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.float32_updates = float32_updates
-        self._noise_correction, self._noise_floor = noise_correction, noise_floor
+        self._noise_correction = noise_correction
         self._rounding_seed = rounding_seed
         self._redraws = Redraws(moments_at_redraw)
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        self._noise: dict[nn.Parameter, Noise] = {}
+        self._noise: dict[nn.Parameter, float] = {}  # its standard deviation
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
 
     def receive(
@@ -134,7 +125,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """
         self._noise = {}
         if self._noise_correction:
-            self._noise = known_noise(private_grads, noise_std, self._noise_floor)
+            self._noise = known_noise(private_grads, noise_std)
         self._private_grads, self._projectors = private_grads, projectors or {}
 
     @torch.no_grad()
@@ -190,7 +181,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for rows in row_blocks(weight, _BLOCK):
             gradient, moments = term.gradient[rows], tuple(m[rows] for m in term.moments)
             update = torch.zeros_like(gradient)
-            block = Term(update, gradient, moments, term.step.clone(), term.noise)
+            block = Term(update, gradient, moments, term.step.clone(), term.noise_std)
             self._rule.apply([block], group, 1.0, 0.0)
             if self._rounds(weight):
                 total = weight[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))

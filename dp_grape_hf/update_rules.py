@@ -29,13 +29,6 @@ _PIECE = 2**18  # numbers that have a temporary copy at once
 _RIDGE = 1e-10  # of the mean eigenvalue of P^T P; only a P of lower rank than r needs it
 
 
-class Noise(NamedTuple):
-    """The known noise in a private gradient, and what is left of a second moment without it."""
-
-    std: float  # of one coordinate
-    floor: float | None  # in units of std**2; None: what the noise leaves in the first moment
-
-
 class Term(NamedTuple):
     """What a rule moves, by which gradient and with which state."""
 
@@ -43,7 +36,7 @@ class Term(NamedTuple):
     gradient: Tensor
     moments: tuple[Tensor, ...]  # in the order of UpdateRule.moments
     step: Tensor  # (), the steps before this one
-    noise: Noise | None = None  # None: the second moment is taken as it is
+    noise_std: float | None = None  # of a coordinate; None: the second moment is taken as it is
 
 
 class Setting(NamedTuple):
@@ -118,9 +111,8 @@ def require_in_range(name: str, value: Any, good: bool) -> None:
 def known_noise(
     weights: Iterable[nn.Parameter],
     std: float | Mapping[nn.Parameter, float] | None,
-    floor: float | None,
-) -> dict[nn.Parameter, Noise]:
-    """Returns the noise of each weight that has some.
+) -> dict[nn.Parameter, float]:
+    """Returns the standard deviation of the noise of each weight that has some.
 
     Raises:
         ValueError: if the standard deviation of a weight is missing, negative or not finite.
@@ -136,7 +128,7 @@ def known_noise(
             )
         require_in_range("noise_std", own, 0 <= own < math.inf)
         if own > 0:
-            known[weight] = Noise(float(own), floor)
+            known[weight] = float(own)
     return known
 
 
@@ -151,11 +143,11 @@ class Adam(UpdateRule):
     ``m_hat / (sqrt(max(v_hat - std**2, floor * std**2)) + eps)``. Their gamma' is
     ``floor * std**2``; relative to the noise it means the same for all layers and budgets.
 
-    Without a floor of the user's it is the part of the noise's variance that the first moment
-    still has, ``(1 - b1) (1 + b1**t) / ((1 + b1) (1 - b1**t))`` with ``b1 = betas[0]``: 1 at the
-    first step, and 0.053 in the long run for 0.9. What a smaller second moment would say of a
-    coordinate cannot be told from noise, and a coordinate that is noise alone then moves by lr at
-    most in the root mean square, which is also how far Adam moves one without noise.
+    The floor is the part of the noise's variance that the first moment still has,
+    ``(1 - b1) (1 + b1**t) / ((1 + b1) (1 - b1**t))`` with ``b1 = betas[0]``: 1 at the first step,
+    and 0.053 in the long run for 0.9. What a smaller second moment would say of a coordinate cannot
+    be told from noise, and a coordinate that is noise alone then moves by lr at most in the root
+    mean square, which is also how far Adam moves one without noise.
     """
 
     moments: ClassVar = {"exp_avg": 1, "exp_avg_sq": 2}
@@ -168,7 +160,7 @@ class Adam(UpdateRule):
         self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
     ) -> None:
         """Takes ``lr * m_hat / (sqrt(v_hat) + eps)`` off each target: one pass over memory."""
-        plain = [term for term in terms if term.noise is None]
+        plain = [term for term in terms if term.noise_std is None]
         beta1, beta2 = settings["betas"]
         adamw(
             [term.target for term in plain],
@@ -187,19 +179,19 @@ class Adam(UpdateRule):
             maximize=False,
         )
         for term in terms:
-            if term.noise is not None:
-                _corrected_adam(term, term.noise, settings, lr, weight_decay)
+            if term.noise_std is not None:
+                _corrected_adam(term, term.noise_std, settings, lr, weight_decay)
 
 
 def _corrected_adam(
-    term: Term, noise: Noise, settings: Mapping[str, Any], lr: float, weight_decay: float
+    term: Term, std: float, settings: Mapping[str, Any], lr: float, weight_decay: float
 ) -> None:
-    (beta1, beta2), variance = settings["betas"], noise.std**2
+    (beta1, beta2), variance = settings["betas"], std**2
     # Tensors, so that no step count has to be fetched from the device.
     step = term.step.add_(1).double()
     mass1, mass2 = 1 - beta1**step, 1 - beta2**step
     left = (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * mass1)
-    floor = variance * (left if noise.floor is None else torch.full_like(left, noise.floor))
+    floor = variance * left
     flat = (tensor.view(-1).split(_PIECE) for tensor in (term.target, term.gradient, *term.moments))
     buffer = term.target.new_empty(min(_PIECE, term.target.numel()))
     for target, gradient, first, second in zip(*flat, strict=True):

@@ -55,7 +55,6 @@ def test_only_the_budget_has_no_default() -> None:
         "n_directions": 1,
         "direction_distribution": "gaussian",
         "norm_directions": None,
-        "noise_floor": None,
         "accountant": "least",
         "max_grad_norm": 1.0,
         "clipping": "flat",

@@ -562,7 +562,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
         ({"method": "dp_sgd", "noise_correction": True}, "noise_correction=True corrects"),
-        ({"noise_floor": 0.5}, "noise_floor=0.5 has no meaning without"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
         ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
         ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
