@@ -127,10 +127,7 @@ def iterate_of_run(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]
     name = args.released_iterate
     if name == LastIterate.name:
         return None
-    settings: dict[str, dict[str, Any]] = {
-        "random": {"seed": args.projection_seed},
-        "average": {"decay": args.average_decay},
-    }
+    settings: dict[str, dict[str, Any]] = {"average": {"decay": args.average_decay}}
     return ITERATES[name](trainable, **settings.get(name, {}))
 
 

@@ -1,8 +1,8 @@
-"""Which weights are released after training: the last, one drawn at random, or an average.
+"""Which weights are released after training: the last, or an average.
 
 The accountant bounds the release of all private gradients of a run together, so every iterate, and
-whatever is computed from them, is post-processing and costs no privacy. Theory bounds the gradient
-at an iterate drawn uniformly; an average takes out noise that the last steps left in the weights.
+whatever is computed from them, is post-processing and costs no privacy. An average takes out noise
+that the last steps left in the weights.
 
 Use: ``update`` after each step of the optimizer; ``released`` around what is to see the released
 weights; ``release_`` when training is over. An optimizer with ``float32_updates`` may hold a part
@@ -14,7 +14,6 @@ To add one, subclass ``Iterate`` and register it with ``@iterate("name")``.
 from __future__ import annotations
 
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -152,32 +151,6 @@ class LastIterate(Iterate):
 
     def _see(self, count: int) -> None:
         pass
-
-
-@iterate("random")
-class RandomIterate(Iterate):
-    """The weights after one step, drawn uniformly from all steps so far.
-
-    The n-th weights take the place of those kept with probability 1/n (reservoir sampling), so the
-    draw is uniform whenever training stops, and a run of n steps makes about log(n) copies.
-
-    Args:
-        parameters: name -> parameter, of those that are trained.
-        seed: of the coins, which are public. A resumed run throws the same.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
-        super().__init__(parameters)
-        self._seed = seed
-
-    def _see(self, count: int) -> None:
-        # A stream of its own for each step, so that there is no state to save.
-        if random.Random(f"released iterate/{self._seed}/{count}").randrange(count):
-            return
-        if not self._values:
-            self._values = {n: torch.empty_like(p.detach()) for n, p in self._parameters.items()}
-        for name, value in self._values.items():
-            value.copy_(self._parameters[name])
 
 
 @iterate("average")

@@ -1,8 +1,6 @@
-"""The released iterate: the last one, one drawn at random, or an average."""
+"""The released iterate: the last one, or an average."""
 
 import io
-import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.iterates import (
-    ITERATES,
-    AverageOfIterates,
-    Iterate,
-    LastIterate,
-    RandomIterate,
-    iterate,
-)
+from dp_grape_hf.iterates import ITERATES, AverageOfIterates, Iterate, LastIterate, iterate
 
 Parameters = dict[str, nn.Parameter]
 MAKE: dict[str, Callable[[Parameters], Iterate]] = {
     "last": LastIterate,
-    "random": lambda parameters: RandomIterate(parameters, seed=3),
     "average": lambda parameters: AverageOfIterates(parameters, decay=0.7),
 }
 
@@ -112,41 +102,6 @@ def test_an_average_of_bfloat16_weights_sees_steps_that_bfloat16_cannot_add_up()
     average = kept.state_dict()["values"]["weight"]
     assert average.dtype is torch.float32
     torch.testing.assert_close(average, torch.tensor([1 + 2**-8]), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_a_random_iterate_is_one_of_them_and_uniform_over_seeds(steps: int) -> None:
-    """The largest of the z-scores of 7 counts exceeds 5 with probability below 1e-5."""
-    draws, counts = 1000, Counter[int]()
-    for seed in range(draws):
-        weight = nn.Parameter(torch.zeros(()))
-        kept = RandomIterate({"weight": weight}, seed)
-        for i in range(steps):
-            with torch.no_grad():
-                weight.fill_(i)
-            kept.update()
-        counts[int(released(kept, {"weight": weight})["weight"])] += 1
-    assert counts.keys() == set(range(steps))
-    share = 1 / steps
-    bound = 5 * (draws * share * (1 - share)) ** 0.5
-    assert all(abs(count - draws * share) <= bound for count in counts.values()), counts
-
-
-def test_a_random_iterate_is_all_of_one_step_and_stays_until_another_takes_its_place() -> None:
-    weights, seen = parameters(torch.bfloat16), []
-    kept = RandomIterate(weights, seed=1)
-    places = []
-    for i in range(40):
-        seen.append(move(weights, i))
-        kept.update()
-        found = released(kept, weights)
-        (place,) = [j for j, old in enumerate(seen) if torch.equal(old["matrix"], found["matrix"])]
-        assert_equal(found, seen[place])
-        places.append(place)
-    assert places[0] == 0
-    for i, (before, after) in enumerate(itertools.pairwise(places), start=1):
-        assert after in (before, i)
-    assert 1 < len(set(places)) < 20  # log(40) = 3.7 copies on average
 
 
 # ---- In and out of the model ----
@@ -278,8 +233,8 @@ def test_the_state_of_another_iterate_is_refused() -> None:
     weights = parameters()
     kept = AverageOfIterates(weights, 0.5)
     kept.update()
-    with pytest.raises(ValueError, match=r"'average'.*'random'"):
-        RandomIterate(weights, 0).load_state_dict(kept.state_dict())
+    with pytest.raises(ValueError, match=r"'average'.*'last'"):
+        LastIterate(weights).load_state_dict(kept.state_dict())
 
 
 @pytest.mark.parametrize(

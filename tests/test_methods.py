@@ -558,7 +558,10 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
             {"method": "dpzero", "learning_rate_factors": {"head": 2}},
             "is about gradients by parameter, and method='dpzero' makes none",
         ),
-        ({"released_iterate": "best"}, "released_iterate='best' must be one of"),
+        (
+            {"released_iterate": "random"},
+            r"released_iterate='random' must be one of \['average', 'last'\]",
+        ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
         ({"method": "dp_sgd", "noise_correction": True}, "noise_correction=True corrects"),
@@ -808,25 +811,6 @@ def test_the_average_of_iterates_is_what_a_run_ends_with(method: str, tmp_path: 
     mean = {n: torch.stack([w[n] for w in watch.weights[1:]]).mean(0) for n in watch.weights[0]}
     assert_same_weights(weights_of(trainer.model), mean, atol=1e-6, rtol=1e-5)
     assert any(not torch.equal(mean[name], watch.weights[-1][name]) for name in mean)
-
-
-def test_a_random_iterate_is_one_of_the_weights_after_a_step(tmp_path: Path) -> None:
-    last = 0
-    for seed in range(6):
-        watch = Watch()
-        trainer = make_trainer(
-            tmp_path / str(seed),
-            callbacks=[watch],
-            released_iterate="random",
-            projection_seed=seed,
-            learning_rate=0.1,
-        )
-        trainer.train()
-        found = weights_of(trainer.model)
-        same = [all(torch.equal(found[n], w[n]) for n in w) for w in watch.weights]
-        assert sum(same[1:]) == 1
-        last += same[-1]
-    assert last < 6  # by chance with these seeds: always the same
 
 
 def test_an_average_goes_on_where_a_run_was_stopped(tmp_path: Path) -> None:
