@@ -19,13 +19,12 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.method_arguments import AUTO
 from dp_grape_hf.methods import AFTER_RELEASE, AT_CAPTURE, METHODS
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine, make_engine
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.ranks import auto_ranks, first_matches, ranks_for
+from dp_grape_hf.ranks import first_matches, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
 from dp_grape_hf.unit_engine import UnitEngine
@@ -178,14 +177,14 @@ class Projections:
                 model, trainable, args.optim_target_modules, args.project_embeddings
             )
         shapes = {name: tuple(trainable[name].shape) for name in targets}
-        placed = {"side": args.projection_side, "input_dims": input_dimensions(model)}
         settings: dict[str, Any] = {
             "family": args.projection,
-            "rank": _ranks(args, shapes, placed),
+            "rank": _ranks(args, shapes),
             "update_steps": args.projection_update_steps,
             "seed": args.projection_seed,
             "device": device,
-            **placed,
+            "side": args.projection_side,
+            "input_dims": input_dimensions(model),
         }
         self.schedule: ProjectionSchedule | None = None
         self.released: ReleasedProjection | None = None
@@ -304,13 +303,9 @@ def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any
         )
 
 
-def _ranks(
-    args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]], placed: Mapping[str, Any]
-) -> int | dict[str, int]:
+def _ranks(args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]]) -> int | dict[str, int]:
     """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
     asked = args.projection_ranks
     if isinstance(asked, Mapping):
         return ranks_for(shapes, args.projection_rank, asked)
-    if asked is not None:
-        return auto_ranks(shapes, int(asked.removeprefix(AUTO)), **placed)
     return args.projection_rank

@@ -21,7 +21,6 @@ from dp_grape_hf.projection import PROJECTIONS
 from dp_grape_hf.released_projection import SVD
 from dp_grape_hf.update_rules import AT_REDRAW, UPDATE_RULES
 
-AUTO = "auto:"
 LEAST_PERTURBATION = 1e-4
 NORM_DIRECTIONS = 64
 
@@ -190,8 +189,7 @@ class MethodArguments(_Host):
         default=None,
         metadata={
             "help": "Ranks by layer: a mapping of name patterns to r (as JSON on the command "
-            "line), in front of projection_rank; or auto:N, which spends N coordinates over the "
-            "layers by their size."
+            "line), in front of projection_rank."
         },
     )
     projection_side: str = field(
@@ -309,12 +307,8 @@ class MethodArguments(_Host):
             return
         wrong = PrivacyError(
             f"projection_ranks={asked!r} must map name patterns to ranks of at least 1, like "
-            '{"query": 8}, or be auto:N with N coordinates.'
+            '{"query": 8}.'
         )
-        if isinstance(asked, str) and asked.startswith(AUTO):
-            if not asked.removeprefix(AUTO).isdecimal():
-                raise wrong
-            return
         self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
 
     def _read_factors(self) -> None:

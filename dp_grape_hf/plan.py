@@ -379,7 +379,7 @@ class PrivacyPlan:
 
 
 def _as_text(ranks: Any) -> str | None:
-    return ranks if ranks is None or isinstance(ranks, str) else json.dumps(ranks)
+    return None if ranks is None else json.dumps(ranks)
 
 
 def check_dataset(dataset: Any) -> None:

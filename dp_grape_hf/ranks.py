@@ -1,17 +1,14 @@
-"""How many columns the projection of each layer has: given by name patterns, or from a budget.
+"""How many columns the projection of each layer has: given by name patterns.
 
-Both functions return parameter name -> r, which is what ``ProjectionSchedule`` takes as ``rank``.
-Ranks are public: they are made of names, shapes and numbers that the user gave, never of data.
+Ranks are public: they are made of names and numbers that the user gave, never of data.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.placement import projected_dimension
 
 _MOST_LISTED = 20  # names in an error message
 
@@ -90,66 +87,3 @@ def _runs(name: str) -> Iterator[str]:
     for start in range(len(parts)):
         for stop in range(start + 1, len(parts) + 1):
             yield ".".join(parts[start:stop])
-
-
-def auto_ranks(
-    shapes: Mapping[str, tuple[int, ...]],
-    budget: int,
-    side: str = "smaller",
-    input_dims: Mapping[str, int] | None = None,
-) -> dict[str, int]:
-    """Returns ranks that spend a budget of coordinates over layers by their size.
-
-    A layer whose projected dimension is d and whose other dimension is k keeps r k coordinates. The
-    rule is r proportional to d, at least 1 and at most d - 1: all layers are compressed by one
-    factor.
-
-    Why: the lifted noise has variance ``(sigma C)^2`` in each entry of a weight whatever r is,
-    because ``E[P P^T] = I``. What r decides is the error of the gradient: the squared distance of
-    ``P P^T G`` from G is about ``d / r |G|^2``. If the entries of all gradients are equally large,
-    so that ``|G|^2`` is proportional to ``d k``, then ``sum_l d_l / r_l |G_l|^2`` is smallest
-    within the budget ``sum_l r_l k_l`` where r is proportional to d. No data is looked at.
-
-    Ranks rise one by one, always that with the smallest next ``r / d`` (of equals, that of the
-    larger layer), until the next step would pass the budget. So less than one such step of it is
-    left, a larger budget lowers no rank, and a layer with a larger d has no smaller rank.
-
-    >>> auto_ranks({"wide": (8, 32), "narrow": (4, 8)}, budget=200)
-    {'wide': 5, 'narrow': 2}
-
-    Args:
-        shapes: parameter name -> shape, of the parameters to project; only matrices get a rank. One
-            with d = 1 gets 1, which leaves it unprojected, and costs nothing.
-        budget: how many coordinates all layers may have together.
-        side: which dimension is projected, a name in ``placement.SIDES``.
-        input_dims: parameter name -> its dimension that is the layer's input; 1 if not named.
-
-    Raises:
-        PrivacyError: if the budget is too small for rank 1 in every layer; for an unknown side.
-    """
-    sizes: dict[str, tuple[int, int]] = {}  # d, k
-    for name, shape in shapes.items():
-        if len(shape) == 2:
-            dimension = projected_dimension(shape, side, (input_dims or {}).get(name, 1))
-            sizes[name] = (shape[dimension], shape[1 - dimension])
-    ranks = dict.fromkeys(sizes, 1)
-    left = budget - sum(k for d, k in sizes.values() if d > 1)
-    require(
-        left >= 0,
-        f"{budget=} is below the {budget - left} coordinates that rank 1 in "
-        f"each of {len(sizes)} layers takes. Give at least that, or project fewer layers.",
-    )
-    # In float64, r / d of two layers are equal only if they are equal, for any d below 2^26.
-    steps = [(2 / d, -d, -k, place, name) for place, (name, (d, k)) in enumerate(sizes.items())]
-    steps = [step for step in steps if step[1] < -2]
-    heapq.heapify(steps)
-    while steps and left + steps[0][2] >= 0:
-        _, minus_d, minus_k, place, name = steps[0]
-        ranks[name] += 1
-        left += minus_k
-        if ranks[name] + 1 < -minus_d:
-            following = (ranks[name] + 1) / -minus_d
-            heapq.heapreplace(steps, (following, minus_d, minus_k, place, name))
-        else:
-            heapq.heappop(steps)
-    return ranks

@@ -452,7 +452,7 @@ OTHER_VALUES: dict[str, Any] = {
     "method": "dp_adam",
     "clipping": "per_layer",
     "projection_side": "input",
-    "projection_ranks": "auto:500",
+    "projection_ranks": '{"body": 4}',
     "max_batch_size": 128,
     "norm_directions": 16,
     "max_examples_per_unit": 4,
