@@ -189,8 +189,7 @@ class Projections:
         self.schedule: ProjectionSchedule | None = None
         self.released: ReleasedProjection | None = None
         if where == AT_CAPTURE:
-            cache = not args.regenerate_projections
-            self.schedule = ProjectionSchedule(shapes, **settings, cache=cache)
+            self.schedule = ProjectionSchedule(shapes, **settings)
         elif where == AFTER_RELEASE:
             self.released = ReleasedProjection(shapes, **settings)
 

@@ -74,8 +74,7 @@ class LowRankUpdates:
 
         Args:
             projectors: parameter name -> projector, those of the step. For as long as P is the
-                same it must be the same object. A branch keeps P, also that of a
-                ``RedrawnProjector``.
+                same it must be the same object.
 
         Raises:
             UnsupportedModelError: if the model seems to use a weight without calling its module.
@@ -90,10 +89,8 @@ class LowRankUpdates:
                     "effect: the model uses the weight directly, or not at all. Freeze it with "
                     "requires_grad_(False), or set float32_updates=False."
                 )
-            projector = projectors[name]
-            if branch.given is not projector:
-                branch.given, branch.projector = projector, projector.drawn()
-            branch.update = self._optimizer.keep_apart(self._weights[name], projector)
+            branch.projector = projectors[name]
+            branch.update = self._optimizer.keep_apart(self._weights[name], projectors[name])
 
     def merge_(self) -> None:
         """Moves all updates into the weights, rounded at random; the branches then add zero."""
@@ -117,7 +114,6 @@ class _Branch:
 
     def __init__(self, stored_transposed: bool) -> None:
         self._stored_transposed = stored_transposed
-        self.given: Projector | None = None
         self.projector: Projector | None = None
         self.update: Tensor | None = None
         self.calls = 0

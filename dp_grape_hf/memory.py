@@ -38,7 +38,7 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import AUTO, ENGINES, MATERIALISE, Consume, Gradients, Inputs
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.projection import Projector, RedrawnProjector
+from dp_grape_hf.projection import Projector
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -75,7 +75,6 @@ class Setting:
         rank: r of the projections, and of the adapter of a method that trains one.
         clipping: as ``PrivateEngine`` has it.
         project_embeddings: whether embeddings and vocabulary heads are projected too.
-        regenerate_projections: whether projections are drawn when used, and not kept.
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.
         grad_sample_mode: as ``LayerwiseEngine`` has it.
@@ -88,7 +87,6 @@ class Setting:
     rank: int = 16
     clipping: str = "flat"
     project_embeddings: bool = False
-    regenerate_projections: bool = False
     recompute_activations: bool | None = None
     grad_sample_mode: str = AUTO
 
@@ -115,8 +113,6 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
     if row is not None and row.projected is not None:
         asked["project_embeddings"] = setting.project_embeddings
-    if row is not None and row.projected == methods.AT_CAPTURE:
-        asked["regenerate_projections"] = setting.regenerate_projections
     return DPGrapeTrainingArguments(
         method=setting.method,
         target_delta=1e-9,
@@ -334,8 +330,7 @@ class Step:
         return run
 
     def _label_projections(self, projectors: Mapping[str, Projector]) -> None:
-        kept = [p.matrix for p in projectors.values() if not isinstance(p, RedrawnProjector)]
-        self.timeline.label(PROJECTIONS, kept)
+        self.timeline.label(PROJECTIONS, [p.matrix for p in projectors.values()])
 
 
 # ---- Its simulation ----

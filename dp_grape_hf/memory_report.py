@@ -63,13 +63,6 @@ KNOBS = (
         lambda s: replace(s, rank=max(1, s.rank // 4)),
         projected_only=True,
     ),
-    Knob(
-        "regenerated projections",
-        "--regenerate_projections",
-        "time to draw them",
-        lambda s: replace(s, regenerate_projections=True),
-        projected_only=True,
-    ),
 )
 
 

@@ -35,7 +35,6 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "project_embeddings": ("a projection", _projects),
     "projection_ranks": ("a projection", _projects),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
-    "regenerate_projections": ("a projection at capture", lambda row: row.projected == AT_CAPTURE),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
     "direction_distribution": ("finite differences", lambda row: row.zeroth_order),
@@ -211,13 +210,6 @@ class MethodArguments(_Host):
         metadata={
             "help": "Project embeddings and vocabulary heads as well. That takes less memory where "
             "the vocabulary is large; the paper leaves them unprojected."
-        },
-    )
-    regenerate_projections: bool = field(
-        default=False,
-        metadata={
-            "help": "Draw the projections from their seed whenever they are needed instead of "
-            "keeping them, which trades time for memory and changes no release."
         },
     )
     float32_updates: bool = field(

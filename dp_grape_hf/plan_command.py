@@ -143,7 +143,6 @@ def add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
     add("--clipping", choices=CLIPPING_MODES, default=CLIPPING_MODES[0], help="default: flat")
     add("--project_embeddings", action="store_true", help="and vocabulary heads")
-    add("--regenerate_projections", action="store_true", help="instead of keeping them")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
     add("--knobs", action="store_true", help="show what saves memory also where the batch fits")
@@ -260,7 +259,6 @@ class _Request:
             rank=args.rank,
             clipping=args.clipping,
             project_embeddings=args.project_embeddings,
-            regenerate_projections=args.regenerate_projections,
         )
         return cls(config, _head_of(config, args.head), args.seq_len, setting)
 

@@ -97,7 +97,6 @@ class Report:
             "gradient checkpointing" if setting.gradient_checkpointing else "",
             "" if setting.clipping == CLIPPING_MODES[0] else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",
-            "regenerated projections" if setting.regenerate_projections else "",
         )
         millions = self.parameters / 1e6
         return (
@@ -229,8 +228,7 @@ class Comparison:
             + "Sums are over the weights m x n, of which m is projected; parameters that are not "
             "projected count\nas in DP-Adam. The formulas count gradients per sample (DP) or of "
             "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
-            "the form in which they are kept. P is kept for\nevery weight, or with "
-            "--regenerate_projections for none.\n"
+            "the form in which they are kept. P is kept for\nevery weight.\n"
             "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
         )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -137,10 +136,6 @@ class Projector:
         """Returns r."""
         return self.matrix.shape[1]
 
-    def drawn(self) -> Projector:
-        """Returns this projector with P at hand, as it must be inside ``torch.func.vmap``."""
-        return self
-
     def project(self, gradient: Tensor) -> Tensor:
         """Returns ``P^T G`` (r, n) or ``G P`` (m, r); leading batch dimensions are kept."""
         matrix = self.matrix.to(gradient.dtype)
@@ -175,47 +170,6 @@ class Projector:
         return (self.rank, shape[1]) if self.side is Side.LEFT else (shape[0], self.rank)
 
 
-class RedrawnProjector(Projector):
-    """A projector that keeps no P, and draws it from its seed whenever it is used.
-
-    P is there for the moment of its use only, and is drawn as a whole. On the smaller side it is
-    never larger than the coordinates that it makes.
-
-    Args:
-        draw: returns P, the same at every call.
-        side: the side P acts on.
-        rank: r, the columns of P.
-    """
-
-    _draw: Callable[[], Tensor]
-    _rank: int
-
-    def __init__(self, draw: Callable[[], Tensor], side: Side, rank: int) -> None:
-        object.__setattr__(self, "_draw", draw)
-        object.__setattr__(self, "side", side)
-        object.__setattr__(self, "_rank", rank)
-
-    @property
-    def matrix(self) -> Tensor:
-        """Returns P, (d, r), drawn now.
-
-        Raises:
-            RuntimeError: inside ``torch.func.vmap``, which would draw another P for each sample.
-        """
-        # In place, vmap refuses to draw; out of place, it may draw once per sample.
-        torch.empty(1).uniform_(generator=torch.Generator())
-        return self._draw()
-
-    @property
-    def rank(self) -> int:
-        """Returns r, without drawing."""
-        return self._rank
-
-    def drawn(self) -> Projector:
-        """Returns a projector with the same P, which it keeps."""
-        return Projector(self.matrix, self.side)
-
-
 class ProjectionSchedule:
     """Draws the projectors of a model and redraws them every F steps.
 
@@ -227,7 +181,6 @@ class ProjectionSchedule:
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed.
         device: where projectors are used.
-        cache: whether P is kept between two uses, or drawn again for each.
         side: which dimension is projected, a name in ``SIDES``.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
@@ -249,7 +202,6 @@ class ProjectionSchedule:
         update_steps: int,
         seed: int,
         device: torch.device | str = "cpu",
-        cache: bool = True,
         side: str = "smaller",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
@@ -267,7 +219,7 @@ class ProjectionSchedule:
         cls = PROJECTIONS[family]
         self._family = cls() if cls else None
         self._update_steps, self._seed = update_steps, seed
-        self._device, self._cache = torch.device(device), cache
+        self._device = torch.device(device)
         self._placements = placed if cls else {}
         self._refresh = -1
         self._projectors: dict[str, Projector] = {}
@@ -277,17 +229,11 @@ class ProjectionSchedule:
         refresh = step // self._update_steps
         if refresh != self._refresh:
             self._projectors = {
-                name: self._projector(name, place, refresh)
+                name: Projector(self._draw(name, place, refresh), place.side)
                 for name, place in self._placements.items()
             }
             self._refresh = refresh
         return self._projectors
-
-    def _projector(self, name: str, place: Placement, refresh: int) -> Projector:
-        draw = partial(self._draw, name, place, refresh)
-        if self._cache:
-            return Projector(draw(), place.side)
-        return RedrawnProjector(draw, place.side, place.rank)
 
     def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
         assert self._family is not None

@@ -45,7 +45,7 @@ from recipes.sweep import mean_and_error
 GB = 1e9  # bytes, as in the paper
 RESERVED, PHYSICAL, RANK = "max_memory_reserved", "per_device_train_batch_size", "projection_rank"
 WEIGHTY = (
-    *(PHYSICAL, RANK, "projection", "regenerate_projections", "project_embeddings", "max_length"),
+    *(PHYSICAL, RANK, "projection", "project_embeddings", "max_length"),
     *("gradient_checkpointing", "bf16", "dtype", "engine", "grad_sample_mode", "clipping"),
 )
 """What memory depends on, beside the model and the method."""

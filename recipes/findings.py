@@ -30,7 +30,8 @@ TUNED = ("learning_rate", "max_grad_norm")
 MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
-        *("grad_sample_mode", "self_check", "regenerate_projections"),
+        *("grad_sample_mode", "self_check"),
+        "regenerate_projections",  # an option that is gone, which earlier results have
         *("log_unnoised_statistics", "eval_data_is_public"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }

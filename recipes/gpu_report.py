@@ -46,7 +46,6 @@ from transformers import set_seed
 import dp_grape_hf
 from dp_grape_hf import memory
 from dp_grape_hf.per_sample import GHOST, MATERIALISE
-from dp_grape_hf.projection import RedrawnProjector
 from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from recipes.benchmark_methods import PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark_models import VIT, Batch, Setting
@@ -157,8 +156,7 @@ def peak_memory(
     timeline.label(OPTIMIZER, [list(state.values()) for state in optimizer.state.values()])
     if isinstance(training, PrivateTraining):
         kept = training.trainer._projections.at_capture(training.trainer.state.global_step).values()
-        matrices = [p.matrix for p in kept if not isinstance(p, RedrawnProjector)]
-        timeline.label(PROJECTIONS, matrices)
+        timeline.label(PROJECTIONS, [p.matrix for p in kept])
     timeline.phase = "step"
     with timeline:
         yield peak

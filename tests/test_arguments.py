@@ -78,7 +78,6 @@ def test_only_the_budget_has_no_default() -> None:
         "projection_update_steps": 100,
         "projection_seed": 0,
         "project_embeddings": False,
-        "regenerate_projections": False,
         "float32_updates": False,
         "engine": "layerwise",
         "self_check": True,

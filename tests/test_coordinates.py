@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.coordinates import call_in_coordinates, outside_vmap
-from dp_grape_hf.projection import Projector, RedrawnProjector, Side
+from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import (
     Dense,
     Factored,
@@ -369,26 +369,6 @@ def test_no_table_exists_once_per_sample(sides: Sides) -> None:
     with Largest() as largest:
         in_coordinates(module, samples(count=9), projectors)
     assert 500 * N <= largest.numbers < 9 * 500 * 2
-
-
-def test_a_projector_that_keeps_no_matrix_is_drawn_outside_vmap() -> None:
-    draws = []
-
-    def draw() -> Tensor:
-        draws.append(1)
-        return torch.randn(N, 2, generator=torch.Generator().manual_seed(3))
-
-    for name in ("wide linear without bias", "bare matrix"):
-        module = made(MODULES[name][0])
-        (weight,) = dict(module.named_parameters())
-        side = RIGHT if name.startswith("wide") else LEFT
-        redrawn = {weight: RedrawnProjector(draw, side, 2)}
-        losses, gradients = in_coordinates(module, samples(), redrawn)
-        kept = {weight: Projector(draw(), side)}
-        expected_losses, expected = in_coordinates(module, samples(), kept)
-        torch.testing.assert_close(losses, expected_losses)
-        assert relative_error(dense(gradients, B), dense(expected, B)) < 1e-6
-    assert draws
 
 
 # ---- The call ----

@@ -66,7 +66,7 @@ def test_the_papers_preset_is_the_papers_experiment(name: str, method: str) -> N
 UNSEEN = {
     *("task", "method", "target_epsilon", "learning_rate", "max_grad_norm"),  # rows, and settings
     *("seed", "projection_seed", "zero_shot", "config", "selection_runs", "result_dir"),
-    *("curve_steps", "engine", "grad_sample_mode", "regenerate_projections", "self_check"),
+    *("curve_steps", "engine", "grad_sample_mode", "self_check"),
     *("per_device_train_batch_size", "world_size", "gradient_checkpointing"),
     *("log_unnoised_statistics", "eval_data_is_public"),
 }

@@ -18,7 +18,6 @@ from dp_grape_hf.projection import (
     Projection,
     ProjectionSchedule,
     Projector,
-    RedrawnProjector,
     Stiefel,
     default_targets,
     projection,
@@ -191,13 +190,12 @@ def test_gaussian_projections_are_what_ledgers_of_earlier_runs_say() -> None:
     assert torch.equal(found, torch.cat(blocks))
 
 
-@pytest.mark.parametrize("cache", [True, False])
 @each_family
-def test_each_layer_has_its_own_rank_and_side(family: str, cache: bool) -> None:
+def test_each_layer_has_its_own_rank_and_side(family: str) -> None:
     """A layer's P is the one it has in a schedule of its own, whatever others are beside it."""
     shapes = {"wide": (8, 32), "tall": (32, 8), "table": (20, 8), "bias": (8,)}
     ranks, dims = {"wide": 2, "tall": 5, "table": 8}, {"table": 0}
-    settings = {"family": family, "side": "input", "cache": cache}
+    settings = {"family": family, "side": "input"}
     found = schedule(shapes=shapes, rank=ranks, input_dims=dims, **settings).at(0)
     assert {name: (p.side, p.rank, len(p.matrix)) for name, p in found.items()} == {
         "wide": (Side.RIGHT, 2, 32),
@@ -304,70 +302,8 @@ def test_adding_lifted_coordinates_in_place_equals_lifting_them(side: Side) -> N
     torch.testing.assert_close(left @ right, projector.lift(coordinates))
 
 
-# ---- Without a cache ----
-
-
-def both(**changes: Any) -> tuple[dict[str, Projector], dict[str, Projector]]:
-    """Returns the same projectors, kept and redrawn."""
-    return schedule(cache=True, **changes).at(0), schedule(cache=False, **changes).at(0)
-
-
-@each_family
-@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (2 * BLOCK_ROWS + 7, 2 * BLOCK_ROWS)])
-def test_a_redrawn_projector_computes_what_a_kept_one_does(
-    shape: tuple[int, int], family: str
-) -> None:
-    (kept,), (redrawn,) = (p.values() for p in both(family=family, shapes={"w": shape}))
-    assert isinstance(redrawn, RedrawnProjector)
-    assert (redrawn.side, redrawn.rank) == (kept.side, kept.rank)
-    assert redrawn.coordinate_shape(torch.Size(shape)) == kept.coordinate_shape(torch.Size(shape))
-    gradient, weight, other = torch.randn(shape), torch.zeros(shape), torch.zeros(shape)
-    coordinates = kept.project(gradient)
-    for projector in (redrawn, redrawn, redrawn.drawn()):  # drawing again changes nothing
-        assert torch.equal(projector.matrix, kept.matrix)
-        assert torch.equal(projector.project(gradient), coordinates)
-        assert torch.equal(projector.lift(coordinates), kept.lift(coordinates))
-    kept.add_lifted_(weight, coordinates, 0.5)
-    redrawn.add_lifted_(other, coordinates, 0.5)
-    assert torch.equal(weight, other)
-
-
-def test_a_redrawn_projector_draws_when_it_is_used_and_keeps_no_tensor() -> None:
-    draws = []
-
-    def draw() -> torch.Tensor:
-        draws.append(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
-        return draws[-1]
-
-    projector = RedrawnProjector(draw, Side.LEFT, 3)
-    assert (projector.rank, projector.coordinate_shape(torch.Size((8, 32)))) == (3, (3, 32))
-    assert not draws
-    projector.project(torch.randn(8, 32))
-    projector.lift(torch.randn(3, 32))
-    assert len(draws) == 2
-    assert not any(isinstance(value, torch.Tensor) for value in vars(projector).values())
-    assert projector.drawn().matrix is draws[-1]
-
-
-@pytest.mark.parametrize("randomness", ["different", "error"])
-def test_vmap_does_not_get_another_projection_for_each_sample(randomness: str) -> None:
-    kept, redrawn = (projectors["wide"] for projectors in both())
-    coordinates = torch.randn(4, *kept.coordinate_shape(torch.Size(SHAPES["wide"])))
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.func.vmap(redrawn.lift, randomness=randomness)(coordinates)
-    found = torch.func.vmap(redrawn.drawn().lift, randomness=randomness)(coordinates)
-    torch.testing.assert_close(found, kept.lift(coordinates))
-
-
-def test_redrawing_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    assert both()[1]["wide"].matrix.shape == (8, 3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_projectors_are_the_same_objects_until_the_redraw(cache: bool) -> None:
-    projections = schedule(cache=cache, update_steps=2)
+def test_projectors_are_the_same_objects_until_the_redraw() -> None:
+    projections = schedule(update_steps=2)
     first, second, third = (projections.at(step)["wide"] for step in range(3))
     assert first is second
     assert first is not third

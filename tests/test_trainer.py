@@ -893,22 +893,6 @@ def test_targets_name_each_weight_once(tied: bool) -> None:
     assert sorted(names) == sorted([*layers, *tables])
 
 
-def test_projections_that_are_drawn_again_are_the_same(tmp_path: Path) -> None:
-    runs = []
-    for again in (False, True):
-        model, examples = small("opt")
-        trainer = make_trainer(
-            tmp_path / str(again),
-            model=model,
-            train_dataset=examples,
-            regenerate_projections=again,
-            test_generators=known_generators(),
-        )
-        trainer.train()
-        runs.append(weights_of(trainer.model))
-    assert_same_weights(runs[0], runs[1])
-
-
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 def test_clipping_per_layer_trains_and_is_recorded(engine: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, clipping="per_layer", engine=engine, save_strategy="steps")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dp_grape_hf import update_rules
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.projection import Projector, RedrawnProjector, Side
+from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.update_rules import (
     AT_REDRAW,
     UPDATE_RULES,
@@ -389,29 +389,6 @@ def test_a_state_saved_under_keep_continues_under_another_choice_without_a_redra
     step(resumed, fresh, 2, draw(2))
     assert {int(resumed.state[fresh[name]]["step"]) for name in SIDES} == {1}
     assert resumed.state[fresh["vector"]]["step"] == 3
-
-
-def test_a_projector_that_keeps_no_p_is_carried_like_one_that_does() -> None:
-    found = []
-    for cache in (True, False):
-        weights = parameters()
-        optimizer = ProjectedAdam(weights.values(), moments_at_redraw="reproject")
-        for number in range(2 * EVERY):
-            if number % EVERY == 0:
-                drawn = draw(number // EVERY)
-                if not cache:
-                    drawn = {
-                        name: RedrawnProjector(lambda p=p: p.matrix.clone(), p.side, RANK)
-                        for name, p in drawn.items()
-                    }
-            step(optimizer, weights, number, drawn)
-        found.append((weights, optimizer.state_dict()))
-    for name, weight in found[0][0].items():
-        assert torch.equal(weight, found[1][0][name])
-    entries = [state["state"].values() for _, state in found]
-    for one, other in zip(*entries, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize(("saved", "resumed"), list(itertools.permutations(SETTINGS, 2)))
