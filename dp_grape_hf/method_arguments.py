@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -47,28 +45,9 @@ else:  # a base with fields would override the defaults of the host that stands 
     _Host = object
 
 
-class _Once(argparse.Action):
-    """Stores a value, and refuses to store it twice under two names."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(self, "_before", None)  # (weak reference to the namespace, option)
-        if before and before[0]() is namespace:
-            raise argparse.ArgumentError(
-                self, f"given twice, as {before[1]} and {option_string}; give one of them"
-            )
-        self._before = (weakref.ref(namespace), option_string)
-        setattr(namespace, self.dest, values)
-
-
 def short_name(alias: str) -> dict[str, Any]:
     """Returns what a field's metadata says so that ``--alias`` is accepted for it."""
-    return {"aliases": [f"--{alias}"], "action": _Once}
+    return {"aliases": [f"--{alias}"]}
 
 
 def refuse_values(
