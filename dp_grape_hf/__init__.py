@@ -10,22 +10,24 @@ gradients, ``norms`` says how long they are, ``unit_engine`` adds up those of a 
 coordinates, ``sampling``, ``accounting`` and ``randomness`` are what the guarantee rests on.
 ``methods`` is the table of what else trains this way, and ``assembly`` puts the parts together.
 
-``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``), which
-is imported when one of them is asked for.
+A name is imported when it is asked for, so that the command line starts without torch.
+``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``).
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from dp_grape_hf import functorch, layerwise  # noqa: F401  (they register the engines)
-from dp_grape_hf.arguments import DPGrapeTrainingArguments
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.methods import METHODS
-from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.per_sample import per_sample_gradients
-from dp_grape_hf.plan import PrivacySpent
-from dp_grape_hf.seq2seq import DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
-from dp_grape_hf.trainer import DPGrapeTrainer
+if TYPE_CHECKING:
+    from dp_grape_hf.arguments import DPGrapeTrainingArguments
+    from dp_grape_hf.engines import per_sample_gradients
+    from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+    from dp_grape_hf.ledger import Ledger
+    from dp_grape_hf.methods import METHODS
+    from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
+    from dp_grape_hf.plan import PrivacySpent
+    from dp_grape_hf.seq2seq import DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
+    from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
+    from dp_grape_hf.trainer import DPGrapeTrainer
 
 __version__ = "0.1.1"
 
@@ -44,12 +46,29 @@ __all__ = [
     "per_sample_gradients",
 ]
 
-_NEEDS_TRL = ("DPGrapeSFTConfig", "DPGrapeSFTTrainer")
+_MODULE_OF = {
+    "METHODS": "methods",
+    "DPGrapeSFTConfig": "sft",
+    "DPGrapeSFTTrainer": "sft",
+    "DPGrapeSeq2SeqTrainer": "seq2seq",
+    "DPGrapeSeq2SeqTrainingArguments": "seq2seq",
+    "DPGrapeTrainer": "trainer",
+    "DPGrapeTrainingArguments": "arguments",
+    "Ledger": "ledger",
+    "PrivacyError": "errors",
+    "PrivacySpent": "plan",
+    "ProjectedAdam": "optimizer",
+    "ProjectedOptimizer": "optimizer",
+    "UnsupportedModelError": "errors",
+    "per_sample_gradients": "engines",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TRL:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dp_grape_hf import sft
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
-    return getattr(sft, name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -12,12 +12,13 @@ from transformers import TrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES, LEAST
 from dp_grape_hf.continuing import EARLIER_DATA
 from dp_grape_hf.contradictions import refuse_contradictions
+from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_host_options, refuse_uploading_trackers
 from dp_grape_hf.mechanism import CLIPPING_MODES, POISSON, SAMPLING_MODES
 from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import ENGINES, GRAD_SAMPLE_MODES
+from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES
 from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, Trials
 
 ALIASES = {

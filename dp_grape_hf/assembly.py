@@ -15,13 +15,14 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.batch_engine import BatchEngine
 from dp_grape_hf.directions import DIRECTION, ZerothOrderSGD
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.methods import AFTER_RELEASE, AT_CAPTURE, METHODS
 from dp_grape_hf.optimizer import ProjectedOptimizer
-from dp_grape_hf.per_sample import PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
 from dp_grape_hf.ranks import first_matches, ranks_for

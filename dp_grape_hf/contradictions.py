@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import AUTOMATIC, EXAMPLE, PER_LAYER, TRUNCATED_POISSON
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import AUTO, ENGINES, GHOST
+from dp_grape_hf.per_sample import AUTO, GHOST
 
 
 def refuse_contradictions(args: Any) -> None:

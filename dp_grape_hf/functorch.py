@@ -29,7 +29,6 @@ from dp_grape_hf.per_sample import (
     Inputs,
     PerSampleEngine,
     batch_size_of,
-    engine,
 )
 from dp_grape_hf.probing import copies_of_first, evaluating, first_two
 from dp_grape_hf.projection import Projector
@@ -37,7 +36,6 @@ from dp_grape_hf.representations import Dense, Single, add
 from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 
 
-@engine("functorch")
 class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 

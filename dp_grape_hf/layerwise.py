@@ -29,7 +29,6 @@ from dp_grape_hf.per_sample import (
     Inputs,
     PerSampleEngine,
     batch_size_of,
-    engine,
 )
 from dp_grape_hf.probing import (
     Selections,
@@ -44,7 +43,6 @@ from dp_grape_hf.rows import shapes_of
 from dp_grape_hf.sites import Sites, UnknownTensorError
 
 
-@engine("layerwise")
 class LayerwiseEngine(PerSampleEngine):
     """One forward, one backward, one rule per layer type. See the module's docstring.
 

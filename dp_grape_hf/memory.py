@@ -32,11 +32,12 @@ from dp_grape_hf.assembly import (
     per_sample_of_run,
 )
 from dp_grape_hf.engine import private_norm
+from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import AUTO, ENGINES, MATERIALISE, Consume, Gradients, Inputs
+from dp_grape_hf.per_sample import AUTO, MATERIALISE, Consume, Gradients, Inputs
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.timeline import (

@@ -2,20 +2,21 @@
 
 An engine gives each trainable weight per-sample coordinates at zero, ``W_i = W + lift(Z_i)``, and
 returns ``d loss_i / d Z_i``, where ``lift`` is the identity for an unprojected parameter. There are
-two, in ``layerwise`` (the default) and in ``functorch`` (independent of it: the cross-check).
+two, in ``layerwise`` (the default) and in ``functorch`` (independent of it: the cross-check);
+``engines`` lists them.
 
 An engine's output is sensitive. Nothing here clips or adds noise.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from dp_grape_hf.coins import examine_coins
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
@@ -95,7 +96,7 @@ class PerSampleEngine(ABC):
                 refuse_coupling(module)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
-            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            if _is_compiled(module):
                 raise UnsupportedModelError(
                     f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
                     "whose compiled code would not call the forwards that the engine puts in "
@@ -232,6 +233,17 @@ class PerSampleEngine(ABC):
         return projectors[name].coordinate_shape(shape) if name in projectors else tuple(shape)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the module went through ``torch.compile``, as a wrapper or in place.
+
+    Where one has been wrapped, the wrapper's class has been imported. To import it here would take
+    seconds of every start, so it is looked up only.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
+
+
 def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """Returns the names of the trainable parameters, by the modules that own them."""
     names = {id(p): name for name, p in trainable.items()}
@@ -243,61 +255,6 @@ def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str
         group_of.update(dict.fromkeys(merged, merged))
     groups = {id(group): group for name in trainable for group in [group_of[name]]}
     return [tuple(group) for group in groups.values()]
-
-
-ENGINES: dict[str, type[PerSampleEngine]] = {}
-
-
-def engine(name: str) -> Callable[[type[PerSampleEngine]], type[PerSampleEngine]]:
-    """Registers an engine under the name that arguments and ledger use."""
-
-    def register(cls: type[PerSampleEngine]) -> type[PerSampleEngine]:
-        ENGINES[name] = cls
-        return cls
-
-    return register
-
-
-def make_engine(
-    name: str,
-    model: nn.Module,
-    loss: LossFunction | None = None,
-    grad_sample_mode: str = AUTO,
-) -> PerSampleEngine:
-    """Returns the engine of that name for a model.
-
-    Raises:
-        PrivacyError: if there is no such engine, or it does not have that mode.
-    """
-    if name not in ENGINES:
-        raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
-    return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode)
-
-
-def per_sample_gradients(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    projections: Mapping[str, Projector] | None = None,
-    engine: str = "layerwise",
-    loss: LossFunction | None = None,
-    grad_sample_mode: str = AUTO,
-) -> tuple[Tensor, Gradients]:
-    """Returns per-sample losses (B,) and per-sample gradients by parameter name.
-
-    Args:
-        model: any model with a supported head, or any module with ``loss`` given.
-        inputs: keyword arguments of the model, ``labels`` included; batch in dimension 0.
-        projections: parameter name -> ``Projector``; parameters not named are not projected.
-        engine: ``layerwise`` or ``functorch``.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
-        grad_sample_mode: in what form gradients are returned; see ``GRAD_SAMPLE_MODES``.
-
-    Raises:
-        UnsupportedModelError: if a gradient cannot be computed exactly; the message names the
-        module.
-    """
-    return make_engine(engine, model, loss, grad_sample_mode)(inputs, projections or {})
 
 
 def batch_size_of(inputs: Inputs) -> int:

@@ -35,11 +35,11 @@ from tqdm import tqdm
 
 from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projection import ProjectionSchedule, default_targets
 from recipes.digits import DigitsArguments, Example, build_model, load_data
 

@@ -23,11 +23,12 @@ from transformers.utils import is_flash_attn_2_available
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import Gradients, PerSampleEngine
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
 from recipes.model_matrix import own_gradients, whole_error, worst_error
 from recipes.model_zoo import Batch, Row, rows

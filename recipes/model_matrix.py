@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
 from recipes.model_zoo import FAMILIES, Batch, Row, rows
 from recipes.model_zoo_wide import WIDE

@@ -45,12 +45,13 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.audit import AuditSettings, audit
 from dp_grape_hf.engine import Factors, PrivateEngine, add_weighted_sum_
+from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.forms import Factored
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
 from dp_grape_hf.norms import Gathered
-from dp_grape_hf.per_sample import Gradients, make_engine, per_sample_gradients
+from dp_grape_hf.per_sample import Gradients
 from dp_grape_hf.projection import ProjectionSchedule, Projector
 from dp_grape_hf.randomness import noise_generator
 from dp_grape_hf.representations import Dense, GradientSum

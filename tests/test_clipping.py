@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.capture import Pass, Stream
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.per_sample import ENGINES, make_engine
 from dp_grape_hf.projection import Projector
 from tests.models import CASES, Case, only
 from tests.oracles import projectors_for, single_sample_gradients

@@ -31,7 +31,7 @@ from transformers import (
 
 from dp_grape_hf import PrivacyError, per_sample_gradients
 from dp_grape_hf.coins import refuse_shared_collation
-from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.engines import make_engine
 from tests.models import only
 from tests.test_engine import make_private
 from tests.trainers import examples_of, make_trainer

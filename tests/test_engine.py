@@ -17,11 +17,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_, private_norm
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.heads import next_tokens, tokens
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import Gradients, PerSampleEngine
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
 from dp_grape_hf.representations import (
     Dense,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.vectorise import vmap_safe

@@ -14,15 +14,10 @@ from torch.nn import functional
 
 from dp_grape_hf.capture import Pass
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.per_sample import (
-    GRAD_SAMPLE_MODES,
-    Gradients,
-    PerSampleEngine,
-    make_engine,
-    per_sample_gradients,
-)
+from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, Gradients, PerSampleEngine
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.models import only

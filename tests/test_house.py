@@ -36,7 +36,7 @@ TIERS = (
     ("per_sample", "optimizer", "publishing", "verify", "continuing", "trainer_loss"),
     ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
     ("layerwise", "selfcheck"),
-    ("engine", "batch_engine"),
+    ("engine", "batch_engine", "engines"),
     ("fakes",),
     ("host_options", "model_card", "method_arguments", "contradictions"),
     ("arguments",),
@@ -167,6 +167,12 @@ def test_a_library_is_imported_only_where_it_belongs(path: Path) -> None:
     used = {name.partition(".")[0] for name in imports(path.read_text())}
     wrong = {name for name in used & ONLY_IN.keys() if module not in ONLY_IN[name]}
     assert not wrong, f"{module} may not import {', '.join(sorted(wrong))}"
+
+
+@each_module
+def test_no_module_imports_the_compiler(path: Path) -> None:
+    wrong = [name for name in imports(path.read_text()) if name.startswith("torch._dynamo")]
+    assert not wrong, "it takes seconds of every start: look in sys.modules whether it was used"
 
 
 @each_module

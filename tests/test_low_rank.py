@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf import optimizer as optimizer_module
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projection import ProjectionSchedule, Projector, Side
 from recipes import bf16_updates
 from tests.models import only

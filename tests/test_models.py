@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.engines import ENGINES, make_engine, per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.losses import IGNORE_INDEX
-from dp_grape_hf.per_sample import ENGINES, make_engine, per_sample_gradients
 from recipes.model_matrix import (
     CONDITIONS,
     ENGINE_NAMES,

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dp_grape_hf import forms, norms
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
-from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, PerSampleEngine
 from dp_grape_hf.randomness import derived_generator, secret_generator
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows, add
 from tests.models import only

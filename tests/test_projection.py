@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import LlamaForSequenceClassification
 
+from dp_grape_hf.engines import per_sample_gradients
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.per_sample import per_sample_gradients
 from dp_grape_hf.placement import SIDES, Side
 from dp_grape_hf.projection import (
     BLOCK_ROWS,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.functorch import FunctorchEngine
 from dp_grape_hf.layer_rules import RULES, LayerRule
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.representations import Dense
 from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
 from tests.models import CASES, Case, only

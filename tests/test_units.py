@@ -15,9 +15,9 @@ from transformers import BertForMultipleChoice
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.directions import DIRECTION
 from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import CLIPPING_MODES, Mechanism
-from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.unit_engine import UnitEngine, UnitSum

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from dp_grape_hf import directions as directions_module
 from dp_grape_hf.directions import DIRECTION, Directions, ZerothOrderSGD
 from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.losses import loss_for
-from dp_grape_hf.per_sample import PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.randomness import projection_seed_for
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 from tests.models import CASES, IGNORED, Batch, Case, only
