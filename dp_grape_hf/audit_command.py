@@ -34,17 +34,10 @@ half of the canaries drawn in each step:
 """
 
 
-def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_audit(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape audit``: an attack on a run, and what it shows of epsilon."""
     default = AuditSettings()
-    parser = subparsers.add_parser(
-        "audit",
-        help="attack a training run, and compare with the epsilon it claims",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.set_defaults(run=_audit)
     parser.add_argument("--method", choices=AUDITED_METHODS, default=default.method)
     parser.add_argument("--clipping", choices=CLIPPING_MODES, default=default.clipping)

@@ -24,16 +24,9 @@ _EXAMPLES = """\
 """
 
 
-def add_card(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_card(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape card``: the model card from the ledger."""
-    parser = subparsers.add_parser(
-        "card",
-        help="the model card of a saved model, from its ledger",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.set_defaults(run=_card)
     parser.add_argument("folder", type=Path, help=f"where weights and {LEDGER_NAME} lie")
     parser.add_argument("--repo_id", metavar="user/model", help="where it is published")

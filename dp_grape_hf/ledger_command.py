@@ -61,16 +61,9 @@ _WIDTH = 100
 _POINTS = 40  # of the curve
 
 
-def add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_verify(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape verify``: a model's ledger, card and weights compared."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="check a saved or published model against its privacy ledger",
-        description=_VERIFY,
-        epilog=_VERIFY_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.description, parser.epilog = _VERIFY, _VERIFY_EXAMPLES
     parser.set_defaults(run=_verify)
     parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
     parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
@@ -78,16 +71,9 @@ def add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_delta(parser)
 
 
-def add_ledger(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_ledger(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape ledger``: a ledger for people."""
-    parser = subparsers.add_parser(
-        "ledger",
-        help="show what a run recorded, and the epsilon it spent",
-        description=_LEDGER,
-        epilog=_LEDGER_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
     parser.set_defaults(run=_ledger)
     parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
     parser.add_argument(

@@ -113,16 +113,9 @@ _HEADS = {
 }
 
 
-def add_plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape plan``: the memory of a step, before there is a GPU."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="memory of a training step, and the largest batch that fits a card",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.set_defaults(run=_plan)
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")

@@ -10,7 +10,8 @@ import pytest
 from transformers import RobertaConfig, ViTConfig
 
 from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, compute_epsilon
-from dp_grape_hf.cli import DEFAULT_EPSILONS, main
+from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
+from dp_grape_hf.cli import main
 from dp_grape_hf.memory import METHODS
 from dp_grape_hf.timeline import KINDS
 

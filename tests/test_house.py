@@ -51,7 +51,7 @@ TIERS = (
     ("plan_methods",),
     ("plan_report",),
     ("plan_command", "card_command"),
-    ("audit_command", "ledger_command"),
+    ("audit_command", "ledger_command", "calibrate_command"),
     ("cli",),
     ("__init__",),
 )

@@ -1,0 +1,120 @@
+"""Fast to start: what need not be imported is not, and every public name is there when asked for.
+
+What is loaded is read in a process of its own, since the tests themselves have imported it all.
+"""
+
+import ast
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import dp_grape_hf
+from dp_grape_hf.cli import COMMANDS, main
+
+HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "peft", "trl", "pandas"}
+OF_A_TRAINER = {"dp_grape_hf", "prv_accountant", "scipy", "tqdm"}
+CALIBRATE = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a new interpreter has loaded after the code, which may end itself."""
+    report = "import json, sys; sys.stderr.write('\\n' + json.dumps(sorted(sys.modules)))"
+    program = f"import atexit\natexit.register(lambda: exec({report!r}))\n{code}"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stderr.splitlines()[-1]))
+
+
+def of_command(command: str) -> str:
+    return f"import sys\nfrom dp_grape_hf.cli import main\nsys.exit(main({command.split()!r}))"
+
+
+def packages(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import dp_grape_hf",
+        "import dp_grape_hf; dir(dp_grape_hf); dp_grape_hf.__version__",
+        "from dp_grape_hf import PrivacyError, UnsupportedModelError",
+        of_command("--help"),
+    ],
+    ids=["import", "dir", "names", "help"],
+)
+def test_nothing_heavy_is_imported_until_it_is_needed(code: str) -> None:
+    loaded = packages(modules_after(code))
+    assert "dp_grape_hf" in loaded
+    assert not loaded & (HEAVY | {"numpy", "scipy", "prv_accountant", "dp_accounting"})
+
+
+@pytest.mark.parametrize("more", ["--help", "--eps 2", "--noise_multiplier 1 --num_trials 5"])
+def test_calibrate_needs_the_accountants_only(more: str) -> None:
+    loaded = packages(modules_after(of_command(f"{CALIBRATE} {more}")))
+    assert "scipy" in loaded
+    assert not loaded & HEAVY
+
+
+def test_a_trainer_adds_nothing_slow_to_that_of_transformers() -> None:
+    theirs = modules_after("from transformers import Trainer")
+    ours = modules_after("from dp_grape_hf import DPGrapeTrainer") - theirs
+    assert "dp_grape_hf.layerwise" in ours
+    new = packages(ours) - packages(theirs) - sys.stdlib_module_names
+    assert {name for name in new if not name.startswith("_")} <= OF_A_TRAINER
+    assert not {name for name in ours if name.startswith(("torch._dynamo", "torch._inductor"))}
+
+
+def test_every_name_that_is_typed_is_there_and_listed() -> None:
+    with open(dp_grape_hf.__file__, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dp_grape_hf.")
+        for alias in node.names
+    }
+    lazy = {name: f"dp_grape_hf.{module}" for name, module in dp_grape_hf._MODULE_OF.items()}
+    assert typed == lazy
+    assert set(dp_grape_hf.__all__) <= lazy.keys() <= set(dir(dp_grape_hf))
+    for name in dp_grape_hf.__all__:
+        assert getattr(dp_grape_hf, name) is getattr(sys.modules[lazy[name]], name)
+
+
+def test_a_star_import_brings_what_is_public() -> None:
+    names: dict[str, object] = {}
+    exec("from dp_grape_hf import *", names)
+    assert names.keys() - {"__builtins__"} == set(dp_grape_hf.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'dp_grape_hf' has no attribute 'DPGrapeNothing'"):
+        _ = dp_grape_hf.DPGrapeNothing
+    assert not hasattr(dp_grape_hf, "DPGrapeNothing")
+    with pytest.raises(ImportError, match="DPGrapeNothing"):
+        exec("from dp_grape_hf import DPGrapeNothing")
+
+
+@pytest.mark.parametrize("name", ["DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyError"])
+def test_what_is_pickled_by_name_is_found_again(name: str) -> None:
+    value = getattr(dp_grape_hf, name)
+    assert pickle.loads(pickle.dumps(value)) is value
+    here = f"cdp_grape_hf\n{name}\n.".encode()  # as a pickle that names the package itself
+    assert pickle.loads(here) is value
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_gets_its_own_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: dp-grape {command} ")
+    assert f"$ dp-grape {command} " in text
