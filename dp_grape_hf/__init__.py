@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
     from dp_grape_hf.trainer import DPGrapeTrainer
 
-__version__ = "0.1.1"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "METHODS",
