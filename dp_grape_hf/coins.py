@@ -66,7 +66,8 @@ def _set_host_streams(state: tuple[Any, Any]) -> None:
     np.random.set_state(state[1])
 
 
-def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two states of one stream are equal."""
     return all(map(np.array_equal, left, right))
 
 
@@ -157,7 +158,7 @@ class Draws(TorchDispatchMode):
         result, tensor = drawn(0)
         end = _torch_streams()
         torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS)
-        if all(map(torch.equal, _torch_streams(), end)):
+        if all(map(_same, _torch_streams(), end)):
             return result  # attention without dropout, say
         self.made.append(Draw(func._schema.name, tuple(tensor.shape), _module_around()))
         if number in self._others:
@@ -303,6 +304,18 @@ def examine_coins(run: Run) -> bool:
     return any(fixed)
 
 
+def _are_set(starts: Sequence[Sequence[Any]], ends: Sequence[Sequence[Any]], drawn: bool) -> bool:
+    """Returns whether streams end where others know, or where they were though they were used.
+
+    Args:
+        starts: of several runs, the states of some streams, other ones in every run.
+        ends: the states afterwards.
+        drawn: whether the runs showed other numbers.
+    """
+    fixed = any(map(_same, ends[0], ends[1]))  # though they began otherwise
+    return fixed or (drawn and all(map(_same, starts[0], ends[0])))
+
+
 def _refuse_reseeding(run: Run) -> None:
     """Refuses a pass that leaves torch's stream in a state that others know, or had before."""
     shown, starts, ends = [], [], []
@@ -312,9 +325,7 @@ def _refuse_reseeding(run: Run) -> None:
             starts.append(_torch_streams())
             shown.append(run(2))
             ends.append(_torch_streams())
-    fixed = any(map(torch.equal, *ends))  # though they began otherwise
-    still = all(map(torch.equal, starts[0], ends[0]))
-    if fixed or (still and _differ(*shown)):
+    if _are_set(starts, ends, _differ(*shown)):
         raise PrivacyError(
             "The model seeds torch's global random numbers during its forward pass, or puts them "
             "back to where they were. Masks of dropout, and the coins of a collator, are then "
@@ -355,13 +366,11 @@ def refuse_shared_collation(
     for seed in range(_SEEDS):
         with keeping_random_state():
             seed_all(seed)
-            starts.append((_torch_streams(), _host_streams()))
+            starts.append([*_torch_streams(), *_host_streams()])
             batches.append(batch(_COPIES))
-            ends.append((_torch_streams(), _host_streams()))
-    (torch_end, host_end), (other_end, other_host) = ends[:2]
-    fixed = any(map(torch.equal, torch_end, other_end)) or any(map(_same, host_end, other_host))
-    still = all(map(torch.equal, starts[0][0], torch_end)) and _equal(starts[0][1], host_end)
-    if fixed or (still and any(_differ([*batches[0].values()], [*b.values()]) for b in batches)):
+            ends.append([*_torch_streams(), *_host_streams()])
+    drawn = any(_differ([*batches[0].values()], [*other.values()]) for other in batches)
+    if _are_set(starts, ends, drawn):
         raise PrivacyError(
             "The data collator seeds the global random numbers of torch, numpy or Python, or puts "
             "them back to where they were. What it draws is then known, or repeats itself, and "
@@ -370,7 +379,7 @@ def refuse_shared_collation(
     for name, first in batches[0].items():
         rows = [found[name] for found in batches if name in found]
         parts = [part for value in rows for part in value.split(_COPIES)]
-        alike = all(_differ([part[:1].expand_as(part)], [part]) is False for part in parts)
+        alike = not any(_differ([part[:1].expand_as(part)], [part]) for part in parts)
         if alike and any(_differ([first], [value]) for value in rows):
             raise PrivacyError(
                 f"The data collator tosses one coin for all examples of a physical batch, which "
@@ -380,8 +389,6 @@ def refuse_shared_collation(
             )
 
 
-def _torch_streams() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
+def _torch_streams() -> list[tuple[Tensor]]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [(state,) for state in (torch.get_rng_state(), *on_gpus)]

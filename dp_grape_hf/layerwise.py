@@ -37,6 +37,7 @@ from dp_grape_hf.probing import (
     first_two,
     refuse_coupled_losses,
     refuse_shared_gradients,
+    rows_of,
 )
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.rows import shapes_of
@@ -210,8 +211,7 @@ class LayerwiseEngine(PerSampleEngine):
 
         def run_model(size: int) -> Tensor:
             rows = [0, *[sample] * (size - 1)]
-            batch = {k: v[rows] if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            return self.losses(self.model, batch, size)
+            return self.losses(self.model, rows_of(inputs, rows), size)
 
         if self.skips_unlabelled:  # whether the model allows that is found out by running it
             with evaluating(self.model), torch.no_grad():

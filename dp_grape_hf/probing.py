@@ -26,6 +26,11 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.representations import PerSampleGradient
 
 
+def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
+    """Returns the batch of these rows of another: numbers, a slice or a mask."""
+    return {key: v[rows] if isinstance(v, Tensor) else v for key, v in inputs.items()}
+
+
 def copies_of_first(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
     """Returns a batch of copies of the first sample, or of another."""
     return {
@@ -38,7 +43,7 @@ def copies_of_first(inputs: Mapping[str, Any], size: int, sample: int = 0) -> di
 
 def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
     """Returns a batch of two samples, the first two or those from ``first``; one is taken twice."""
-    two = {k: v[first : first + 2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    two = rows_of(inputs, slice(first, first + 2))
     alone = any(len(v) == 1 for v in two.values() if isinstance(v, Tensor))
     return copies_of_first(two, 2) if alone else two
 
@@ -110,9 +115,8 @@ class WithoutDropout(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is functional.scaled_dot_product_attention:
-            args, kwargs["dropout_p"] = (*args[:4], *args[5:6]), 0.0
-            if len(args) == 5:
-                kwargs["is_causal"], args = args[4], args[:4]
+            kwargs.update(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            args, kwargs["dropout_p"] = args[:3], 0.0
         return func(*args, **kwargs)
 
 
@@ -141,10 +145,9 @@ def refuse_coupled_batch(
     """
 
     def run(rows: Tensor, seed: int = 0) -> Tensor:
-        batch = {k: v[rows.to(v.device)] if isinstance(v, Tensor) else v for k, v in inputs.items()}
         with keeping_random_state(), torch.no_grad(), WithoutDropout():
             seed_all(seed)
-            return losses(batch).float()
+            return losses(rows_of(inputs, rows.tolist())).float()
 
     size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
     everyone = torch.arange(size)

@@ -38,6 +38,7 @@ from dp_grape_hf.probing import (
     refuse_padding_dependence,
     refuse_reordering_collator,
     refusing_changed_weights,
+    rows_of,
     shortest_and_longest,
 )
 from dp_grape_hf.projection import Projector
@@ -48,6 +49,8 @@ from dp_grape_hf.trainer_loss import OTHERWISE, TrainerLoss
 logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
+# Of a sample's loss alone and among others, relative, by whether there are numbers of 16 bits.
+_IN_COMPANY = {False: 1e-3, True: 5e-2}
 _NAMED = 5  # parameters that an error or a warning names, at most
 
 
@@ -96,7 +99,7 @@ def examine_collator(
     refuse_shared_collation(collate, *shortest_and_longest(collate, examples))
     if units:
         refuse_reordering_collator(collate, _examples_of(loader, ORDERED))
-    tolerance = 5e-2 if low_precision else 1e-3
+    tolerance = _IN_COMPANY[low_precision]
     refuse_padding_dependence(losses, collate, examples, tolerance=tolerance)
 
 
@@ -137,7 +140,7 @@ def examine_batch(
         refuse_coupled_batch(
             lambda batch: engine.losses(model, batch, batch_size_of(batch)),
             inputs,
-            tolerance=5e-2 if low_precision else 1e-3,
+            tolerance=_IN_COMPANY[low_precision],
         )
     squared = torch.zeros(size, device=engine.device)
 
@@ -171,8 +174,8 @@ def examine_trainer_loss(
     Raises:
         PrivacyError: it is a weighted mean, say, or divides by a count over the batch.
     """
-    rows = torch.arange(max(4, batch_size_of(inputs))) % batch_size_of(inputs)
-    several = {k: v[rows.to(v.device)] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    size = batch_size_of(inputs)
+    several = rows_of(inputs, [row % size for row in range(max(4, size))])
     with evaluating(engine.model):
         with torch.no_grad():
             outputs, asked = _outputs_and_labels(loss, engine.model, several)

@@ -100,7 +100,8 @@ class Batching(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
-            # One draw for the whole batch, as in an ordinary pass (layer drop): branches read it.
+            # One draw for the whole batch, as in an ordinary pass: branches read it (layer drop, of
+            # which `coins` lets pass only what the draw has no influence on).
             return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
         if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
             return args[0]
