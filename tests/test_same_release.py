@@ -1,0 +1,261 @@
+"""Runs with known streams release what they released when ``same_release.json`` was written.
+
+Each run is described by a few numbers of every tensor, so the file stays small. Write it anew with
+
+    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python -m tests.test_same_release
+
+only where a change of the release is meant, and say in the changelog which runs it concerns.
+"""
+
+import json
+import logging
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.projection import ProjectionSchedule
+from dp_grape_hf.randomness import (
+    add_noise_,
+    derived_generator,
+    noise_generator,
+    projection_seed_for,
+    rounding_generator,
+)
+from tests.models import only
+from tests.processes.run import trained
+from tests.test_processes import free_port
+from tests.trainers import Examples, assert_same_weights, examples_of, make_args, spy_releases
+
+RECORD = Path(__file__).with_name("same_release.json")
+# Of a tensor's norm. In float32, with other vector instructions or threads, releases were off by
+# less than 3e-6, and five updates, which may cancel, by less than 8e-6.
+RELEASE, UPDATE = 1e-5, 5e-5
+
+Numbers = dict[str, Any]
+
+# ---- Runs ----
+
+SETTINGS = {
+    "max_steps": 5,
+    "expected_batch_size": 4,
+    "per_device_train_batch_size": 2,  # a logical batch is several physical ones
+    "max_grad_norm": 5.5,  # some samples are clipped and some are not
+    "noise_multiplier": 0.1,  # little, so that errors of the clipped sum show
+    "lr_scheduler_type": "constant",
+}
+PROJECTED = {"projection_rank": 4, "projection_update_steps": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "dp_grape": PROJECTED,
+    "per_layer": {**PROJECTED, "clipping": "per_layer"},
+    "units": {**PROJECTED, "privacy_unit_column": "user", "max_examples_per_unit": 2},
+    "dp_adam, ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
+    "dpzero": {
+        "method": "dpzero",
+        "n_directions": 2,
+        "perturbation": 0.1,  # losses and weights differ by far more than their rounding
+        "learning_rate": 0.05,
+    },
+}
+MODELS = {"bert": "bert-classifier", "opt": "opt", "vit": "vit"}
+RUNS = [(model, case) for model in MODELS for case in CASES]
+SHARED = "bert", "dp_grape"  # by two processes
+
+
+def model_of(name: str) -> nn.Module:
+    """Returns a model of one layer with weights that depend on their names and shapes alone."""
+    model: nn.Module = only(MODELS[name]).model(num_hidden_layers=1)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            weight.normal_(std=0.2, generator=generator)
+            if weight.dim() == 1 and key.endswith("weight"):  # of a norm
+                weight.add_(1.0)
+    return model
+
+
+def run(folder: Path, model: str, case: str, **changes: Any) -> dict[str, Any]:
+    """Returns the releases (5 of them) and the weights before and after, by name."""
+    rows = examples_of(MODELS[model], 18).examples
+    with pytest.MonkeyPatch.context() as patch:
+        releases = spy_releases(patch)
+        settings = {**SETTINGS, **CASES[case], **changes}
+        if "privacy_unit_column" in settings:
+            rows = [{**row, "user": f"u{i % 7}"} for i, row in enumerate(rows)]
+        result = trained(folder, model=model_of(model), train_dataset=Examples(rows), **settings)
+    first, *_, last = result["weights"]
+    assert len(releases) == SETTINGS["max_steps"]
+    return {
+        "release": {name: torch.stack([r[name] for r in releases]) for name in releases[0]},
+        "update": {name: last[name] - first[name] for name in first},
+        "ledger": entries(folder / LEDGER_NAME),
+    }
+
+
+def entries(ledger: Path) -> list[dict[str, Any]]:
+    """Returns what a ledger says, without what differs between two equal runs."""
+    differs = {"run_id", "at", "versions", "digest"}
+    content = json.loads(ledger.read_text())["entries"]
+    return [{key: entry[key] for key in entry if key not in differs} for entry in content]
+
+
+def described(values: dict[str, Tensor]) -> Numbers:
+    """Returns each tensor's norm, its first number and a random linear functional of it."""
+    return {name: numbers_of(value.double().flatten()) for name, value in values.items()}
+
+
+def numbers_of(value: Tensor) -> list[float]:
+    weights = torch.randn(len(value), generator=torch.Generator().manual_seed(0)).double()
+    return [float(f"{number:.7g}") for number in (value.norm(), value[0], weights @ value)]
+
+
+def record_of(model: str, case: str) -> Numbers:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(Path(folder), model, case)
+    return {**found, **{key: described(found[key]) for key in ("release", "update")}}
+
+
+# ---- Streams ----
+
+
+def seeds() -> Numbers:
+    """Returns seeds of projections, by seed, redraw, name and block of rows."""
+    names = ("bert.encoder.layer.0.attention.self.query.weight", "lm_head.weight", "a/1")
+    keys = [(s, r, n, b) for s in (0, 17) for r in (0, 3) for n in names for b in (0, 2)]
+    return {" ".join(map(str, key)): projection_seed_for(*key) for key in keys}
+
+
+def streams() -> dict[str, Tensor]:
+    """Returns numbers of every stream whose seed is known: projections, rounding and noise."""
+    shapes = {"body.weight": (6, 40), "head.weight": (1500, 3)}  # the latter: two blocks of rows
+    made = {}
+    for family in ("gaussian", "gaussian_over_r", "rademacher", "stiefel"):
+        schedule = ProjectionSchedule(
+            shapes, family=family, rank=2, update_steps=3, seed=5, side="larger"
+        )
+        for step in (0, 3, 7):
+            drawn = schedule.at(step)
+            made |= {f"{family} {name} {step}": p.matrix for name, p in drawn.items()}
+    made["rounding"] = torch.randn(4, generator=rounding_generator(5, 1))
+    made["dropout"] = torch.randn(4, generator=derived_generator(bytes(16), "mask", "cpu"))
+    for kind in ("known", "secret", "secure"):
+        generator = (
+            torch.Generator() if kind == "known" else noise_generator("cpu", kind != "secret")
+        )
+        if kind != "known":
+            for number, stream in enumerate(generator.streams({"secret": 2, "secure": 4}[kind])):
+                stream.manual_seed(number)
+        generator.manual_seed(9)
+        values = [torch.ones(3, 50), torch.zeros(40_000)]
+        add_noise_(values, 1.5, generator, divisor=4.0)
+        made |= {f"{kind} noise {i}": value for i, value in enumerate(values)}
+    return made
+
+
+# ---- Then and now ----
+
+
+def assert_same(found: Numbers, expected: Numbers, tolerance: float = RELEASE) -> None:
+    """Compares what ``described`` returns."""
+    assert found.keys() == expected.keys()
+    for name, (norm, *_) in expected.items():
+        assert found[name] == pytest.approx(expected[name], rel=0, abs=tolerance * norm), name
+
+
+@pytest.fixture(scope="module")
+def record() -> Numbers:
+    content: Numbers = json.loads(RECORD.read_text())
+    return content
+
+
+@pytest.mark.parametrize(("model", "case"), RUNS)
+def test_a_run_releases_what_it_did(model: str, case: str, record: Numbers) -> None:
+    found, expected = record_of(model, case), record["runs"][f"{model}, {case}"]
+    assert_same(found["release"], expected["release"])
+    assert_same(found["update"], expected["update"], UPDATE)
+    assert found["ledger"] == expected["ledger"]
+
+
+def test_two_processes_release_what_one_did(tmp_path: Path, record: Numbers) -> None:
+    context = torch.multiprocessing.start_processes(
+        share, (free_port(), str(tmp_path)), nprocs=2, join=False, start_method="forkserver"
+    )
+    assert any(context.join(timeout=200) for _ in range(2))  # each call waits for a process
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    expected = record["runs"][", ".join(SHARED)]
+    assert_same(described(one["release"]), expected["release"])
+    assert_same(described(one["update"]), expected["update"], UPDATE)
+    for key in ("release", "update"):
+        assert_same_weights(one[key], other[key])
+    assert one["ledger"] == expected["ledger"]
+
+
+def share(rank: int, port: int, folder: str) -> None:
+    """Is one of two processes of a run."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: f"{value}" for name, value in place.items()})
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    make_args(folder)  # joins the group, as the Trainer does
+    torch.save(run(Path(folder), *SHARED), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_seeds_of_projections_are_what_they_were(record: Numbers) -> None:
+    assert seeds() == record["seeds"]
+
+
+def test_known_streams_draw_what_they_did(record: Numbers) -> None:
+    assert_same(described(streams()), record["streams"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_grad_norm": 5.5 * 1.01},
+        {"noise_multiplier": 0.1 * 1.001},
+        {"seed_of_draws": 1},
+        {"projection_seed": 1},
+        {"learning_rate": 1.001e-2},
+    ],
+    ids=str,
+)
+def test_another_release_is_noticed(
+    change: dict[str, Any], tmp_path: Path, record: Numbers
+) -> None:
+    found, expected = run(tmp_path, *SHARED, **change), record["runs"][", ".join(SHARED)]
+    key, tolerance = ("update", UPDATE) if "learning_rate" in change else ("release", RELEASE)
+    with pytest.raises(AssertionError):
+        assert_same(described(found[key]), expected[key], tolerance)
+
+
+def main() -> None:
+    """Writes the record."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    content = {
+        "seeds": seeds(),
+        "streams": described(streams()),
+        "runs": {f"{model}, {case}": record_of(model, case) for model, case in RUNS},
+    }
+    RECORD.write_text(compact(content) + "\n")
+
+
+def compact(value: Any, depth: int = 0) -> str:
+    """Returns JSON with a line for each tensor and each entry of a ledger."""
+    if not isinstance(value, dict) or depth > 3:
+        return json.dumps(value)
+    inner = ",\n".join(f"{json.dumps(k)}: {compact(v, depth + 1)}" for k, v in value.items())
+    return f"{{\n{inner}\n}}"
+
+
+if __name__ == "__main__":
+    main()
