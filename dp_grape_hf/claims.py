@@ -1,32 +1,37 @@
-"""What a model card states of its ledger, one sentence and one table: written, and read again.
+"""The statement of a model card, one sentence and one table, as its ledger supports it.
 
-``model_card`` writes them at the top of a card; ``verify`` derives them from the ledger, compares
-them word for word, and looks for other statements in the rest of the card.
+``model_card`` writes it between two marks below the title; ``verify`` takes it out from between
+them, and compares it with what the ledger supports. All else on a card is its author's.
+
+Guarantee:
+    Who reads a card with `statement_in` sees just one statement, and above it no more than metadata
+    and a title, so it stands in no comment and in no block of code. What the text outside the marks
+    says is not read: it may contradict the statement, or look like another one.
 """
 
-import html
 import math
 import re
-import unicodedata
-from dataclasses import dataclass
+
+from huggingface_hub import ModelCard
 
 from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import REPLACE_ONE
+from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism
 
-EPSILON_ROW = "ε spent (upper bound)"
-ROWS_OF_SOME = ("Noise", "Chosen among trials", "Earlier runs on the same data")
-_NOISE, _TRIALS, _RUNS = ROWS_OF_SOME
-ANY = "\0"
-"""Stands for a number that is read and not compared as text."""
+BEGIN = (
+    "<!-- dp-grape: from here to the mark below, privacy_ledger.json says what stands here, and "
+    "dp-grape verify compares it; the rest of this card is its author's -->"
+)
+END = "<!-- dp-grape: end of what the ledger says -->"
+TAG = "differential-privacy"
+"""The Hub's tag of models with a guarantee."""
 
-NUMBER = r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?|inf|∞"
-_GAP = r"(?:\W?\b(?:is|of|was|below|under|at most|about|up to|only|just)\b|[\s=:≈≤<>~()*_`$|{}\\])*"
-_EPSILON, _DELTA = r"(?:[εɛ]|epsilons?|\beps\b)", r"(?:δ|\bdeltas?\b)"
-_PHRASE = "trained with differential privacy"
-_MARKUP = r"[ \t>*_~`|]*"
-
+_EPSILON_ROW = "ε spent (upper bound)"
+LAST_DIGITS = 1e-6  # in which processors differ
+# Metadata, as the Hub finds them, and a title without HTML. Neither can hide what comes below.
+_ABOVE = re.compile(r"(?>---\n.*?\n---[ \t]*\n)?\n*(?:#[ ][^\n<]*\n)?\n*", re.DOTALL)
 _SPLIT = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
 _MADE_BY = {"prv": "prv-accountant", "pld": "dp-accounting", "rdp": "dp_grape_hf"}
 
@@ -57,11 +62,11 @@ def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
 
     Args:
         ledger: that of the weights.
-        spent: epsilon as the card writes it, or `ANY`.
+        spent: epsilon as the card writes it.
         reasons: why there is no guarantee; empty if there is one.
     """
     claim = _claim(ledger.mechanism, spent, reasons)
-    rows = [f"| {name} | {cell} |" for name, cell in rows_of(ledger, spent).items()]
+    rows = [f"| {name} | {cell} |" for name, cell in _rows(ledger, spent).items()]
     return "\n".join([claim, "", "## Privacy", "", "| Quantity | Value |", "|---|---|", *rows])
 
 
@@ -70,8 +75,8 @@ def _claim(mechanism: Mechanism, spent: str, reasons: list[str]) -> str:
         return f"**This model has no privacy guarantee** (ε = ∞): {'; '.join(map(plain, reasons))}."
     change = "replacing" if mechanism.adjacency == REPLACE_ONE else "adding or removing"
     return (
-        f"This model was {_PHRASE}: **ε = {spent}** at δ = {_delta(mechanism)}, for {change} one "
-        f"{unit_of(mechanism)} of the training data."
+        f"This model was trained with differential privacy: **ε = {spent}** at "
+        f"δ = {_delta(mechanism)}, for {change} one {unit_of(mechanism)} of the training data."
     )
 
 
@@ -79,7 +84,7 @@ def _delta(mechanism: Mechanism) -> str:
     return "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"
 
 
-def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
+def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     """Returns the table: name -> cell."""
     mechanism = ledger.mechanism
     projection, seed = mechanism.projection, mechanism.projection_seed
@@ -90,7 +95,7 @@ def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
     rows = {
-        EPSILON_ROW: spent,
+        _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
         "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
@@ -109,14 +114,16 @@ def rows_of(ledger: Ledger, spent: str) -> dict[str, str]:
         "Accountant's software": "-" if package is None else f"{package} {version}",
     }
     if mechanism.noise is not None:
-        rows[_NOISE] = f"{mechanism.noise}, four float64 draws for each number"
+        rows["Noise"] = f"{mechanism.noise}, four float64 draws for each number"
     if mechanism.trials is not None:
         each = f"of {mechanism.steps_of_trial} releases each"
-        rows[_TRIALS] = f"{mechanism.trials}, {each}, counted in ε"
+        rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
         releases = sum(run.accounted[2] for run in earlier)
-        rows[_RUNS] = f"{len(earlier)}, with {releases} releases, counted in ε"
-    return {name: plain(value) for name, value in rows.items()} | {EPSILON_ROW: spent}
+        rows["Earlier runs on the same data"] = (
+            f"{len(earlier)}, with {releases} releases, counted in ε"
+        )
+    return {name: plain(value) for name, value in rows.items()} | {_EPSILON_ROW: spent}
 
 
 def plain(text: str) -> str:
@@ -126,83 +133,70 @@ def plain(text: str) -> str:
     return one_line.replace("|", "\\|").replace("<", "&lt;").strip()
 
 
-# ---- Reading a card ----
+# ---- On a card ----
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a card says, as far as it can be held against a ledger.
+def marked(statement: str) -> str:
+    """Returns a statement as it stands on a card."""
+    return f"{BEGIN}\n\n{statement}\n\n{END}"
 
-    ``whole`` if sentence and table stand at the top as they were written, up to epsilon.
-    ``cells`` has what stands beside the name of each row, there and elsewhere. ``epsilons`` and
-    ``deltas`` are those of sentence, table and text. ``claims`` if privacy is claimed at all, and
-    ``again`` if it is claimed besides that sentence.
+
+def statement_in(card: str) -> str:
+    """Returns the statement of a card, whatever it says.
+
+    Raises:
+        PrivacyError: there is not one pair of marks, or not right below the title.
     """
-
-    whole: bool
-    cells: dict[str, list[str]]
-    epsilons: list[str]
-    deltas: list[str]
-    claims: bool
-    again: bool
-
-
-def read(card: str, ledger: Ledger, reasons: list[str]) -> Reading:
-    """Reads a card that should state what a ledger supports; ``reasons`` as for `statement_of`."""
-    text = re.sub(r"[ \t]+$", "", "\n".join(card.removeprefix("\ufeff").splitlines()), flags=re.M)
-    metadata = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-    body = text[metadata.end() :] if metadata else text
-    tag = r"[\s\[,]['\"]?differential-privacy['\"]?(?:[\s,\]]|$)"
-    tagged = metadata is not None and re.search(tag, metadata[1]) is not None
-    parts = statement_of(ledger, ANY, reasons).split(ANY)
-    whole = re.match(
-        rf"(\s*(?:# [^\n]*\n+)?){f'({NUMBER})'.join(map(re.escape, parts))}(?=\n\n|\s*\Z)", body
+    begins, ends = card.count(BEGIN), card.count(END)
+    require(
+        begins == ends == 1,
+        f"{begins} marks of a beginning and {ends} of an end, where one of each belongs; write the "
+        "card again with dp-grape card",
     )
-    rest = body if whole is None else whole[1] + body[whole.end() :]
-    if ledger.mechanism.privacy_unit != EXAMPLE:
-        rest = rest.replace(unit_of(ledger.mechanism), "")  # a column's name may be anything
-    names = [*rows_of(ledger, ANY), *ROWS_OF_SOME]
-    cells = {name: _cells(rest, re.escape(name)) for name in names}
-    if whole is not None:
-        for name, cell in rows_of(ledger, whole[whole.lastindex or 0]).items():
-            cells[name].append(cell)
-    epsilons = [] if whole is None else list(whole.groups()[1:])
-    epsilons += _cells(rest, rf"[^|\n]*{_EPSILON}[^|\n]*") + numbers_after(_EPSILON, rest)
-    sentences = _plainly(rest).count(_PHRASE)
-    return Reading(
-        whole is not None,
-        cells,
-        epsilons,
-        numbers_after(_DELTA, rest),
-        bool(tagged or sentences)
-        or any(number_in(cell) not in (None, math.inf) for cell in epsilons),
-        again=sentences > (whole is None),
+    above, begin, rest = card.partition(f"{BEGIN}\n\n")
+    statement, end, _ = rest.partition(f"\n\n{END}")
+    require(
+        bool(begin and end),
+        "the mark of the beginning belongs above that of the end, and a blank line next to each",
     )
+    require(
+        _ABOVE.fullmatch(above) is not None,
+        "more than metadata and a title without HTML stands above the marks, and could hide what "
+        "is between them",
+    )
+    return statement
 
 
-def states_privacy(text: str) -> bool:
-    """Whether a text that is to stand on a card would be read as a statement of a guarantee."""
-    found = numbers_after(_EPSILON, text) or numbers_after(_DELTA, text)
-    return bool(found) or _PHRASE in _plainly(text)
+def epsilon_in(statement: str) -> str:
+    """Returns what the table of a statement gives as epsilon; empty if nothing."""
+    return statement.partition(f"| {_EPSILON_ROW} | ")[2].partition(" |")[0]
 
 
-def number_in(text: str) -> float | None:
-    """Returns the number that a text is; ``None`` if it says anything else."""
-    return float(text.replace("∞", "inf")) if re.fullmatch(NUMBER, text) else None
+def number_in(spent: str) -> float | None:
+    """Returns epsilon as a card writes it, as a number; ``None`` if it is none."""
+    try:
+        return float(spent.replace("∞", "inf"))
+    except ValueError:
+        return None
 
 
-def numbers_after(name: str, text: str) -> list[str]:
-    """Returns the numbers that a text gives for a name, however it words and writes that."""
-    return re.findall(rf"{name}{_GAP}({NUMBER})", _plainly(text), re.IGNORECASE)
+def is_written_so(spent: str, epsilon: float) -> bool:
+    """Whether a text is what `epsilon_text` writes, on some processor, for an epsilon."""
+    near = (max(0.0, epsilon + by) for by in (-LAST_DIGITS, 0.0, LAST_DIGITS))
+    return spent in map(epsilon_text, near)
 
 
-def _plainly(text: str) -> str:
-    """Returns a text in the letters that a reader sees, without what nobody sees."""
-    visible = re.sub("[\u200b-\u200f\u2060\ufeff\u00ad]", "", html.unescape(text))
-    return unicodedata.normalize("NFKC", visible)
+def is_tag(tag: str) -> bool:
+    """Whether the Hub would take a tag for `TAG`."""
+    return re.sub(r"[\s_]+", "-", tag.strip().lower()) == TAG
 
 
-def _cells(text: str, name: str) -> list[str]:
-    """Returns what stands beside a name in tables, with or without outer pipes and markup."""
-    cell = rf"{_MARKUP}{name}{_MARKUP}\|{_MARKUP}(.*?){_MARKUP}"
-    return re.findall(rf"^{cell}$", text, re.MULTILINE | re.IGNORECASE)
+def is_tagged(card: str) -> bool:
+    """Whether a card's metadata has `TAG`, or cannot be read."""
+    if not card.lstrip().startswith("---"):
+        return False
+    try:
+        tags = ModelCard(card, ignore_metadata_errors=True).data.to_dict().get("tags", [])
+        return any(is_tag(f"{tag}") for tag in tags)
+    except Exception:  # of YAML, or of what the Hub's client makes of it
+        return True

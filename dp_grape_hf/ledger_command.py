@@ -25,7 +25,7 @@ from dp_grape_hf.verify import ABSENT, MISMATCH, Check, epsilon_by, verify
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
-claim, the table and every epsilon on the model card, the digests of all files of weights, and
+statement of the model card (its claim and its table), the digests of all files of weights, and
 the tensors that transformers or PEFT load from them. No code of the model's own is run.
 
   ok        both say the same
@@ -33,11 +33,13 @@ the tensors that transformers or PEFT load from them. No code of the model's own
   absent    there is nothing to compare, or a check does not apply, and why
 
 A part that was changed on its own is found: also weights beside those of the ledger, whatever
-their names, links, and entries of a config that name weights or code. The card's other words are
-its author's, and so are the rest of the config and the tokenizer. Folders with a ledger of their
-own are verified by their paths. Whoever makes ledger, card and weights anew, digests included,
-has something that agrees with itself: only a digest noted before (--head, which dp-grape ledger
-shows) tells. Whether a run was made as it was recorded is its owner's word.
+their names, links, and entries of a config that name weights or code. On a card, what stands
+between the two marks below its title is compared byte for byte, and the tags must not claim more;
+all other words are its author's, are not read and may contradict it. So are the rest of the config
+and the tokenizer. Folders with a ledger of their own are verified by their paths. Whoever makes
+ledger, card and weights anew, digests included, has something that agrees with itself: only a
+digest noted before (--head, which dp-grape ledger shows) tells. Whether a run was made as it was
+recorded is its owner's word.
 """
 
 _VERIFY_EXAMPLES = """\

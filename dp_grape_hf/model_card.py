@@ -1,11 +1,13 @@
 """The model card: what the ledger says, and nothing that the training data could leak through.
 
+The statement of ``claims`` stands between two marks, and the tag `claims.TAG` if it is one of a
+guarantee. The rest is for the publisher to keep, change or take out.
+
 The text is in ``model_card.md``, beside this file; here are the numbers and what they allow to say.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from dp_grape_hf.claims import (
+    TAG,
     epsilon_text,
+    is_tag,
+    marked,
     plain,
     statement_of,
-    states_privacy,
     unit_of,
     without_guarantee,
 )
@@ -40,8 +44,7 @@ class CardDetails:
     ``pipeline_tag`` is the Hub's name of a task, such as text-classification.
 
     Raises:
-        PrivacyError: metrics are given without saying whether their data is public, or a name
-            reads as a statement of a guarantee.
+        PrivacyError: metrics are given without saying whether their data is public.
     """
 
     repo_id: str | None = None
@@ -62,12 +65,6 @@ class CardDetails:
                 f"metrics={dict(self.metrics)!r} with metrics_are_public=None: say whether the "
                 "data they were computed on is public. A card never shows them without."
             )
-        for text in (self.model_name or "", *(f"{k}: {v}" for k, v in self.metrics.items())):
-            if states_privacy(text):
-                raise PrivacyError(
-                    f"{text!r} on a card would be read as its guarantee, which only the ledger "
-                    "states. Choose another name."
-                )
 
 
 def declare(
@@ -136,12 +133,8 @@ def render(
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
     reasons, spent = without_guarantee(ledger, epsilon), epsilon_text(epsilon)
     private = not reasons
-    own_tags = ["dp-grape", "differential-privacy"] if private else ["dp-grape"]
-    theirs = [
-        tag
-        for tag in details.tags
-        if re.sub(r"[\s_]+", "-", tag.strip().lower()) != "differential-privacy"
-    ]
+    own_tags = ["dp-grape", TAG] if private else ["dp-grape"]
+    theirs = [tag for tag in details.tags if not is_tag(tag)]
     data = ModelCardData(
         library_name="peft" if details.adapter else "transformers",
         tags=own_tags + theirs,
@@ -158,7 +151,7 @@ def render(
         data,
         template_path=str(_TEMPLATE),
         title=plain(details.model_name or "Model card"),
-        statement=statement_of(ledger, spent, reasons),
+        statement=marked(statement_of(ledger, spent, reasons)),
         private=private,
         unit=f"one {unit_of(mechanism)}",
         units="examples" if mechanism.privacy_unit == EXAMPLE else "units",

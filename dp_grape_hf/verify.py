@@ -1,21 +1,23 @@
 """Whether a saved model is what its ledger, its card and its weights say: ``dp-grape verify``.
 
-Everything is derived again from the ledger: epsilon with two accountants, the claim and the table
-of the card, the digests of the chain and of the weights.
+Everything is derived again from the ledger: epsilon with two accountants, the statement of the
+card, the digests of the chain and of the weights.
 
 Guarantee:
     A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights
-    (see ``file_checks``), the card's claim and table, which stand right below its title, and an
-    epsilon or delta in the words that usually give one. Its other words, the tokenizer, and a
-    config as far as it names neither weights nor code, are the publisher's. What was changed
-    together is not noticed: whoever writes a new ledger, with its digests, a new card and new
-    weights has something that agrees with itself. A ``head`` noted elsewhere, while the run was
-    known to be honest, shows that too.
+    (see ``file_checks``), the statement of the card, which stands between two marks right below its
+    title and is compared byte for byte (but for the ends of lines), and a tag that claims more. The
+    rest of the card is the publisher's, whatever it says of epsilon. So are the tokenizer, and a
+    config as far as it names neither weights nor code. What was changed together is not noticed:
+    whoever writes a new ledger, with its digests, a new card and new weights has something that
+    agrees with itself. A ``head`` noted elsewhere, while the run was known to be honest, shows that
+    too.
 """
 
 import json
 import math
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from dp_grape_hf.accountants import (
@@ -28,12 +30,15 @@ from dp_grape_hf.accountants import (
 from dp_grape_hf.accounting import blocks_of
 from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
 from dp_grape_hf.claims import (
-    ANY,
-    EPSILON_ROW,
-    Reading,
+    LAST_DIGITS,
+    TAG,
+    epsilon_in,
+    epsilon_text,
+    is_tagged,
+    is_written_so,
     number_in,
-    read,
-    rows_of,
+    statement_in,
+    statement_of,
     without_guarantee,
 )
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, is_digest
@@ -44,7 +49,6 @@ from dp_grape_hf.ledger_file import read_links
 
 # The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
-_ROUNDING, _LAST_DIGITS = 1e-3, 1e-6  # of a card, which rounds up; of another processor
 
 
 def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
@@ -72,12 +76,13 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
         return [Check("ledger", MISMATCH, "-", f"{error}")]
     folder = path.parent if place.is_dir() else None
     card, spent = _card(folder), _spent(ledger)
-    reading = None if card is None else read(card, ledger, _reasons(ledger, spent))
+    reasons = without_guarantee(ledger, 0.0 if spent is None else spent)
     return [
         *_of_the_chain(links, head),
         *_of_the_live_ledger(ledger, folder),
-        *_of_epsilon(ledger, delta, reading, spent),
-        *_of_the_card(ledger, reading, spent),
+        _of_the_guarantee(card, reasons),
+        *_of_epsilon(ledger, delta, card, spent),
+        _of_the_card(ledger, card, spent, reasons),
         *of_the_files(ledger, folder),
         *_of_the_updates(ledger, folder),
     ]
@@ -137,26 +142,27 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
 # ---- Epsilon ----
 
 
+def _of_the_guarantee(card: str | None, reasons: list[str]) -> Check:
+    found = f"none: {'; '.join(reasons)}" if reasons else "private"
+    if card is None:
+        return Check("guarantee", ABSENT, "-", found)
+    tagged = is_tagged(card)
+    stated = f"tagged {TAG}" if tagged else "not tagged"
+    return Check("guarantee", MISMATCH if tagged and reasons else OK, stated, found)
+
+
 def _of_epsilon(
-    ledger: Ledger, delta: float | None, reading: Reading | None, spent: float | None
+    ledger: Ledger, delta: float | None, card: str | None, spent: float | None
 ) -> Iterator[Check]:
     own, target = ledger.mechanism, ledger.mechanism.target_epsilon
-    private = ledger.private and spent != math.inf
-    guarantee = "private" if private else "none: " + "; ".join(ledger.not_private_reasons)
-    if reading is not None:
-        claimed = reading.claims
-        status = OK if claimed == private else MISMATCH
-        yield Check("guarantee", status, "claimed by card" if claimed else "not claimed", guarantee)
-    else:
-        yield Check("guarantee", ABSENT, "-", guarantee)
     delta = own.target_delta if delta is None else delta
     if delta is None:
         yield Check("epsilon", ABSENT, "-", "the ledger has no delta; give one")
         return
     require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
     claim, source, promised = None, "card", delta == own.target_delta
-    if promised and reading is not None and reading.cells[EPSILON_ROW]:
-        claim = number_in(reading.cells[EPSILON_ROW][0])
+    if promised and card is not None:
+        claim = _claimed(card)
     if promised and claim is None and (claim := target) is not None:
         source = "asked for"
     bounds = [] if spent is None else [spent]
@@ -170,7 +176,7 @@ def _of_epsilon(
             continue
         bounds.append(epsilon)
         same = source == "card" and name == own.accountant
-        slack = _LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
+        slack = LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
         fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
         found = f"{_up(epsilon)} at delta {delta:g}"
         yield Check(what, OK if fits else MISMATCH, stated, found)
@@ -199,54 +205,38 @@ def _card(folder: Path | None) -> str | None:
     path = None if folder is None else folder / CARD_NAME
     if path is None or not path.is_file():
         return None
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
-def _reasons(ledger: Ledger, spent: float | None) -> list[str]:
-    return without_guarantee(ledger, 0.0 if spent is None else spent)
+def _claimed(card: str) -> float | None:
+    try:
+        return number_in(epsilon_in(statement_in(card)))
+    except PrivacyError:
+        return None
 
 
-def _of_the_card(ledger: Ledger, reading: Reading | None, spent: float | None) -> Iterator[Check]:
-    """Compares sentence and table with those that the ledger supports, word for word."""
-    if reading is None:
-        yield Check("card", ABSENT, "-", f"no {CARD_NAME} beside the ledger")
-        return
-    epsilon, expected = _of_the_epsilon_on_it(spent, reading), rows_of(ledger, ANY)
-    yield epsilon
-    wrong = epsilon.status == MISMATCH
-    for name, cells in reading.cells.items():
-        cell = expected.get(name)
-        if name == EPSILON_ROW or not (cells or cell):
-            continue
-        fits = {*cells} == {cell}
-        wrong |= not fits
-        stated = " and ".join(dict.fromkeys(cells)) or "no such row"
-        yield Check(f"card: {name}", OK if fits else MISMATCH, stated, cell or "no such row")
-    what, written = "card: claim and table", "one claim, and below it the table, as written"
-    if reading.again:
-        yield Check(what, MISMATCH, "a second claim", written)
-    elif reading.whole:
-        yield Check(what, OK, "at the top", written)
-    elif not wrong:
-        yield Check(what, MISMATCH, "not at the top, or edited", written)
-    true = ledger.mechanism.target_delta or 0.0
-    if not all(math.isclose(number_in(d) or 0.0, true, rel_tol=1e-5) for d in reading.deltas):
-        stated = " and ".join(dict.fromkeys(reading.deltas))
-        yield Check("card: δ in the text", MISMATCH, stated, f"{true:g}")
-
-
-def _of_the_epsilon_on_it(spent: float | None, reading: Reading) -> Check:
-    what, texts = "card: epsilon", [*reading.epsilons, *reading.cells[EPSILON_ROW]]
-    stated = " and ".join(dict.fromkeys(texts)) or "no such row"
+def _of_the_card(
+    ledger: Ledger, card: str | None, spent: float | None, reasons: list[str]
+) -> Check:
+    """Compares the statement of a card with the one that the ledger supports, byte for byte."""
+    what = "card: statement"
+    if card is None:
+        return Check(what, ABSENT, "-", f"no {CARD_NAME} beside the ledger")
+    try:
+        stated = statement_in(card)
+    except PrivacyError as error:
+        return Check(what, MISMATCH, "none to be read", f"{error}")
+    epsilon = epsilon_in(stated)
+    near = number_in(epsilon) if spent is None else spent
+    if near is None or not is_written_so(epsilon, near):
+        epsilon = "not known here" if spent is None else epsilon_text(spent)
+    expected = statement_of(ledger, epsilon, reasons)
+    for ours, theirs in zip_longest(stated.split("\n"), expected.split("\n")):
+        if ours != theirs:
+            return Check(what, MISMATCH, ours or "no such line", theirs or "no such line")
     if spent is None:
-        return Check(what, ABSENT, stated, "not known, see above")
-    fits = bool(reading.cells[EPSILON_ROW])
-    for number in map(number_in, texts):
-        fits &= number is not None and (
-            number == spent  # both infinite
-            or spent - _LAST_DIGITS <= number <= spent + _ROUNDING + _LAST_DIGITS
-        )
-    return Check(what, OK if fits else MISMATCH, stated, _up(spent))
+        return Check(what, ABSENT, f"ε = {epsilon}", "not known here, see above; all else agrees")
+    return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is its author's")
 
 
 # ---- The trainer ----

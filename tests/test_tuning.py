@@ -340,7 +340,7 @@ def test_the_card_says_so_and_verify_finds_it_true(tmp_path: Path) -> None:
     status = {check.what: check.status for check in verify(tmp_path)}
     assert set(status.values()) == {OK, ABSENT}
     assert status["epsilon by prv"] == status["epsilon by pld"] == ABSENT
-    assert status["epsilon by rdp"] == status["card: Chosen among trials"] == OK
+    assert status["epsilon by rdp"] == status["card: statement"] == OK
 
 
 @pytest.mark.parametrize("change", ["missing", "fewer"])
@@ -354,7 +354,7 @@ def test_a_card_without_its_trials_is_found(change: str, tmp_path: Path) -> None
         lines = [line.replace("10 on average", "2 on average") for line in lines]
     path.write_text("".join(lines))
     wrong = [check.what for check in verify(tmp_path) if check.status == MISMATCH]
-    assert wrong == ["card: Chosen among trials"]
+    assert wrong == ["card: statement"]
 
 
 # ---- In a run ----
