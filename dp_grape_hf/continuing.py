@@ -14,8 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalE
 from torch import nn
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accountants import AccountantFailure, rounded_up
-from dp_grape_hf.chain import is_prefix
+from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.entries import Run
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
@@ -57,7 +56,7 @@ class Earlier:
     @property
     def releases(self) -> list[accounting.Release]:
         """What they released, as `accounting` wants it."""
-        return [run.accounted for run in self.runs if run.accounted[2]]
+        return [run.accounted for run in self.runs if run.counted]
 
     @property
     def not_private_reasons(self) -> list[str]:
@@ -215,7 +214,7 @@ def _newest(path: Path) -> _Found:
     live = folder.parent / LEDGER_NAME
     if live.is_file():
         whole = Ledger.load(live)
-        if whole.run_id == ledger.run_id and is_prefix(ledger.links, whole.links):
+        if whole.run_id == ledger.run_id and whole.goes_on_from(ledger):
             return whole, f"{live}", folder
     return ledger, f"{path}", folder
 
@@ -233,8 +232,6 @@ def _is_resumed(ledger: Ledger, folder: Path | None, args: Any) -> bool:
 def _spent(ledger: Ledger) -> str:
     if not ledger.private:
         return f"it has no guarantee ({'; '.join(ledger.not_private_reasons)})"
-    try:
-        epsilon = f"epsilon {rounded_up(ledger.epsilon()):g}"
-    except (AccountantFailure, PrivacyError, OverflowError):
-        epsilon = "epsilon not known here"
+    spent = ledger.known_epsilon()
+    epsilon = "epsilon not known here" if spent is None else f"epsilon {rounded_up(spent):g}"
     return f"{epsilon} at delta {ledger.mechanism.target_delta} in {ledger.steps} releases"

@@ -159,14 +159,18 @@ class Run:
         return (Release(own.noise_multiplier, own.sample_rate, self.steps),) if self.steps else ()
 
     @property
-    def accounted(self) -> accounting.Release:
-        """What the run may have cost: its releases, or all of a trial if it was chosen among some.
+    def counted(self) -> int:
+        """How many releases count: those of the run, or of a whole trial if it is one of several.
 
         The other trials may have gone on where this one stopped.
         """
+        return max(self.steps, self.mechanism.steps_of_trial or 0)
+
+    @property
+    def accounted(self) -> accounting.Release:
+        """What the run may have cost, as `accounting` wants it."""
         own = self.mechanism
-        count = max(self.steps, own.steps_of_trial or 0)
-        return own.noise_multiplier, own.sample_rate, count, own.variant()
+        return own.noise_multiplier, own.sample_rate, self.counted, own.variant()
 
 
 def runs_of(entries: Iterable[Entry]) -> list[Run]:

@@ -50,7 +50,7 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
         found = "a link, or no plain file; put the file itself there"
         yield Check(f"link: {names[link]}", MISMATCH, "-", found)
     digests = {names[path]: digest(path) for path in files if may_be_weights(path)}
-    saved = [link.entry for link in ledger.links if isinstance(link.entry, Weights)]
+    saved = ledger.saved
     recorded = saved[-1].files if saved else {}
     yield from _of_the_weights(saved, recorded, digests)
     configs = {names[path]: _json(path) for path in files if _CONFIG.search(path.name)}

@@ -18,8 +18,17 @@ from pathlib import Path
 from typing import Self
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accounting import compose_epsilon
-from dp_grape_hf.chain import Link, beyond, broken, extended, is_prefix, with_releases
+from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
+from dp_grape_hf.accounting import blocks_of, compose_epsilon
+from dp_grape_hf.chain import (
+    Link,
+    beyond,
+    broken,
+    extended,
+    has_been_head,
+    is_prefix,
+    with_releases,
+)
 from dp_grape_hf.entries import (
     LEDGER_NAME,
     OTHER_DATA,
@@ -31,6 +40,7 @@ from dp_grape_hf.entries import (
     Run,
     Start,
     Weights,
+    is_digest,
     now,
     runs_of,
     software_versions,
@@ -137,6 +147,15 @@ class Ledger:
         return ledger if is_first() else cls(ledger.links)
 
     @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a ledger to examine it: unlike ``load``, also one that was edited (see ``fault``).
+
+        Raises:
+            PrivacyError: The file is missing, damaged or says something impossible.
+        """
+        return cls(read_links(path))
+
+    @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a ledger. What is recorded in it afterwards is not written back.
 
@@ -232,7 +251,7 @@ class Ledger:
     def _refuse_branches(self, other: Self, both: str) -> None:
         """Refuses a ledger that lacks releases of another one of its run, however many it has."""
         require(
-            is_prefix(other.links, self.links)
+            self.goes_on_from(other)
             or not any(isinstance(one.entry, Release) for one in beyond(other.links, self.links)),
             f"{both} are branches of one run: each holds releases that the other lacks, so neither "
             "counts all. Start a new run that continues one, and add up the privacy of both.",
@@ -281,6 +300,11 @@ class Ledger:
         return self._runs[-1].updates
 
     @property
+    def saved(self) -> list[Weights]:
+        """The weights that were saved, of all runs, oldest first, with the digests of each."""
+        return [link.entry for link in self.links if isinstance(link.entry, Weights)]
+
+    @property
     def head(self) -> str:
         """The digest of the last entry, which all entries before it determine."""
         return self.links[-1].digest
@@ -305,12 +329,12 @@ class Ledger:
     @property
     def composed(self) -> list[accounting.Release]:
         """All releases that add up, as `accounting` wants them."""
-        return [run.accounted for run in self.composed_runs if run.accounted[2]]
+        return [run.accounted for run in self.composed_runs if run.counted]
 
     @property
     def earlier(self) -> list[accounting.Release]:
         """Those of them that runs before this one made."""
-        return [run.accounted for run in self.composed_runs[:-1] if run.accounted[2]]
+        return [run.accounted for run in self.composed_runs[:-1] if run.counted]
 
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.
@@ -326,6 +350,53 @@ class Ledger:
         if delta is None:
             raise PrivacyError("target_delta=None: epsilon needs a delta. Pass one, such as 1e-5.")
         return compose_epsilon(self.composed, delta=delta, accountant=self.mechanism.accountant)
+
+    def known_epsilon(self) -> float | None:
+        """Returns ``epsilon()``; ``None`` without a delta, or if its accountant is not there."""
+        try:
+            return self.epsilon()
+        except (AccountantFailure, PrivacyError, OverflowError):
+            return None
+
+    def epsilon_by(self, accountant: str, delta: float) -> float:
+        """Returns the bound on ``epsilon`` of one accountant, and of no other in its place.
+
+        Raises:
+            AccountantFailure: that accountant cannot bound it, or is not there.
+        """
+        if not self.private:
+            return math.inf
+        if accountant not in ACCOUNTANTS:
+            raise AccountantFailure(f"{accountant!r} is unknown")
+        if not is_installed(accountant):
+            raise AccountantFailure(f"{ACCOUNTANTS[accountant].requires} is not installed")
+        blocks, counts = blocks_of(self.composed)
+        if not blocks:
+            return 0.0
+        epsilon = ACCOUNTANTS[accountant](blocks, counts, delta).epsilon(counts)
+        if not math.isfinite(epsilon):
+            raise AccountantFailure(f"it returned {epsilon}")
+        return max(0.0, epsilon)
+
+    # ---- Checking it ----
+
+    @property
+    def fault(self) -> str | None:
+        """Where the digests first fail to fit the entries, one of which was edited; or ``None``."""
+        return broken(self.links)
+
+    def has_ended_with(self, head: str) -> bool:
+        """Whether a digest is its head, or was at some time.
+
+        Raises:
+            PrivacyError: ``head`` is no digest.
+        """
+        require(is_digest(head), f"{head=} must be all 64 hex digits of a digest.")
+        return has_been_head(head, self.links)
+
+    def goes_on_from(self, copy: Self) -> bool:
+        """Whether this is the ledger that a copy was taken of, now or at some time."""
+        return is_prefix(copy.links, self.links)
 
     # ---- Writing it ----
 

@@ -21,7 +21,7 @@ from dp_grape_hf.entries import KIND_OF, LEDGER_NAME, Entry, NotPrivate, Resume,
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
-from dp_grape_hf.verify import ABSENT, MISMATCH, Check, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, Check, verify
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
@@ -238,7 +238,7 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
         yield f"epsilon after {of}, at delta {delta:g}:"
         for name in ("prv", "pld", "rdp"):
             try:
-                epsilon = f"{rounded_up(epsilon_by(name, ledger, delta)):.4f}"
+                epsilon = f"{rounded_up(ledger.epsilon_by(name, delta)):.4f}"
             except AccountantFailure as failure:
                 epsilon = f"not applicable: {failure}"
             yield f"  {name}  {epsilon}" + (

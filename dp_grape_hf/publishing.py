@@ -25,7 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
 from dp_grape_hf.config_paths import OnHub, is_hub_name, weights_named, without_paths
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, Weights
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.weight_files import digests, is_weights
@@ -181,9 +181,7 @@ def _text(path: Path, on_hub: OnHub) -> bytes:
 
 def _require_recorded(ledger: Ledger, staged: Path, folder: Path) -> None:
     """Holds copied weights against the digests noted when they were saved."""
-    entries = (link.entry for link in ledger.links)
-    noted = [entry.files for entry in entries if isinstance(entry, Weights)]
-    recorded, found = noted[-1] if noted else {}, digests(staged)
+    recorded, found = ledger.saved[-1].files if ledger.saved else {}, digests(staged)
     if other := ", ".join(name for name in found if recorded.get(name) != found[name]):
         raise PrivacyError(
             f"{other} in {folder} changed since {LEDGER_NAME} was saved, which does not "

@@ -15,20 +15,11 @@ Guarantee:
 """
 
 import json
-import math
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from dp_grape_hf.accountants import (
-    ACCOUNTANTS,
-    LEAST,
-    AccountantFailure,
-    is_installed,
-    rounded_up,
-)
-from dp_grape_hf.accounting import blocks_of
-from dp_grape_hf.chain import Link, broken, has_been_head, is_prefix
+from dp_grape_hf.accountants import LEAST, AccountantFailure, rounded_up
 from dp_grape_hf.claims import (
     LAST_DIGITS,
     TAG,
@@ -41,11 +32,10 @@ from dp_grape_hf.claims import (
     statement_of,
     without_guarantee,
 )
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME, is_digest
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.ledger_file import read_links
 
 # The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
@@ -68,17 +58,15 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
     """
     path = place / LEDGER_NAME if place.is_dir() else place
     require(path.is_file(), f"{path} is not there: without a ledger there is nothing to verify.")
-    require(head is None or is_digest(head), f"{head=} must be all 64 hex digits of a digest.")
     try:
-        links = read_links(path)
-        ledger = Ledger(links)
+        ledger = Ledger.read(path)
     except PrivacyError as error:
         return [Check("ledger", MISMATCH, "-", f"{error}")]
     folder = path.parent if place.is_dir() else None
-    card, spent = _card(folder), _spent(ledger)
+    card, spent = _card(folder), ledger.known_epsilon()
     reasons = without_guarantee(ledger, 0.0 if spent is None else spent)
     return [
-        *_of_the_chain(links, head),
+        *_of_the_chain(ledger, head),
         *_of_the_live_ledger(ledger, folder),
         _of_the_guarantee(card, reasons),
         *_of_epsilon(ledger, delta, card, spent),
@@ -88,36 +76,15 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
     ]
 
 
-def epsilon_by(accountant: str, ledger: Ledger, delta: float) -> float:
-    """Returns the bound of one accountant on all that a ledger composes, and of no other.
-
-    Raises:
-        AccountantFailure: that accountant cannot bound it, or is not there.
-    """
-    if not ledger.private:
-        return math.inf
-    if accountant not in ACCOUNTANTS:
-        raise AccountantFailure(f"{accountant!r} is unknown")
-    if not is_installed(accountant):
-        raise AccountantFailure(f"{ACCOUNTANTS[accountant].requires} is not installed")
-    blocks, counts = blocks_of(ledger.composed)
-    if not blocks:
-        return 0.0
-    epsilon = ACCOUNTANTS[accountant](blocks, counts, delta).epsilon(counts)
-    if not math.isfinite(epsilon):
-        raise AccountantFailure(f"it returned {epsilon}")
-    return max(0.0, epsilon)
-
-
 # ---- The chain ----
 
 
-def _of_the_chain(links: tuple[Link, ...], head: str | None) -> Iterator[Check]:
-    problem = broken(links)
-    found = f"head {links[-1].digest[:12]}" if problem is None else problem
-    yield Check("chain", OK if problem is None else MISMATCH, f"{len(links)} entries", found)
+def _of_the_chain(ledger: Ledger, head: str | None) -> Iterator[Check]:
+    fault = ledger.fault
+    found = f"head {ledger.head[:12]}" if fault is None else fault
+    yield Check("chain", MISMATCH if fault else OK, f"{len(ledger.links)} entries", found)
     if head is not None:
-        known = has_been_head(head, links)
+        known = ledger.has_ended_with(head)
         text = "in the chain" if known else "never was the end of this chain"
         yield Check("head noted before", OK if known else MISMATCH, head[:12], text)
 
@@ -128,12 +95,12 @@ def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     if path is None or not path.is_file():
         return
     try:
-        live = Ledger(read_links(path))
+        live = Ledger.read(path)
     except PrivacyError as error:
         yield Check("ledger of the run", MISMATCH, f"{ledger.steps} releases", f"{error}")
         return
     if live.run_id == ledger.run_id:
-        agrees = is_prefix(ledger.links, live.links) and broken(live.links) is None
+        agrees = live.goes_on_from(ledger) and live.fault is None
         copy = f"{ledger.steps} releases"
         text = f"{live.steps} releases" + ("" if agrees else ", but not those of the copy")
         yield Check("ledger of the run", OK if agrees else MISMATCH, copy, text)
@@ -170,7 +137,7 @@ def _of_epsilon(
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
         try:
-            epsilon = epsilon_by(name, ledger, delta)
+            epsilon = ledger.epsilon_by(name, delta)
         except (AccountantFailure, PrivacyError) as failure:
             yield Check(what, ABSENT, stated, f"not applicable: {failure}")
             continue
@@ -184,14 +151,6 @@ def _of_epsilon(
         best = min(bounds)  # a run may end under another accountant than kept its budget
         fits = best <= target * (1 + _BETWEEN_ACCOUNTANTS) or not ledger.private
         yield Check("budget", OK if fits else MISMATCH, f"{target:g} (asked for)", _up(best))
-
-
-def _spent(ledger: Ledger) -> float | None:
-    """Returns epsilon by the ledger's own accountant, or ``None`` if that cannot tell."""
-    try:
-        return ledger.epsilon()
-    except (AccountantFailure, PrivacyError):  # no delta, or an accountant that is not there
-        return None
 
 
 def _up(epsilon: float) -> str:

@@ -32,7 +32,7 @@ from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.renyi import ORDERS
 from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, LOGARITHMIC, POISSON, Trials
-from dp_grape_hf.verify import ABSENT, MISMATCH, OK, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from dp_grape_hf.weight_files import digests
 from tests.ledgers import MECHANISM, edit
 from tests.trainers import make_args, make_trainer
@@ -276,8 +276,8 @@ def test_accountants_without_a_theorem_do_not_answer() -> None:
     ledger.record(100)
     for name in ("prv", "pld"):
         with pytest.raises(AccountantFailure, match="geometric number of trials"):
-            epsilon_by(name, ledger, 1e-5)
-    assert epsilon_by("rdp", ledger, 1e-5) == pytest.approx(ledger.epsilon())
+            ledger.epsilon_by(name, 1e-5)
+    assert ledger.epsilon_by("rdp", 1e-5) == pytest.approx(ledger.epsilon())
     curve = EpsilonCurve(1.5, 0.0625, 1e-5, 100, "prv", num_trials=10.0)
     assert curve.epsilon(100) == pytest.approx(ledger.epsilon())
     assert curve.accountant == "rdp"

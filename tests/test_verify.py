@@ -40,7 +40,7 @@ from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.loading import ADAPTER, differences
 from dp_grape_hf.model_card import CardDetails, render
-from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, epsilon_by, verify
+from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, verify
 from dp_grape_hf.weight_files import digests, may_be_weights, weight_files
 from tests.ledgers import MECHANISM, edit, rewrite
 from tests.models import only
@@ -114,9 +114,9 @@ def test_epsilon_is_computed_from_the_releases_by_each_accountant(run: Path) -> 
     found = {check.what: check.found for check in verify(run)}
     for name in ("prv", "pld"):
         epsilon = compose_epsilon(releases, delta=1e-5, accountant=name)
-        assert epsilon_by(name, ledger, 1e-5) == pytest.approx(epsilon)
+        assert ledger.epsilon_by(name, 1e-5) == pytest.approx(epsilon)
         assert float(found[f"epsilon by {name}"].split()[0]) == pytest.approx(epsilon, abs=2e-4)
-    assert epsilon_by("prv", ledger, 1e-6) > epsilon_by("prv", ledger, 1e-5)
+    assert ledger.epsilon_by("prv", 1e-6) > ledger.epsilon_by("prv", 1e-5)
 
 
 def test_a_ledger_alone_is_checked_for_its_chain_and_epsilon(run: Path) -> None:
@@ -155,14 +155,14 @@ def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
     assert {check.status for check in checks if check.what != LOADED} == {OK}
     plain = compose_epsilon([(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
     if "adjacency" in VARIANTS[name]:
-        assert epsilon_by("pld", ledger, 1e-5) > 1.3 * plain
+        assert ledger.epsilon_by("pld", 1e-5) > 1.3 * plain
 
 
 def test_runs_on_the_same_data_are_verified_together(tmp_path: Path) -> None:
     first = _saved(tmp_path / "first", steps=100)
     second = _saved(tmp_path / "second", steps=50, continues=first)
     assert _wrong(verify(tmp_path / "second")) == []
-    assert epsilon_by("pld", second, 1e-5) > epsilon_by("pld", first, 1e-5)
+    assert second.epsilon_by("pld", 1e-5) > first.epsilon_by("pld", 1e-5)
     rewrite(
         tmp_path / "second" / LEDGER_NAME,
         lambda content: content["entries"][1].update(count=1000),  # of the first run
@@ -500,7 +500,7 @@ def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
     assert "not applicable: it needs" in found["epsilon by prv"].found
     assert "no_such_module is not installed" in found["epsilon by pld"].found
     with pytest.raises(AccountantFailure):
-        epsilon_by("prv", Ledger.load(run / LEDGER_NAME), 1e-5)
+        Ledger.load(run / LEDGER_NAME).epsilon_by("prv", 1e-5)
 
 
 def test_a_card_by_an_accountant_that_is_not_here_is_compared_but_for_epsilon(
@@ -961,7 +961,7 @@ def test_the_ledger_is_shown_with_every_entry_and_accountant(
         for name in ("prv", "pld", "rdp"):
             shown = re.search(rf"^  {name}  ([\d.]+)", out, re.M)
             assert shown is not None
-            epsilon = epsilon_by(name, ledger, 1e-5)
+            epsilon = ledger.epsilon_by(name, 1e-5)
             assert epsilon <= float(shown[1]) <= epsilon + 1e-4
 
 
