@@ -9,6 +9,7 @@ from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import CardDetails, render
+from dp_grape_hf.weight_files import ADAPTER_CONFIG
 
 _DESCRIPTION = """\
 Print the model card of a saved model, or write it beside the weights.
@@ -54,7 +55,7 @@ def _card(args: argparse.Namespace) -> str:
         repo_id=args.repo_id,
         model_name=args.model_name,
         base_model=args.base_model,
-        adapter=(folder / "adapter_config.json").exists(),
+        adapter=(folder / ADAPTER_CONFIG).exists(),
         language=args.language,
         license=args.license,
         pipeline_tag=args.pipeline_tag,

@@ -18,12 +18,19 @@ from typing import Any, NamedTuple
 from dp_grape_hf.config_paths import code_named, weights_named
 from dp_grape_hf.entries import Weights
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.loading import ADAPTER, NotLoadable, differences
-from dp_grape_hf.weight_files import digest, may_be_weights, tree
+from dp_grape_hf.loading import NotLoadable, differences
+from dp_grape_hf.weight_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    digest,
+    files_of_index,
+    is_loaded,
+    may_be_weights,
+    tree,
+)
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
-_CONFIG, _ADAPTER_CONFIG = re.compile(r"config.*\.json$|\.index\.json$"), "adapter_config.json"
-_TENSORS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(ADAPTER)}")
+_CONFIG = re.compile(r"config.*\.json$|\.index\.json$")
 _GENERATE = "custom_generate/generate.py"  # which transformers runs if it may run code
 
 
@@ -117,17 +124,21 @@ def _of_the_weights_named(
         for key, value in weights_named(content):
             found = "sends loaders to a file that the ledger does not stand for"
             yield Check(f"{name}: {key}", MISMATCH, _short(value), found)
-        place = PurePosixPath(name).parent
-        parts = content.get("weight_map") if isinstance(content, dict) else None
-        sent = {f"{part}" for part in parts.values()} if isinstance(parts, dict) else set()
+        if not (isinstance(content, dict) and "weight_map" in content):
+            continue
+        what, place = f"{name}: weight_map", PurePosixPath(name).parent
+        try:
+            sent = files_of_index(content)
+        except ValueError as error:
+            yield Check(what, MISMATCH, _short(content["weight_map"]), f"{error}")
+            continue
         if other := sorted(part for part in sent if f"{place / part}" not in recorded):
-            found = "not among the weights of the ledger"
-            yield Check(f"{name}: weight_map", MISMATCH, _short(other), found)
+            yield Check(what, MISMATCH, _short(other), "not among the weights of the ledger")
 
 
 def _of_the_adapters(configs: Mapping[str, Any], recorded: Mapping[str, str]) -> Iterator[Check]:
     for name, content in configs.items():
-        if PurePosixPath(name).name != _ADAPTER_CONFIG:
+        if PurePosixPath(name).name != ADAPTER_CONFIG:
             continue
         place = PurePosixPath(name).parent
         if not any(
@@ -151,7 +162,7 @@ def _of_loading(
     folder: Path, recorded: Mapping[str, str], whole: set[str], code: bool
 ) -> Iterator[Check]:
     """Compares what ``from_pretrained`` gives with the digested files, where these are there."""
-    tensors = [name for name in recorded if _TENSORS.fullmatch(PurePosixPath(name).name)]
+    tensors = [name for name in recorded if is_loaded(PurePosixPath(name).name)]
     for place in sorted({PurePosixPath(name).parent for name in tensors}):
         names = [n for n in tensors if PurePosixPath(n).parent == place]
         where = "" if place == PurePosixPath() else f" from {place}"

@@ -22,24 +22,33 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from dp_grape_hf.config_paths import OnHub, is_hub_name, weights_named, without_paths
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.weight_files import digests, is_weights
+from dp_grape_hf.weight_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    INDEX,
+    MODEL,
+    digests,
+    files_of_index,
+    is_weights,
+    notes_of,
+)
 
 logger = logging.getLogger(__name__)
 
 ALLOWED = {
     "weights": (
-        "model.safetensors",
+        MODEL,
         "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
-        "model.safetensors.index.json",
+        INDEX,
     ),
-    "adapter": ("adapter_model.safetensors",),
-    "config": ("config.json", "generation_config.json", "adapter_config.json"),
+    "adapter": (ADAPTER,),
+    "config": ("config.json", "generation_config.json", ADAPTER_CONFIG),
     "tokenizer or processor": (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
         *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
@@ -56,8 +65,6 @@ ALLOWED = {
 }
 """Kind of content -> patterns of names. Weights in pickles are missing: they can hold anything."""
 
-_INDEX, _ADAPTER = "model.safetensors.index.json", "adapter_config.json"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 Card = Callable[[Ledger], str]
@@ -122,26 +129,25 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
 
 def _check_weights(folder: Path, found: dict[str, Path]) -> None:
     weights = {name for name in found if name.endswith(".safetensors")}
-    if _INDEX in found:
+    if INDEX in found:
         try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-            whole = weights == set(index["weight_map"].values())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise PrivacyError(f"{folder / _INDEX} is no index of weights: {error!r}") from error
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            whole = weights == files_of_index(index)
+        except ValueError as error:
+            raise PrivacyError(f"{folder / INDEX} is no index of weights: {error!r}") from error
     else:
-        whole = weights in ({"model.safetensors"}, {_ADAPTER_WEIGHTS})
-    alone = _ADAPTER not in found or weights == {_ADAPTER_WEIGHTS}
+        whole = weights in ({MODEL}, {ADAPTER})
+    alone = ADAPTER_CONFIG not in found or weights == {ADAPTER}
     if not (whole and weights and alone):
+        more = "" if alone else f" and {ADAPTER_CONFIG}"
         raise PrivacyError(
-            f"{folder} holds {sorted(weights) or 'no weights'}{'' if alone else f' and {_ADAPTER}'}"
-            ", which are not the weights of one saved model: model.safetensors, or the parts that "
-            "its index names, or one adapter. "
-            "Save into an empty folder, or delete what an earlier run left there."
+            f"{folder} holds {sorted(weights) or 'no weights'}{more}, which are not the weights "
+            "of one saved model: model.safetensors, or the parts that its index names, or one "
+            "adapter. Save into an empty folder, or delete what an earlier run left there."
         )
     for name in weights:
         try:
-            with safe_open(folder / name, framework="pt") as file:
-                notes = file.metadata() or {}
+            notes = notes_of(folder / name)
         except (SafetensorError, OSError) as error:
             raise PrivacyError(f"{folder / name} is no whole safetensors file: {error}") from error
         if unknown := sorted(k for k, v in notes.items() if (k, v) != ("format", "pt")):
@@ -321,7 +327,7 @@ class Repository:
         others = {path for name in there if (path := PurePosixPath(name)).parent in places}
         found = others - targets.keys()
         if foreign := sorted(
-            str(p) for p in found if is_weights(p.name) or p.name.lower() == _ADAPTER
+            str(p) for p in found if is_weights(p.name) or p.name.lower() == ADAPTER_CONFIG
         ):
             raise PrivacyError(
                 f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "

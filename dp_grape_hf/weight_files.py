@@ -1,15 +1,27 @@
-"""Which files of a folder are weights, or may be, and their digests."""
+"""The files of a saved model: what they are called, which are weights, whether they are whole."""
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from dp_grape_hf.entries import LEDGER_NAME
 
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_LOADED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(ADAPTER)}")
+# What a Trainer writes.
+_WRITTEN = re.compile(
+    r"(?:(model|pytorch_model|adapter_model)|adapter_config|optimizer|scheduler|scaler|config"
+    r"|generation_config|tokenizer|tokenizer_config|trainer_state)"
+    r"(-\d+-of-\d+)?(\.\w+)*\.(safetensors|json|bin|pt)"
+)
 _SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"),
     *(".onnx", ".npz", ".distcp"),
@@ -95,9 +107,104 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def adapter_folders(folder: Path) -> list[Path]:
+    """Returns the folders in a folder that PEFT saved named adapters to, in order."""
+    return sorted(path.parent for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+
+
+def is_loaded(name: str) -> bool:
+    """Whether loaders take tensors from a file of that name: a model, its parts or an adapter."""
+    return _LOADED.fullmatch(name) is not None
+
+
+# ---- Whether they are whole ----
+
+
+def damage(path: Path) -> str:
+    """Says why a file that a Trainer wrote cannot be read; empty if it is whole.
+
+    Files that end early, or are no files, are recognised by their own tables of contents, without
+    reading what is in them. Files of names that no Trainer writes are their owner's.
+    """
+    if not _WRITTEN.fullmatch(path.name):
+        return ""
+    try:
+        _CHECKS[path.suffix](path)
+    except (
+        *(OSError, ValueError, LookupError, TypeError, SafetensorError),
+        zipfile.BadZipFile,
+    ) as error:
+        return f"{path.name} is damaged or cut short ({error})."
+    return ""
+
+
+def is_of_a_model(name: str) -> bool:
+    """Whether a Trainer writes weights, in whole or in part, to a file of that name."""
+    written = _WRITTEN.fullmatch(name)
+    return written is not None and written[1] is not None and not name.endswith(".json")
+
+
+def notes_of(path: Path) -> dict[str, str]:
+    """Opens a file of safetensors, which compares its length with what its header says.
+
+    Returns:
+        What it holds beside tensors.
+
+    Raises:
+        SafetensorError: it is no such file, or not whole.
+        OSError: it cannot be read.
+    """
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def files_of_index(content: Any) -> set[str]:
+    """Returns the names of the files that an index says weights are in.
+
+    Args:
+        content: what its JSON holds.
+
+    Raises:
+        ValueError: it is no index.
+    """
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError("no file name for each weight")
+    return set(named.values())
+
+
+def _check_json(path: Path) -> None:
+    """Reads a file, and looks for those that an index names."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not path.name.endswith(".index.json"):
+        return
+    for name in sorted(files_of_index(content)):
+        if not (path.parent / name).is_file():
+            raise ValueError(f"{name} is missing")
+
+
+def _check_archive(path: Path) -> None:
+    """Reads the table of contents, which is at the end of what ``torch.save`` writes.
+
+    What torch before 1.6 wrote is a pickle, and has none.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(2)
+    if begin[:1] != b"\x80" or len(begin) < 2:
+        zipfile.ZipFile(path).close()
+
+
+_CHECKS: dict[str, Callable[[Path], object]] = {
+    ".safetensors": notes_of,
+    ".json": _check_json,
+    ".bin": _check_archive,
+    ".pt": _check_archive,
+}
+
+
 def _weight_files(folder: Path) -> Iterator[Path]:
-    adapters = [path.parent for path in folder.glob("*/adapter_config.json")]
-    for place in (folder, *(one for one in adapters if not (one / LEDGER_NAME).exists())):
+    adapters = (one for one in adapter_folders(folder) if not (one / LEDGER_NAME).exists())
+    for place in (folder, *adapters):
         for path in place.iterdir():
             if is_weights(path.name) and path.is_file():
                 yield path
@@ -111,8 +218,8 @@ def _holds_tensors(path: Path) -> bool:
     if begin[8:] != b"{":  # safetensors: the length of a JSON object, and the object
         return False
     try:
-        with safe_open(path, framework="pt"):
-            return True
+        notes_of(path)
+        return True
     except (SafetensorError, OSError):
         return False
 

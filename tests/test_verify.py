@@ -38,10 +38,10 @@ from dp_grape_hf.claims import BEGIN, END, TAG
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.ledger import Ledger, Mechanism
-from dp_grape_hf.loading import ADAPTER, differences
+from dp_grape_hf.loading import differences
 from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, verify
-from dp_grape_hf.weight_files import digests, may_be_weights, weight_files
+from dp_grape_hf.weight_files import ADAPTER, digests, may_be_weights, weight_files
 from tests.ledgers import MECHANISM, edit, rewrite
 from tests.models import only
 from tests.trainers import examples_of, make_trainer
@@ -724,6 +724,14 @@ def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
     index = "model.safetensors.index.json"
     expected = {"weights: weights.dat", f"weights: {index}", f"{index}: weight_map"}
     assert set(_wrong(verify(whole))) >= expected | {"config.json: transformers_weights"}
+
+
+@pytest.mark.parametrize("weight_map", [None, ["weights.dat"], {"a": "weights.dat", "b": 1}])
+def test_an_index_that_is_none_is_found(weight_map: Any, whole: Path) -> None:
+    _configure(whole, weight_map=weight_map)
+    (wrong,) = (check for check in verify(whole) if check.status == MISMATCH)
+    assert wrong.what == "config.json: weight_map"
+    assert wrong.found == "no file name for each weight"
 
 
 def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
