@@ -3,7 +3,7 @@
 The live ledger lies in the output folder and is written before each release, so after a crash it
 may hold one release too many and never one too few. Each folder with weights holds a copy that
 ends with their digests; the live one contains what each copy says, as its entries are chained
-(`chain` says what that shows, and what it cannot). Releases made after a checkpoint stay spent
+(`entries` says what that shows, and what it cannot). Releases made after a checkpoint stay spent
 when training resumes from it: the live ledger's count wins.
 
 A ledger knows its own run, and the runs that it was started to continue. Whoever trains on the same
@@ -20,30 +20,28 @@ from typing import Self
 from dp_grape_hf import accounting
 from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
 from dp_grape_hf.accounting import blocks_of, compose_epsilon
-from dp_grape_hf.chain import (
-    Link,
-    beyond,
-    broken,
-    extended,
-    has_been_head,
-    is_prefix,
-    with_releases,
-)
 from dp_grape_hf.entries import (
     LEDGER_NAME,
     OTHER_DATA,
     SAME_DATA,
     SCHEMA_VERSION,
     Entry,
+    Link,
     NotPrivate,
     Resume,
     Run,
     Start,
     Weights,
+    beyond,
+    broken,
+    extended,
+    has_been_head,
     is_digest,
+    is_prefix,
     now,
     runs_of,
     software_versions,
+    with_releases,
 )
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger_file import read_links, to_text, write_text

@@ -16,8 +16,16 @@ from tqdm import tqdm
 
 from dp_grape_hf.accountants import AccountantFailure, rounded_up
 from dp_grape_hf.accounting import EpsilonCurve, Variant
-from dp_grape_hf.chain import Link
-from dp_grape_hf.entries import KIND_OF, LEDGER_NAME, Entry, NotPrivate, Resume, Start, Weights
+from dp_grape_hf.entries import (
+    KIND_OF,
+    LEDGER_NAME,
+    Entry,
+    Link,
+    NotPrivate,
+    Resume,
+    Start,
+    Weights,
+)
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release

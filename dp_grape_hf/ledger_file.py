@@ -7,9 +7,9 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from dp_grape_hf.chain import Link
 from dp_grape_hf.entries import (
     SCHEMA_VERSION,
+    Link,
     decoded,
     encoded,
     is_digest,

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dp_grape_hf.chain import extended
-from dp_grape_hf.entries import decoded
+from dp_grape_hf.entries import decoded, extended
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import Mechanism
 

@@ -29,7 +29,7 @@ TIERS = (
     ("projection", "layer_rules", "heads", "probing", "accounting", "sampling", "processes"),
     ("losses", "mechanism", "sites", "targets", "coordinates", "units"),
     ("entries",),
-    ("chain", "weight_files"),
+    ("weight_files",),
     ("ledger_file", "loading"),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
     ("claims", "file_checks"),

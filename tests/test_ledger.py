@@ -14,7 +14,7 @@ import pytest
 
 from dp_grape_hf import ledger as ledger_module
 from dp_grape_hf.accounting import PRV, compose_epsilon
-from dp_grape_hf.chain import broken, has_been_head, is_prefix
+from dp_grape_hf.entries import broken, has_been_head, is_prefix
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
 from dp_grape_hf.mechanism import (

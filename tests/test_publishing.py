@@ -30,12 +30,11 @@ from transformers import (
 )
 
 from dp_grape_hf import publishing
-from dp_grape_hf.chain import extended
 from dp_grape_hf.checkpoints import fault_of_checkpoint
 from dp_grape_hf.cli import main
 from dp_grape_hf.config_paths import is_hub_name, without_paths
 from dp_grape_hf.engine import PrivateEngine
-from dp_grape_hf.entries import Weights
+from dp_grape_hf.entries import Weights, extended
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import (
