@@ -44,7 +44,6 @@ from dp_grape_hf.entries import (
     with_releases,
 )
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger_file import read_links, to_text, write_text
 from dp_grape_hf.mechanism import (
     MAY_CHANGE_ON_RESUME,
     Mechanism,
@@ -52,7 +51,7 @@ from dp_grape_hf.mechanism import (
     require_same_mechanism,
 )
 from dp_grape_hf.processes import from_first, is_first
-from dp_grape_hf.run_lock import RunLock, hold
+from dp_grape_hf.storage import RunLock, hold, read_links, to_text, write_text
 
 __all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]
 

@@ -21,7 +21,7 @@ TIERS = (
     (
         *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
-        *("truncated", "estimated_norms", "replace_one", "tuning", "run_lock", "config_paths"),
+        *("truncated", "estimated_norms", "replace_one", "tuning", "config_paths"),
         "seams",
     ),
     ("accountants", "ranks"),
@@ -30,7 +30,7 @@ TIERS = (
     ("losses", "mechanism", "sites", "targets", "coordinates", "units"),
     ("entries",),
     ("weight_files",),
-    ("ledger_file", "loading"),
+    ("storage", "loading"),
     ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
     ("claims", "file_checks"),
     ("per_sample", "optimizer", "publishing", "verify", "continuing", "trainer_loss"),
