@@ -23,16 +23,16 @@ from transformers.trainer_utils import HubStrategy, PredictionOutput
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.callbacks import OnlyPrivateLogs
-from dp_grape_hf.config_paths import is_hub_name
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
-from dp_grape_hf.publishing import Repository
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.seams import require_seams
+from dp_grape_hf.staging import is_hub_name
 from dp_grape_hf.weight_files import digests
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class DisclosureMixin(_Host):
     # ---- Hub Integration ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes or opens the repository, which only ``publishing`` uploads to.
+        """Makes or opens the repository, which only ``hub`` uploads to.
 
         Raises:
             PrivacyError: PEFT would save the adapter in a folder of its own, where it is not
@@ -273,7 +273,7 @@ class DisclosureMixin(_Host):
     ) -> Any:
         """Saves the model and publishes it; the original uploads the whole folder.
 
-        What is sent is on the list in `publishing.ALLOWED`: weights, configs, tokenizer or
+        What is sent is on the list in `staging.ALLOWED`: weights, configs, tokenizer or
         processor, ledger and card. A run without a guarantee is published as such.
 
         Args:

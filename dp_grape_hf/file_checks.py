@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from dp_grape_hf.config_paths import code_named, weights_named
 from dp_grape_hf.entries import Weights
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.loading import NotLoadable, differences
+from dp_grape_hf.staging import code_named, weights_named
 from dp_grape_hf.weight_files import (
     ADAPTER,
     ADAPTER_CONFIG,

@@ -29,19 +29,15 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_grape_hf import publishing
+from dp_grape_hf import hub as uploads
 from dp_grape_hf.checkpoints import fault_of_checkpoint
 from dp_grape_hf.cli import main
-from dp_grape_hf.config_paths import is_hub_name, without_paths
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.entries import Weights, extended
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.publishing import (
-    Repository,
-    kind_of,
-    stage,
-)
+from dp_grape_hf.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.weight_files import digests
 from tests.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
@@ -70,7 +66,7 @@ NAME = "roberta-classifier"
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub that the client takes for the real one; there is no other network."""
-    monkeypatch.setattr(publishing, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(uploads, "_WAITS", (0.0, 0.0))
     with serve_as_the_hub(monkeypatch) as server:
         yield server
 
@@ -567,7 +563,7 @@ def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def mkdtemp(*args: Any, **kwargs: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(publishing.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(uploads.tempfile, "mkdtemp", mkdtemp)
 
 
 def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(

@@ -1,0 +1,189 @@
+"""The upload of what `stage` lets through, as one commit.
+
+The Hub shows a commit whole or not at all. So the weights never appear without the ledger and the
+card that speak for them, and a push that fails leaves what was there.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.staging import Card, OnHub, is_hub_name, stage
+from dp_grape_hf.weight_files import ADAPTER_CONFIG, is_weights
+
+logger = logging.getLogger(__name__)
+
+_WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
+
+
+class Repository:
+    """A model repository on the Hub, which receives only what `stage` lets through.
+
+    Making one creates the repository if there is none.
+
+    Args:
+        name: ``user/model``, or ``model`` for one of the user that the token belongs to.
+        token: a token that may write; None takes the one that ``hf auth login`` saved.
+        private: whether a repository that is created is private; None leaves it to the Hub.
+
+    Raises:
+        Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+    """
+
+    def __init__(self, name: str, *, token: str | None = None, private: bool | None = None) -> None:
+        self._api = HfApi(library_name="dp_grape_hf")
+        self._token = token
+        self._pushes: list[Future[CommitInfo]] = []
+        try:
+            url = self._api.create_repo(name, token=token, private=private, exist_ok=True)
+        except Exception as error:
+            error.add_note(f"The repository {name} could not be made or opened. {_advice(error)}")
+            raise
+        self.repo_id = url.repo_id
+
+    @property
+    def busy(self) -> bool:
+        """Whether a push in the background is not done."""
+        return any(not push.done() for push in self._pushes)
+
+    def wait(self) -> None:
+        """Waits for the pushes in the background. A failed one has been logged when it failed."""
+        wait(self._pushes)
+        self._pushes.clear()
+
+    def publish(
+        self,
+        folder: Path,
+        card: Card,
+        *,
+        workspace: Path,
+        message: str,
+        places: Sequence[str] = ("",),
+        token: str | None = None,
+        revision: str | None = None,
+        background: bool = False,
+        on_hub: OnHub = is_hub_name,
+    ) -> CommitInfo | Future[CommitInfo]:
+        """Publishes a saved model in one commit; the folder may change once this has returned.
+
+        Args:
+            folder: as for `stage`, and so are ``card`` and ``on_hub``.
+            workspace: a folder with room for a copy, which is there until the push is done.
+            message: the commit's.
+            places: the folders in the repository, each of which receives the same files.
+            token: another than the repository's.
+            revision: the branch, which must exist; None is the main one.
+            background: whether to return at once, with a future. Pushes are made one by one.
+
+        Raises:
+            PrivacyError: as `stage`, or the repository holds weights of another origin.
+            Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+        """
+        staged = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
+        try:
+            stage(folder, staged / "model", card, on_hub)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        rest = staged, tuple(places), message, token or self._token, revision
+        if not background:
+            return self._send(*rest)
+        push: Future[CommitInfo] = self._api.run_as_future(self._send, *rest)
+        push.add_done_callback(self._report)
+        self._pushes = [*(p for p in self._pushes if not p.done()), push]
+        return push
+
+    def _report(self, push: Future[CommitInfo]) -> None:
+        if not push.cancelled() and (error := push.exception()) is not None:
+            notes = " ".join(getattr(error, "__notes__", ()))
+            logger.error("A push to %s failed: %s %s", self.repo_id, error, notes)
+
+    def _send(
+        self,
+        staged: Path,
+        places: tuple[str, ...],
+        message: str,
+        token: str | None,
+        revision: str | None,
+    ) -> CommitInfo:
+        try:
+            files = sorted((staged / "model").iterdir())
+            targets = {PurePosixPath(place, file.name): file for place in places for file in files}
+            self._refuse_foreign_weights(targets, token, revision)
+            pauses = iter(_WAITS)
+            while True:
+                try:
+                    # Made anew, as the client marks what it has sent. What has arrived is not sent
+                    # again, so a commit whose answer was lost is not made twice.
+                    adds = [CommitOperationAdd(str(to), file) for to, file in targets.items()]
+                    return self._api.create_commit(
+                        self.repo_id, adds, commit_message=message, token=token, revision=revision
+                    )
+                except Exception as error:
+                    pause = next(pauses, None)
+                    if pause is None or _is_final(error):
+                        raise
+                    logger.warning("Trying to push again in %g s: %s", pause, error)
+                    time.sleep(pause)
+        except PrivacyError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"Nothing of this push is visible in {self.repo_id}, unless only the answer was "
+                f"lost; then all of it is. What was published before is as it was. "
+                f"{_advice(error)}"
+            )
+            raise
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _refuse_foreign_weights(
+        self, targets: dict[PurePosixPath, Path], token: str | None, revision: str | None
+    ) -> None:
+        there = self._api.list_repo_files(self.repo_id, token=token, revision=revision)
+        places = {target.parent for target in targets}
+        others = {path for name in there if (path := PurePosixPath(name)).parent in places}
+        found = others - targets.keys()
+        if foreign := sorted(
+            str(p) for p in found if is_weights(p.name) or p.name.lower() == ADAPTER_CONFIG
+        ):
+            raise PrivacyError(
+                f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
+                "card and ledger beside them would seem to speak for them. Delete them there, or "
+                "publish under another hub_model_id."
+            )
+
+
+def _statuses(error: BaseException) -> list[int]:
+    chain: BaseException | None = error
+    found: list[int] = []
+    while chain is not None:
+        if isinstance(chain, HfHubHTTPError):
+            found.append(chain.response.status_code)
+        chain = chain.__cause__
+    return found
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same request would fail again: it was refused, or could not be made."""
+    refused = any(400 <= s < 500 and s not in (408, 409, 412, 429) for s in _statuses(error))
+    return refused or isinstance(error, ValueError | TypeError | OfflineModeIsEnabled)
+
+
+def _advice(error: Exception) -> str:
+    if any(status in (401, 403) for status in _statuses(error)):
+        return (
+            "The token was refused: pass one that may write to this repository as hub_token, or "
+            "log in with hf auth login."
+        )
+    return "The model is saved on this machine; push again with trainer.push_to_hub()."
