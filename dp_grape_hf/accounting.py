@@ -48,9 +48,7 @@ from dp_grape_hf.accountants import (
 from dp_grape_hf.composition import Composition
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.releases import (
-    ADD_OR_REMOVE_ONE,
-    ADJACENCIES,
-    REPLACE_ONE,
+    Adjacency,
     Release,
     Variant,
     block_of,
@@ -59,15 +57,13 @@ from dp_grape_hf.truncated import doubling_probability
 
 __all__ = [
     "ACCOUNTANTS",
-    "ADD_OR_REMOVE_ONE",
-    "ADJACENCIES",
     "LEAST",
     "PLD",
     "PRV",
     "RDP",
-    "REPLACE_ONE",
     "Accountant",
     "AccountantFailure",
+    "Adjacency",
     "Block",
     "EpsilonCurve",
     "Release",

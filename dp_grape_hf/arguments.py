@@ -9,17 +9,17 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS, ADD_OR_REMOVE_ONE, ADJACENCIES, LEAST
-from dp_grape_hf.continuing import EARLIER_DATA
+from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
+from dp_grape_hf.continuing import EarlierData
 from dp_grape_hf.contradictions import refuse_contradictions
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_host_options, refuse_uploading_trackers
-from dp_grape_hf.mechanism import CLIPPING_MODES, POISSON, SAMPLING_MODES
-from dp_grape_hf.method_arguments import MethodArguments, refuse_values, short_name
+from dp_grape_hf.mechanism import Clipping, Sampling
+from dp_grape_hf.method_arguments import MethodArguments, one_of, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES
-from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, Trials
+from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -88,7 +88,7 @@ class DPGrapeArguments(MethodArguments):
         },
     )
     clipping: str = field(
-        default="flat",
+        default=Clipping.FLAT.value,
         metadata={
             "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
             "per_layer: each layer has a share of it, so that nothing per sample outlives its "
@@ -114,7 +114,7 @@ class DPGrapeArguments(MethodArguments):
         },
     )
     sampling: str = field(
-        default=POISSON,
+        default=Sampling.POISSON.value,
         metadata={
             "help": "How logical batches are drawn: poisson, or truncated_poisson, which keeps at "
             "most max_batch_size of those drawn, so that no step takes much longer than others."
@@ -138,7 +138,7 @@ class DPGrapeArguments(MethodArguments):
         default=None,
         metadata={
             "help": "Whether this run trains on examples that were used by the run that the model "
-            f"comes from, or by those before it: {' or '.join(EARLIER_DATA)}. same: the privacy "
+            f"comes from, or by those before it: {' or '.join(EarlierData)}. same: the privacy "
             "spent adds up, within target_epsilon. Needed where the model has a privacy ledger, or "
             "where that cannot be looked up (offline, say): other, if it has none."
         },
@@ -160,14 +160,14 @@ class DPGrapeArguments(MethodArguments):
         },
     )
     trials_distribution: str = field(
-        default=GEOMETRIC,
-        metadata={"help": f"How that number was drawn: {', '.join(DISTRIBUTIONS)}."},
+        default=TrialsDistribution.GEOMETRIC.value,
+        metadata={"help": f"How that number was drawn: {', '.join(TrialsDistribution)}."},
     )
 
     adjacency: str = field(
-        default=ADD_OR_REMOVE_ONE,
+        default=Adjacency.ADD_OR_REMOVE_ONE.value,
         metadata={
-            "help": f"Which data sets are neighbours: {', '.join(ADJACENCIES)}. Replacing one "
+            "help": f"Which data sets are neighbours: {', '.join(Adjacency)}. Replacing one "
             "example changes up to twice as much as adding it, and takes up to twice the noise."
         },
     )
@@ -189,9 +189,9 @@ class DPGrapeArguments(MethodArguments):
 
     # ---- The computation ----
     grad_sample_mode: str = field(
-        default="auto",
+        default=GradSampleMode.AUTO.value,
         metadata={
-            "help": f"How clipping sees per-sample gradients: {', '.join(GRAD_SAMPLE_MODES)}. All "
+            "help": f"How clipping sees per-sample gradients: {', '.join(GradSampleMode)}. All "
             "make the same release. auto: for each layer the form that takes least."
         },
     )
@@ -350,23 +350,19 @@ class DPGrapeArguments(MethodArguments):
             ("max_grad_norm", "greater than 0", lambda v: v > 0),
             ("expected_batch_size", "at least 1", lambda v: v >= 1),
             ("num_samples", "at least 1", lambda v: v >= 1),
-            ("sampling", f"one of {sorted(SAMPLING_MODES)}", lambda v: v in SAMPLING_MODES),
+            one_of("sampling", Sampling),
             ("max_batch_size", "at least 1", lambda v: v >= 1),
             ("projection_rank", "at least 1", lambda v: v >= 1),
             ("projection_update_steps", "at least 1", lambda v: v >= 1),
             ("projection_seed", "0 or greater", lambda v: v >= 0),
-            ("engine", f"one of {sorted(ENGINES)}", lambda v: v in ENGINES),
-            ("clipping", f"one of {sorted(CLIPPING_MODES)}", lambda v: v in CLIPPING_MODES),
-            ("adjacency", f"one of {sorted(ADJACENCIES)}", lambda v: v in ADJACENCIES),
+            one_of("engine", ENGINES),
+            one_of("clipping", Clipping),
+            one_of("adjacency", Adjacency),
             ("max_examples_per_unit", "at least 1", lambda v: v >= 1),
-            (
-                "grad_sample_mode",
-                f"one of {sorted(GRAD_SAMPLE_MODES)}",
-                lambda v: v in GRAD_SAMPLE_MODES,
-            ),
-            ("accountant", f"one of {[LEAST, *ACCOUNTANTS]}", [LEAST, *ACCOUNTANTS].__contains__),
-            ("trials_distribution", f"one of {list(DISTRIBUTIONS)}", lambda v: v in DISTRIBUTIONS),
-            ("earlier_data", f"one of {list(EARLIER_DATA)}", lambda v: v in EARLIER_DATA),
+            one_of("grad_sample_mode", GradSampleMode),
+            one_of("accountant", [LEAST, *ACCOUNTANTS]),
+            one_of("trials_distribution", TrialsDistribution),
+            one_of("earlier_data", EarlierData),
             optional=True,
         )
         if self.num_trials is not None:

@@ -20,7 +20,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.methods import AFTER_RELEASE, AT_CAPTURE, METHODS
+from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.plan import PrivacyPlan
@@ -189,9 +189,9 @@ class Projections:
         }
         self.schedule: ProjectionSchedule | None = None
         self.released: ReleasedProjection | None = None
-        if where == AT_CAPTURE:
+        if where == Projected.AT_CAPTURE:
             self.schedule = ProjectionSchedule(shapes, **settings)
-        elif where == AFTER_RELEASE:
+        elif where == Projected.AFTER_RELEASE:
             self.released = ReleasedProjection(shapes, **settings)
 
     def at_capture(self, step: int) -> Mapping[str, Projector]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.assembly import Projections
 from dp_grape_hf.errors import require
-from dp_grape_hf.mechanism import FLAT, PER_LAYER
+from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.randomness import secret_generator
 from dp_grape_hf.trainer import DPGrapeTrainer
@@ -159,7 +159,7 @@ class AuditSettings:
     """
 
     method: str = "dp_grape"
-    clipping: str = FLAT
+    clipping: str = Clipping.FLAT
     target_epsilon: float | None = 2.0
     noise_multiplier: float | None = None
     delta: float = 1e-5
@@ -373,7 +373,7 @@ class _Auditor(DPGrapeTrainer):
         plan, size = self.plan, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         projectors = self._public.at_capture(self.state.global_step - 1)
-        per_layer = self.args.clipping == PER_LAYER
+        per_layer = self.args.clipping == Clipping.PER_LAYER
         seen = along_canaries(released, projectors, self.args.max_grad_norm, per_layer)
         self.evidence += log_likelihood_ratio(seen, plan.noise_multiplier, plan.sample_rate)
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from dp_grape_hf.audit import AUDITED_METHODS, AuditResult, AuditSettings, audit
-from dp_grape_hf.mechanism import CLIPPING_MODES
+from dp_grape_hf.mechanism import Clipping
 
 _DESCRIPTION = """\
 Attack one private training run on this machine, and compare with the epsilon that it claims.
@@ -40,7 +40,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.set_defaults(run=_audit)
     parser.add_argument("--method", choices=AUDITED_METHODS, default=default.method)
-    parser.add_argument("--clipping", choices=CLIPPING_MODES, default=default.clipping)
+    parser.add_argument("--clipping", choices=Clipping, default=default.clipping)
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--target_epsilon",

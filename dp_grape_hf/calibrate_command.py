@@ -10,15 +10,14 @@ from tqdm import tqdm
 from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
-    ADD_OR_REMOVE_ONE,
-    ADJACENCIES,
     LEAST,
+    Adjacency,
     EpsilonCurve,
     Variant,
     find_noise_multiplier,
 )
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, Trials
+from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 
@@ -128,9 +127,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adjacency",
-        default=ADD_OR_REMOVE_ONE,
+        default=Adjacency.ADD_OR_REMOVE_ONE.value,
         metavar="name",
-        help=f"{' or '.join(ADJACENCIES)}: which datasets are neighbours (default: the first)",
+        help=f"{' or '.join(Adjacency)}: which datasets are neighbours (default: the first)",
     )
     parser.add_argument(
         "--norm_directions",
@@ -148,7 +147,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trials_distribution",
         metavar="name",
-        help=f"{', '.join(DISTRIBUTIONS)}: how that number is drawn (default: the first)",
+        help=f"{', '.join(TrialsDistribution)}: how that number is drawn (default: the first)",
     )
     parser.add_argument(
         "--draw_num_trials",
@@ -238,7 +237,7 @@ def _calibrate(args: argparse.Namespace) -> str:
 
 def _trials(args: argparse.Namespace) -> Trials | None:
     if args.num_trials is not None:
-        return Trials(args.num_trials, args.trials_distribution or GEOMETRIC)
+        return Trials(args.num_trials, args.trials_distribution or TrialsDistribution.GEOMETRIC)
     if args.trials_distribution is not None or args.draw_num_trials:
         raise PrivacyError(
             f"trials_distribution={args.trials_distribution!r} and draw_num_trials="

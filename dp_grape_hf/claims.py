@@ -15,7 +15,7 @@ import re
 from huggingface_hub import ModelCard
 
 from dp_grape_hf.accountants import rounded_up
-from dp_grape_hf.accounting import REPLACE_ONE
+from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism
@@ -73,7 +73,7 @@ def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
 def _claim(mechanism: Mechanism, spent: str, reasons: list[str]) -> str:
     if reasons:
         return f"**This model has no privacy guarantee** (ε = ∞): {'; '.join(map(plain, reasons))}."
-    change = "replacing" if mechanism.adjacency == REPLACE_ONE else "adding or removing"
+    change = "replacing" if mechanism.adjacency == Adjacency.REPLACE_ONE else "adding or removing"
     return (
         f"This model was trained with differential privacy: **ε = {spent}** at "
         f"δ = {_delta(mechanism)}, for {change} one {unit_of(mechanism)} of the training data."

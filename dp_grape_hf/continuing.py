@@ -16,15 +16,19 @@ from torch import nn
 from dp_grape_hf import accounting
 from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.entries import Run
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import Choice, PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.processes import from_first
 
 logger = logging.getLogger(__name__)
 
-SAME, OTHER = "same", "other"
-EARLIER_DATA = (SAME, OTHER)
-"""What a run's data may have in common with that of earlier ones: some examples, or none."""
+
+class EarlierData(Choice):
+    """What a run's data may have in common with that of earlier ones: some examples, or none."""
+
+    SAME = "same"
+    OTHER = "other"
+
 
 # What was trained in this process need not have been saved since.
 _TRAINED: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
@@ -114,10 +118,10 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
         raise PrivacyError(
             f"This model comes from an earlier run, which {where} records: {_spent(ledger)}. "
             "earlier_data=None: say whether the training data of this run has examples that were "
-            f"trained on there. earlier_data={SAME!r}: it has, and what both runs spend adds up. "
-            f"earlier_data={OTHER!r}: it has none, so nothing adds up, and the ledger says so."
+            "trained on there. earlier_data='same': it has, and what both runs spend adds up. "
+            "earlier_data='other': it has none, so nothing adds up, and the ledger says so."
         )
-    return Earlier(ledger, where, same_data=args.earlier_data != OTHER)
+    return Earlier(ledger, where, same_data=args.earlier_data != EarlierData.OTHER)
 
 
 class _NotKnown(Exception):
@@ -126,13 +130,13 @@ class _NotKnown(Exception):
 
 def _require_an_answer(args: Any, why: str) -> None:
     """Refuses a private run of a model of unknown origin, unless its data was in no earlier run."""
-    if not args.private or args.earlier_data == OTHER:
+    if not args.private or args.earlier_data == EarlierData.OTHER:
         logger.info("%s. No earlier run is counted.", why)
         return
     raise PrivacyError(
         f"{why}, and earlier_data={args.earlier_data!r}. If it has none, or the runs in it used no "
-        f"example of this run's data, say earlier_data={OTHER!r}. If they did, say "
-        f"earlier_data={SAME!r}, and where that ledger is by earlier_ledger."
+        "example of this run's data, say earlier_data='other'. If they did, say "
+        "earlier_data='same', and where that ledger is by earlier_ledger."
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import AUTOMATIC, EXAMPLE, PER_LAYER, TRUNCATED_POISSON
+from dp_grape_hf.mechanism import EXAMPLE, Clipping, Sampling
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import AUTO, GHOST
+from dp_grape_hf.per_sample import GradSampleMode
 
 
 def refuse_contradictions(args: Any) -> None:
@@ -30,12 +30,12 @@ def refuse_contradictions(args: Any) -> None:
             f"target_epsilon={args.target_epsilon!r}. Debug with "
             "noise_multiplier=..., on public data; the ledger then says not private."
         )
-    if args.max_batch_size is not None and args.sampling != TRUNCATED_POISSON:
+    if args.max_batch_size is not None and args.sampling != Sampling.TRUNCATED_POISSON:
         raise PrivacyError(
             f"max_batch_size={args.max_batch_size!r} needs sampling='truncated_poisson'; plain "
             "Poisson draws have no largest size."
         )
-    if args.clipping == AUTOMATIC and math.isinf(args.max_grad_norm):
+    if args.clipping == Clipping.AUTOMATIC and math.isinf(args.max_grad_norm):
         raise PrivacyError(
             f"clipping={args.clipping!r} scales gradients to max_grad_norm="
             f"{args.max_grad_norm!r}; give a finite C, or clipping='flat'."
@@ -50,7 +50,7 @@ def refuse_contradictions(args: Any) -> None:
 def _refuse_modes(args: Any) -> None:
     """Refuses a form of per-sample gradients that nothing would come in."""
     mode, row = args.grad_sample_mode, METHODS[args.method]
-    if mode == AUTO:
+    if mode == GradSampleMode.AUTO:
         return
     if row.zeroth_order or not row.private:
         raise PrivacyError(
@@ -62,7 +62,7 @@ def _refuse_modes(args: Any) -> None:
             f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}; choose one "
             f"of: {', '.join(ENGINES[args.engine].grad_sample_modes)}."
         )
-    if mode == GHOST and args.clipping == PER_LAYER:
+    if mode == GradSampleMode.GHOST and args.clipping == Clipping.PER_LAYER:
         raise PrivacyError(
             f"grad_sample_mode={mode!r} takes a second backward pass to free gradients early, "
             f"which clipping={args.clipping!r} does in one. Leave one of them out."

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import Choice, PrivacyError
 from dp_grape_hf.randomness import (
     projection_seed_for,
     round_at_random,
@@ -27,7 +27,13 @@ from dp_grape_hf.randomness import (
 DIRECTION = "direction"
 """The name under which a release has its scalars, (K,)."""
 
-DISTRIBUTIONS = ("gaussian", "sphere")
+
+class DirectionDistribution(Choice):
+    """Of the numbers of a direction."""
+
+    GAUSSIAN = "gaussian"
+    SPHERE = "sphere"
+
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
 _KEPT = 2**24  # numbers of the directions of one step that are kept, of any model
@@ -53,13 +59,13 @@ class Directions:
         trainable: Mapping[str, nn.Parameter],
         seed: int,
         count: int = 1,
-        distribution: str = "gaussian",
+        distribution: str = DirectionDistribution.GAUSSIAN,
     ) -> None:
         if count < 1:
             raise PrivacyError(f"n_directions={count} must be at least 1.")
-        if distribution not in DISTRIBUTIONS:
+        if distribution not in DirectionDistribution:
             raise PrivacyError(
-                f"{distribution=} is not known; choose one of: {', '.join(DISTRIBUTIONS)}."
+                f"{distribution=} is not known; choose one of: {', '.join(DirectionDistribution)}."
             )
         self.seed, self.count, self.distribution = seed, count, distribution
         self._trainable = dict(trainable)
@@ -100,7 +106,7 @@ class Directions:
 
     def factors(self, step: int) -> list[float]:
         """Returns by what the Gaussian numbers of each direction are multiplied."""
-        if self.distribution == "gaussian":
+        if self.distribution == DirectionDistribution.GAUSSIAN:
             return [1.0] * self.count
         if self._on_sphere is None or self._on_sphere[0] != step:
             self._on_sphere = step, [self._onto_sphere(step, k) for k in range(self.count)]

@@ -25,13 +25,11 @@ from dp_grape_hf.coins import guarding_streams
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
-    AUTOMATIC,
-    CLIPPING_MODES,
-    PER_LAYER,
+    Clipping,
     refuse_estimates_by_layer,
 )
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
-from dp_grape_hf.per_sample import GHOST, Gradients, Inputs, PerSampleEngine
+from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
@@ -104,22 +102,21 @@ class PrivateEngine:
             raise PrivacyError(
                 f"{max_grad_norm=} leaves nothing to calibrate the noise to; give a finite C."
             )
-        if clipping == AUTOMATIC and math.isinf(max_grad_norm):
+        if clipping == Clipping.AUTOMATIC and math.isinf(max_grad_norm):
             raise PrivacyError(
                 f"{clipping=} scales gradients to {max_grad_norm=}; give a finite C."
             )
-        if clipping not in CLIPPING_MODES:
-            raise PrivacyError(
-                f"{clipping=} is not known; choose one of: {', '.join(CLIPPING_MODES)}."
-            )
-        if clipping == PER_LAYER and per_sample.grad_sample_mode == GHOST:
+        if clipping not in Clipping:
+            raise PrivacyError(f"{clipping=} is not known; choose one of: {', '.join(Clipping)}.")
+        if clipping == Clipping.PER_LAYER and per_sample.grad_sample_mode == GradSampleMode.GHOST:
             raise PrivacyError(
                 f"{clipping=} frees the gradients of each layer in one backward pass, so it has no "
-                f"use for the second one of grad_sample_mode={GHOST!r}. Leave one of them out."
+                f"use for the second one of grad_sample_mode='ghost'. Leave one of them out."
             )
         refuse_estimates_by_layer(norm_directions, clipping)
         self.per_sample = per_sample
         self.clipping = clipping
+        self._automatic = clipping == Clipping.AUTOMATIC
         self.max_grad_norm = max_grad_norm
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
@@ -162,12 +159,12 @@ class PrivateEngine:
             guarding_streams(lambda: self.per_sample.reseeds_host),
             refusing_changed_weights(self.per_sample.model, thorough=not self._watched),
         ):
-            if self.clipping == PER_LAYER:
+            if self.clipping == Clipping.PER_LAYER:
                 bound = self.max_grad_norm / len(self.per_sample.groups) ** 0.5
                 losses = self.per_sample.stream(
                     inputs, self.projectors, lambda grads: self._add(total, grads, bound)
                 )
-            elif self.per_sample.grad_sample_mode == GHOST:
+            elif self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
                 losses = self._accumulate_twice(total, inputs)
             else:
                 losses, per_sample_grads = self.per_sample(inputs, self.projectors)
@@ -216,14 +213,14 @@ class PrivateEngine:
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
         with self._exactly():
             if self._directions is None:
-                add_clipped_sum_(total, per_sample_grads, bound, self.clipping == AUTOMATIC)
+                add_clipped_sum_(total, per_sample_grads, bound, self._automatic)
                 return
             norms = self._norms()
             norms.add(per_sample_grads)
             add_weighted_sum_(total, Gathered.of(per_sample_grads), self._factors(norms))
 
     def _factors(self, norms: Norms, grown: float = 1.0) -> Factors:
-        return clip_factors(grown * norms.joint(), self.max_grad_norm, self.clipping == AUTOMATIC)
+        return clip_factors(grown * norms.joint(), self.max_grad_norm, self._automatic)
 
     @contextlib.contextmanager
     def _exactly(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.functorch import FunctorchEngine
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import AUTO, Gradients, Inputs, PerSampleEngine
+from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.projection import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {
@@ -24,7 +24,7 @@ def make_engine(
     name: str,
     model: nn.Module,
     loss: LossFunction | None = None,
-    grad_sample_mode: str = AUTO,
+    grad_sample_mode: str = GradSampleMode.AUTO,
 ) -> PerSampleEngine:
     """Returns the engine of that name for a model.
 
@@ -43,7 +43,7 @@ def per_sample_gradients(
     projections: Mapping[str, Projector] | None = None,
     engine: str = "layerwise",
     loss: LossFunction | None = None,
-    grad_sample_mode: str = AUTO,
+    grad_sample_mode: str = GradSampleMode.AUTO,
 ) -> tuple[Tensor, Gradients]:
     """Returns per-sample losses (B,) and per-sample gradients by parameter name.
 
@@ -53,7 +53,7 @@ def per_sample_gradients(
         projections: parameter name -> ``Projector``; parameters not named are not projected.
         engine: ``layerwise`` or ``functorch``.
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
-        grad_sample_mode: in what form gradients are returned; see ``GRAD_SAMPLE_MODES``.
+        grad_sample_mode: in what form gradients are returned; see ``GradSampleMode``.
 
     Raises:
         UnsupportedModelError: if a gradient cannot be computed exactly; the message names the

@@ -1,4 +1,6 @@
-"""The two errors a user of this package has to know, and the check that raises the first."""
+"""The two errors a user of this package has to know, and what raises the first."""
+
+from enum import EnumType, StrEnum
 
 
 class PrivacyError(ValueError):
@@ -13,3 +15,15 @@ def require(condition: bool, message: str) -> None:
     """Raises a ``PrivacyError`` with the message unless the condition holds."""
     if not condition:
         raise PrivacyError(message)
+
+
+class _Texts(EnumType):
+    def __contains__(cls, value: object) -> bool:  # as Python has it from 3.12 on
+        return value in list[object](cls)
+
+
+class Choice(StrEnum, metaclass=_Texts):
+    """A family of texts that an argument may be one of; errors, JSON and ledgers show the text."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)

@@ -23,9 +23,8 @@ from torch.func import vmap
 from dp_grape_hf.coordinates import call_in_coordinates, zero_coordinates
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import (
-    AUTO,
-    MATERIALISE,
     Gradients,
+    GradSampleMode,
     Inputs,
     PerSampleEngine,
     batch_size_of,
@@ -39,7 +38,7 @@ from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 
-    grad_sample_modes = (AUTO, MATERIALISE)
+    grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
     isolates_samples = True
     _probed = False
 

@@ -22,10 +22,9 @@ from dp_grape_hf.forwards import replaced_forwards
 from dp_grape_hf.layer_rules import is_recomputable
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import (
-    AUTO,
-    GRAD_SAMPLE_MODES,
     Consume,
     Gradients,
+    GradSampleMode,
     Inputs,
     PerSampleEngine,
     batch_size_of,
@@ -56,7 +55,7 @@ class LayerwiseEngine(PerSampleEngine):
         grad_sample_mode: as in ``PerSampleEngine``.
     """
 
-    grad_sample_modes = GRAD_SAMPLE_MODES
+    grad_sample_modes = tuple(GradSampleMode)
     skips_unlabelled = True
 
     def __init__(
@@ -64,7 +63,7 @@ class LayerwiseEngine(PerSampleEngine):
         model: nn.Module,
         loss: LossFunction | None = None,
         recompute_activations: bool | None = None,
-        grad_sample_mode: str = AUTO,
+        grad_sample_mode: str = GradSampleMode.AUTO,
     ) -> None:
         super().__init__(model, loss, grad_sample_mode)
         recomputes = self.device.type != "cpu"

@@ -7,16 +7,28 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, ADJACENCIES, Variant
-from dp_grape_hf.errors import require
-from dp_grape_hf.tuning import DISTRIBUTIONS, Trials
+from dp_grape_hf.accounting import Adjacency, Variant
+from dp_grape_hf.errors import Choice, require
+from dp_grape_hf.tuning import Trials, TrialsDistribution
 
-FLAT, PER_LAYER, AUTOMATIC = "flat", "per_layer", "automatic"
-CLIPPING_MODES = (FLAT, PER_LAYER, AUTOMATIC)
-POISSON, TRUNCATED_POISSON = "poisson", "truncated_poisson"
-SAMPLING_MODES = (POISSON, TRUNCATED_POISSON)
 SECURE = "secure"
 EXAMPLE = "example"  # the privacy unit, where no column names another
+
+
+class Clipping(Choice):
+    """What bounds the contribution of one example; see `Mechanism`."""
+
+    FLAT = "flat"
+    PER_LAYER = "per_layer"
+    AUTOMATIC = "automatic"
+
+
+class Sampling(Choice):
+    """How a logical batch is drawn; see `Mechanism`."""
+
+    POISSON = "poisson"
+    TRUNCATED_POISSON = "truncated_poisson"
+
 
 # What may differ between a checkpoint and the run that resumes it, and why. Everything else
 # either defines the release, so that the recorded numbers would describe another mechanism, or
@@ -47,9 +59,9 @@ _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
-_TRIALS = {"valid": (f"one of {', '.join(DISTRIBUTIONS)}", lambda x: x in DISTRIBUTIONS)}
+_TRIALS = {"valid": (f"one of {', '.join(TrialsDistribution)}", lambda x: x in TrialsDistribution)}
 _NOISE = {"valid": (SECURE, lambda x: x == SECURE)}
-_CLIPPING = {"valid": (f"one of {', '.join(CLIPPING_MODES)}", lambda x: x in CLIPPING_MODES)}
+_CLIPPING = {"valid": (f"one of {', '.join(Clipping)}", lambda x: x in Clipping)}
 
 
 @dataclass(frozen=True)
@@ -84,11 +96,11 @@ class Mechanism:
     projection_update_steps: int | None = field(metadata=_COUNT)
     projection_seed: int | None
     projection_device: str = "cpu"
-    adjacency: str = ADD_OR_REMOVE_ONE
+    adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
     privacy_unit: str = EXAMPLE
-    sampling: str = POISSON
+    sampling: str = Sampling.POISSON.value
     method: str = "dp_grape"
-    clipping: str = field(default="flat", metadata=_CLIPPING)
+    clipping: str = field(default=Clipping.FLAT.value, metadata=_CLIPPING)
     projection_side: str = "smaller"
     projection_ranks: str | None = None
     max_batch_size: int | None = field(default=None, metadata=_COUNT)
@@ -102,7 +114,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         check_fields(self)
         refuse_estimates_by_layer(self.norm_directions, self.clipping)
-        capped = self.sampling == TRUNCATED_POISSON
+        capped = self.sampling == Sampling.TRUNCATED_POISSON
         require(
             capped == (self.max_batch_size is not None),
             f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
@@ -136,7 +148,7 @@ class Mechanism:
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
         excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": SAMPLING_MODES, "adjacency": ADJACENCIES}
+        needed = {"sampling": Sampling, "adjacency": Adjacency}
         own = {name: getattr(self, name) for name in (*excluded, *needed)}
         return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
             f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"
@@ -163,7 +175,7 @@ class Release:
 def refuse_estimates_by_layer(norm_directions: int | None, clipping: str) -> None:
     """Refuses estimated norms with a norm per layer: `estimated_norms` bounds joint ones only."""
     require(
-        norm_directions is None or clipping != PER_LAYER,
+        norm_directions is None or clipping != Clipping.PER_LAYER,
         f"{norm_directions=} estimates the norm over all layers jointly, and {clipping=} needs one "
         "of each layer. Choose clipping='flat' or 'automatic', or a method that computes norms.",
     )

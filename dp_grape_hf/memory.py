@@ -37,7 +37,7 @@ from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import AUTO, MATERIALISE, Consume, Gradients, Inputs
+from dp_grape_hf.per_sample import Consume, Gradients, GradSampleMode, Inputs
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.timeline import (
@@ -89,13 +89,13 @@ class Setting:
     clipping: str = "flat"
     project_embeddings: bool = False
     recompute_activations: bool | None = None
-    grad_sample_mode: str = AUTO
+    grad_sample_mode: str = GradSampleMode.AUTO
 
 
 def compared(name: str, setting: Setting) -> Setting:
     """Returns the setting with what one of ``METHODS`` is."""
     if name == DP_ADAM_DENSE:
-        return replace(setting, method=DP_ADAM, grad_sample_mode=MATERIALISE)
+        return replace(setting, method=DP_ADAM, grad_sample_mode=GradSampleMode.MATERIALISE)
     return replace(setting, method=name)
 
 

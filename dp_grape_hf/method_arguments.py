@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.directions import DISTRIBUTIONS
+from dp_grape_hf.directions import DirectionDistribution
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES
-from dp_grape_hf.methods import AT_CAPTURE, METHODS, Method
-from dp_grape_hf.placement import SIDES
+from dp_grape_hf.methods import METHODS, Method, Projected
+from dp_grape_hf.placement import ProjectionSide
 from dp_grape_hf.projection import PROJECTIONS
 from dp_grape_hf.released_projection import SVD
-from dp_grape_hf.update_rules import AT_REDRAW, UPDATE_RULES
+from dp_grape_hf.update_rules import UPDATE_RULES, AtRedraw
 
 LEAST_PERTURBATION = 1e-4
 NORM_DIRECTIONS = 64
@@ -50,9 +50,16 @@ def short_name(alias: str) -> dict[str, Any]:
     return {"aliases": [f"--{alias}"]}
 
 
-def refuse_values(
-    args: Any, *checks: tuple[str, str, Callable[[Any], bool]], optional: bool = False
-) -> None:
+_Check = tuple[str, str, Callable[[Any], bool]]
+
+
+def one_of(name: str, choices: Iterable[str]) -> _Check:
+    """Returns the check, for `refuse_values`, that an argument is one of the choices."""
+    known = list(choices)
+    return name, f"one of {known}", known.__contains__
+
+
+def refuse_values(args: Any, *checks: _Check, optional: bool = False) -> None:
     """Refuses the first argument that is out of range.
 
     Args:
@@ -106,9 +113,10 @@ class MethodArguments(_Host):
         metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
     )
     direction_distribution: str = field(
-        default="gaussian",
+        default=DirectionDistribution.GAUSSIAN.value,
         metadata={
-            "help": f"Of the directions of a zeroth-order method: {', '.join(DISTRIBUTIONS)}."
+            "help": "Of the directions of a zeroth-order method: "
+            f"{', '.join(DirectionDistribution)}."
         },
     )
     norm_directions: int | None = field(
@@ -119,7 +127,7 @@ class MethodArguments(_Host):
         },
     )
     moments_at_redraw: str = field(
-        default="keep",
+        default=AtRedraw.KEEP.value,
         metadata={
             "help": "What becomes of the optimizer's moments when the projection is redrawn: "
             "keep, reset, or reproject (carried into the new subspace)."
@@ -171,9 +179,10 @@ class MethodArguments(_Host):
         },
     )
     projection_side: str = field(
-        default="smaller",
+        default=ProjectionSide.SMALLER.value,
         metadata={
-            "help": f"Which dimension of a weight is projected: {', '.join(SIDES)} (of the layer)."
+            "help": "Which dimension of a weight is projected: "
+            f"{', '.join(ProjectionSide)} (of the layer)."
         },
     )
     projection_update_steps: int = field(
@@ -216,14 +225,14 @@ class MethodArguments(_Host):
             self.update_rule = row.update_rule
         refuse_values(
             self,
-            ("update_rule", f"one of {sorted(UPDATE_RULES)}", lambda v: v in UPDATE_RULES),
-            ("projection_side", f"one of {sorted(SIDES)}", lambda v: v in SIDES),
-            ("moments_at_redraw", f"one of {sorted(AT_REDRAW)}", lambda v: v in AT_REDRAW),
-            ("released_iterate", f"one of {sorted(ITERATES)}", lambda v: v in ITERATES),
+            one_of("update_rule", UPDATE_RULES),
+            one_of("projection_side", ProjectionSide),
+            one_of("moments_at_redraw", AtRedraw),
+            one_of("released_iterate", ITERATES),
             ("average_decay", "from 0 to 1", lambda v: 0 <= v <= 1),
             ("perturbation", "positive and finite", lambda v: 0 < v < math.inf),
             ("n_directions", "at least 1", lambda v: v >= 1),
-            ("direction_distribution", f"one of {DISTRIBUTIONS}", lambda v: v in DISTRIBUTIONS),
+            one_of("direction_distribution", DirectionDistribution),
         )
         refuse_values(
             self,
@@ -329,6 +338,6 @@ def families_of(method: Method) -> set[str]:
     """Returns the families of projections that a method may use."""
     if method.projected is None:
         return {"identity"}
-    if method.projected == AT_CAPTURE:
+    if method.projected == Projected.AT_CAPTURE:
         return set(PROJECTIONS)
     return set(PROJECTIONS) - {"identity"} | {SVD}

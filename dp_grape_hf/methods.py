@@ -16,10 +16,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import Choice, PrivacyError
 
-AT_CAPTURE, AFTER_RELEASE = "capture", "release"
-"""Where gradients are projected: each sample's, in the backward pass; or their private sum."""
+
+class Projected(Choice):
+    """Where gradients are projected: each sample's, in the backward pass; or their private sum."""
+
+    AT_CAPTURE = "capture"
+    AFTER_RELEASE = "release"
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Method:
         title: what people call it.
         source: where it is defined.
         private: whether samples are clipped and noise is added. If not, epsilon is infinite.
-        projected: ``AT_CAPTURE``, ``AFTER_RELEASE``, or None for full gradients.
+        projected: at capture, after the release, or None for full gradients.
         projection: the family that is used unless another is asked for.
         update_rule: the one that is used unless another is asked for.
         adapter: whether it trains a low-rank adapter, which PEFT has put into the model.
@@ -41,7 +45,7 @@ class Method:
     title: str
     source: str
     private: bool = True
-    projected: str | None = None
+    projected: Projected | None = None
     projection: str = "identity"
     update_rule: str = "adam"
     adapter: bool = False
@@ -53,7 +57,7 @@ METHODS: Mapping[str, Method] = {
     "dp_grape": Method(
         "DP-GRAPE",
         "paper, Algorithms 1 and 2",
-        projected=AT_CAPTURE,
+        projected=Projected.AT_CAPTURE,
         projection="gaussian",
     ),
     "dp_adam": Method("DP-Adam", "paper, Appendix on DP-Adam; Abadi et al. 2016"),
@@ -61,13 +65,13 @@ METHODS: Mapping[str, Method] = {
     "dp_galore": Method(
         "naive DP-GaLore",
         "paper, Appendix on DP-GaLore; Zhao et al. 2024",
-        projected=AFTER_RELEASE,
+        projected=Projected.AFTER_RELEASE,
         projection="svd",
     ),
     "d2p2": Method(
         "D2P2-SGD",
         "Jiang et al. 2024",
-        projected=AFTER_RELEASE,
+        projected=Projected.AFTER_RELEASE,
         projection="gaussian",
         update_rule="sgd",
     ),
@@ -76,21 +80,21 @@ METHODS: Mapping[str, Method] = {
         "DPZero", "Zhang et al. 2024, Algorithm 2", update_rule="sgd", zeroth_order=True
     ),
     "dp_zo": Method("DP-ZO", "Tang et al. 2024", update_rule="sgd", zeroth_order=True),
-    "dp_jl": Method("DP-JL", "Bu et al. 2021", projected=AT_CAPTURE, norm_estimates=True),
+    "dp_jl": Method("DP-JL", "Bu et al. 2021", projected=Projected.AT_CAPTURE, norm_estimates=True),
     "adam": Method("Adam", "Kingma and Ba 2014", private=False),
     "lora": Method("LoRA", "Hu et al. 2021", private=False, adapter=True),
     "galore": Method(
         "GaLore",
         "Zhao et al. 2024",
         private=False,
-        projected=AFTER_RELEASE,
+        projected=Projected.AFTER_RELEASE,
         projection="svd",
     ),
     "flora": Method(
         "FLORA",
         "Hao et al. 2024",
         private=False,
-        projected=AFTER_RELEASE,
+        projected=Projected.AFTER_RELEASE,
         projection="gaussian",
     ),
     "mezo": Method(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.coins import examine_coins
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.layer_rules import refuse_coupling
 from dp_grape_hf.losses import (
     HeadLoss,
@@ -36,17 +36,23 @@ from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
 Inputs = Mapping[str, Any]
 Gradients = dict[str, PerSampleGradient]
-AUTO, GHOST, BOOK_KEEPING, MATERIALISE = "auto", "ghost", "book_keeping", "materialise"
-GRAD_SAMPLE_MODES = (AUTO, GHOST, BOOK_KEEPING, MATERIALISE)
-"""How clipping sees the gradients of unprojected weights. All release the same, up to rounding.
-
-``auto`` keeps for each weight the form with the fewest numbers. ``book_keeping`` keeps the factors
-of every matrix and the rows of every table (Bu et al. 2023), ``materialise`` one gradient of every
-weight for every sample, as Opacus' hooks do. ``ghost`` keeps none (Li et al. 2021): a first
-backward pass measures, and a second one over the same graph adds up.
-"""
 Consume = Callable[[Gradients], None]
 """Takes the gradients of one group of parameters, which are not kept afterwards."""
+
+
+class GradSampleMode(Choice):
+    """How clipping sees the gradients of unprojected weights. All release the same, up to rounding.
+
+    ``auto`` keeps for each weight the form with the fewest numbers. ``book_keeping`` keeps the
+    factors of every matrix and the rows of every table (Bu et al. 2023), ``materialise`` one
+    gradient of every weight for every sample, as Opacus' hooks do. ``ghost`` keeps none (Li et al.
+    2021): a first backward pass measures, and a second one over the same graph adds up.
+    """
+
+    AUTO = "auto"
+    GHOST = "ghost"
+    BOOK_KEEPING = "book_keeping"
+    MATERIALISE = "materialise"
 
 
 class PerSampleEngine(ABC):
@@ -55,15 +61,15 @@ class PerSampleEngine(ABC):
     Args:
         model: the model; parameters with ``requires_grad`` are the trainable ones.
         loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
-        grad_sample_mode: one of ``grad_sample_modes``; see ``GRAD_SAMPLE_MODES``.
+        grad_sample_mode: one of ``grad_sample_modes``; see ``GradSampleMode``.
 
     Raises:
         UnsupportedModelError: if a layer couples the samples, or the head's loss is not known.
         PrivacyError: if nothing is trainable, or the engine does not have that mode.
     """
 
-    grad_sample_modes: ClassVar[tuple[str, ...]] = (AUTO,)
-    grad_sample_mode = AUTO
+    grad_sample_modes: ClassVar[tuple[str, ...]] = (GradSampleMode.AUTO,)
+    grad_sample_mode: str = GradSampleMode.AUTO
 
     skips_unlabelled = False
     """Whether vocabulary heads are evaluated only at positions with a label. How many there are is
@@ -79,7 +85,7 @@ class PerSampleEngine(ABC):
         self,
         model: nn.Module,
         loss: LossFunction | None = None,
-        grad_sample_mode: str = AUTO,
+        grad_sample_mode: str = GradSampleMode.AUTO,
     ) -> None:
         if grad_sample_mode not in self.grad_sample_modes:
             raise PrivacyError(
@@ -184,9 +190,9 @@ class PerSampleEngine(ABC):
 
         For ``ghost`` that is what the layer gave: to form it would take more than to measure it.
         """
-        if self.grad_sample_mode == AUTO:
+        if self.grad_sample_mode == GradSampleMode.AUTO:
             return gradient.cheapest()
-        return gradient.dense() if self.grad_sample_mode == MATERIALISE else gradient
+        return gradient.dense() if self.grad_sample_mode == GradSampleMode.MATERIALISE else gradient
 
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""

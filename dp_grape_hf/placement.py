@@ -11,9 +11,16 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from dp_grape_hf.errors import require
+from dp_grape_hf.errors import Choice, require
 
-SIDES = ("smaller", "larger", "input", "output")  # what an argument may ask for
+
+class ProjectionSide(Choice):
+    """Which dimension of a matrix an argument may ask for, by its size or its part in the layer."""
+
+    SMALLER = "smaller"
+    LARGER = "larger"
+    INPUT = "input"
+    OUTPUT = "output"
 
 
 class Side(Enum):
@@ -23,7 +30,9 @@ class Side(Enum):
     RIGHT = "right"  # G P, (m, r): columns are projected
 
 
-def projected_dimension(shape: tuple[int, ...], side: str = "smaller", input_dim: int = 1) -> int:
+def projected_dimension(
+    shape: tuple[int, ...], side: str = ProjectionSide.SMALLER, input_dim: int = 1
+) -> int:
     """Returns which dimension of a matrix is projected, 0 or 1.
 
     Args:
@@ -37,15 +46,15 @@ def projected_dimension(shape: tuple[int, ...], side: str = "smaller", input_dim
     """
     _require_side(side)
     require(input_dim in (0, 1), f"{input_dim=} must be 0 or 1, a dimension of a matrix.")
-    if side == "output":
+    if side == ProjectionSide.OUTPUT:
         return 1 - input_dim
-    if side == "input" or shape[0] == shape[1]:
+    if side == ProjectionSide.INPUT or shape[0] == shape[1]:
         return input_dim
-    return int((shape[0] > shape[1]) == (side == "smaller"))
+    return int((shape[0] > shape[1]) == (side == ProjectionSide.SMALLER))
 
 
 def projected_side(
-    shape: tuple[int, ...], rank: int, side: str = "smaller", input_dim: int = 1
+    shape: tuple[int, ...], rank: int, side: str = ProjectionSide.SMALLER, input_dim: int = 1
 ) -> Side | None:
     """Returns the side to project, or None where projecting would save nothing.
 
@@ -78,7 +87,7 @@ class Placement(NamedTuple):
 def placements(
     shapes: Mapping[str, tuple[int, ...]],
     rank: int | Mapping[str, int],
-    side: str = "smaller",
+    side: str = ProjectionSide.SMALLER,
     input_dims: Mapping[str, int] | None = None,
 ) -> dict[str, Placement]:
     """Returns parameter name -> ``Placement``, of those whose projection saves something.
@@ -86,7 +95,7 @@ def placements(
     Args:
         shapes: parameter name -> shape.
         rank: r, or parameter name -> r for every matrix in ``shapes``.
-        side: a name in ``SIDES``.
+        side: a name in ``ProjectionSide``.
         input_dims: parameter name -> its dimension that is the layer's input; 1 if not named.
 
     Raises:
@@ -118,5 +127,5 @@ def placements(
 
 
 def _require_side(side: str) -> None:
-    known = ", ".join(SIDES)
-    require(side in SIDES, f"projection_side={side!r} is not known; choose one of: {known}.")
+    known = list(ProjectionSide)
+    require(side in known, f"projection_side={side!r} must be one of {known}.")

@@ -30,8 +30,8 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import (
     EXAMPLE,
     SECURE,
-    TRUNCATED_POISSON,
     Mechanism,
+    Sampling,
     refuse_estimates_by_layer,
 )
 from dp_grape_hf.processes import require_agreement
@@ -177,7 +177,7 @@ class PrivacyPlan:
     def _max_batch_size(self) -> int | None:
         """Returns the cap of the logical batch; unless one is given, one that costs no noise."""
         args = self._args
-        if args.sampling != TRUNCATED_POISSON:
+        if args.sampling != Sampling.TRUNCATED_POISSON:
             return None
         if args.max_batch_size is not None:
             return args.max_batch_size

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.mechanism import CLIPPING_MODES
+from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import DP_GRAPE, METHODS, Setting, compared, simulate
 from dp_grape_hf.memory_report import (
     GIB,
@@ -134,7 +134,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
-    add("--clipping", choices=CLIPPING_MODES, default=CLIPPING_MODES[0], help="default: flat")
+    add("--clipping", choices=Clipping, default=Clipping.FLAT, help="default: flat")
     add("--project_embeddings", action="store_true", help="and vocabulary heads")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")

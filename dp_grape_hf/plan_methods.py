@@ -23,7 +23,7 @@ from dp_grape_hf.memory import (
 )
 from dp_grape_hf.methods import METHODS as ROWS
 from dp_grape_hf.methods import Method
-from dp_grape_hf.per_sample import AUTO, GRAD_SAMPLE_MODES, Inputs
+from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.placement import Placement, placements
 from dp_grape_hf.targets import input_dimensions, projection_targets
 
@@ -157,7 +157,7 @@ def every_method(setting: Setting) -> list[Compared]:
     """Returns AdamW and all rows of the table of methods, some with each way to clip."""
     found = [Compared(METHODS[ADAMW], replace(setting, method=ADAMW))]
     for name, row in ROWS.items():
-        for mode in GRAD_SAMPLE_MODES if _has_modes(row) else (setting.grad_sample_mode,):
+        for mode in GradSampleMode if _has_modes(row) else (setting.grad_sample_mode,):
             title = f"{row.title} {mode}" if _has_modes(row) else row.title
             found.append(Compared(title, replace(setting, method=name, grad_sample_mode=mode)))
     return found
@@ -207,13 +207,14 @@ def choices(rows: list[Compared]) -> list[Choice]:
     for method in dict.fromkeys(row.setting.method for row in rows):
         modes = {r.setting.grad_sample_mode: r for r in rows if r.setting.method == method}
         peaks = {mode: r.footprint.peak.total for mode, r in modes.items() if r.footprint}
-        if len(peaks) < len(GRAD_SAMPLE_MODES):
+        if len(peaks) < len(GradSampleMode):
             continue
         steps = {
             mode: (r.footprint.peak, r.footprint.flops) for mode, r in modes.items() if r.footprint
         }
-        same = [mode for mode in modes if mode != AUTO and steps[mode] == steps[AUTO]]
+        auto = GradSampleMode.AUTO.value
+        same = [mode for mode in modes if mode != auto and steps[mode] == steps[auto]]
         smallest = min(peaks, key=peaks.__getitem__)  # the first of equals, which is auto
-        ratio = peaks[AUTO] / peaks[smallest]
+        ratio = peaks[auto] / peaks[smallest]
         found.append(Choice(method, same[0] if same else "", smallest, ratio))
     return found

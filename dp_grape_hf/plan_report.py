@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from dp_grape_hf.mechanism import CLIPPING_MODES
+from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import METHODS, Setting
 from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.methods import METHODS as ROWS
-from dp_grape_hf.per_sample import AUTO
+from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.plan_methods import FORMULAS, Compared, Sizes, choices
 from dp_grape_hf.timeline import KINDS, Peak
 
@@ -95,7 +95,7 @@ class Report:
         options = (
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
             "gradient checkpointing" if setting.gradient_checkpointing else "",
-            "" if setting.clipping == CLIPPING_MODES[0] else f"clipping {setting.clipping}",
+            "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",
         )
         millions = self.parameters / 1e6
@@ -237,7 +237,7 @@ class Comparison:
         for choice in choices(self.rows):
             same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
             found = f"{choice.peak:.2f} x that of {choice.smallest}"
-            if choice.smallest == AUTO:
+            if choice.smallest == GradSampleMode.AUTO:
                 found = "the smallest of the modes"
             lines.append(f"{ROWS[choice.method].title} auto{same}: peak {found}.\n")
         return lines

@@ -181,7 +181,7 @@ class ProjectionSchedule:
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed.
         device: where projectors are used.
-        side: which dimension is projected, a name in ``SIDES``.
+        side: which dimension is projected, a name in ``ProjectionSide``.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
 

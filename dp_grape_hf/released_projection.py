@@ -75,7 +75,7 @@ class ReleasedProjection:
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed; ``svd`` has no use for it.
         device: where projectors are used; the gradients given for ``svd`` are there too.
-        side: which dimension is projected, a name in ``placement.SIDES``.
+        side: which dimension is projected, a name in ``placement.ProjectionSide``.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
 

@@ -6,14 +6,17 @@ from typing import TypedDict
 import numpy as np
 
 from dp_grape_hf.accountants import ONCE, Block
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import Choice, PrivacyError
 from dp_grape_hf.estimated_norms import Sensitivities, sensitivities
 from dp_grape_hf.truncated import doubling_probability
-from dp_grape_hf.tuning import GEOMETRIC, Trials
+from dp_grape_hf.tuning import Trials, TrialsDistribution
 
-ADD_OR_REMOVE_ONE, REPLACE_ONE = "add_or_remove_one", "replace_one"
-ADJACENCIES = (ADD_OR_REMOVE_ONE, REPLACE_ONE)
-"""The neighbours an ε can be about: one example added or removed, or one replaced by another."""
+
+class Adjacency(Choice):
+    """The neighbours an ε can be about: one example added or removed, or one replaced."""
+
+    ADD_OR_REMOVE_ONE = "add_or_remove_one"
+    REPLACE_ONE = "replace_one"
 
 
 class Variant(TypedDict, total=False):
@@ -21,10 +24,10 @@ class Variant(TypedDict, total=False):
 
     ``max_batch_size`` is the most examples that a logical batch keeps, and needs ``num_samples``,
     the number of examples or an upper bound on it. ``norm_directions`` is the number of random
-    directions that norms are estimated from. ``adjacency`` is one of `ADJACENCIES`. ``num_trials``
+    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
     is given where the releases are those of one run, and what is published is the best of a random
-    number of such runs, of that mean: see `tuning`, whose `DISTRIBUTIONS` ``trials_distribution``
-    is one of.
+    number of such runs, of that mean, distributed as ``trials_distribution``, a
+    `TrialsDistribution`, says: see `tuning`.
     """
 
     max_batch_size: int | None
@@ -46,7 +49,7 @@ def block_of(
     max_batch_size: int | None = None,
     num_samples: int | None = None,
     norm_directions: int | None = None,
-    adjacency: str = ADD_OR_REMOVE_ONE,
+    adjacency: str = Adjacency.ADD_OR_REMOVE_ONE,
     num_trials: float | None = None,
     trials_distribution: str | None = None,
 ) -> Block:
@@ -59,9 +62,9 @@ def block_of(
     _check_whole("num_samples", num_samples, "examples")
     _check_whole("max_batch_size", max_batch_size, "examples")
     _check_whole("norm_directions", norm_directions, "directions")
-    if adjacency not in ADJACENCIES:
-        raise PrivacyError(f"{adjacency=} is unknown; choose one of {list(ADJACENCIES)}.")
-    replaces = adjacency == REPLACE_ONE
+    if adjacency not in Adjacency:
+        raise PrivacyError(f"{adjacency=} is unknown; choose one of {list(Adjacency)}.")
+    replaces = adjacency == Adjacency.REPLACE_ONE
     unusual = [
         f"{name}={value!r}"
         for name, value, given in (
@@ -89,7 +92,7 @@ def block_of(
         law = sensitivities(int(norm_directions), float(noise_multiplier))
     trials = None
     if num_trials is not None:
-        trials = Trials(float(num_trials), trials_distribution or GEOMETRIC)
+        trials = Trials(float(num_trials), trials_distribution or TrialsDistribution.GEOMETRIC)
     elif trials_distribution is not None:
         raise PrivacyError(f"{trials_distribution=} needs num_trials, their mean; got None.")
     return Block(float(noise_multiplier), float(sample_rate), law, replaces, trials)

@@ -1,7 +1,7 @@
 """What it costs to publish the best of a random number of private runs.
 
 Papernot and Steinke (2022), "Hyperparameter tuning with Renyi differential privacy": if K is drawn
-secretly from one of the `DISTRIBUTIONS`, K runs are made independently of each other, and nothing
+secretly from a `TrialsDistribution`, K runs are made independently of each other, and nothing
 leaves but the best of them (its hyper-parameters included), then choosing costs little more than
 one run, however large K turns out.
 
@@ -22,15 +22,20 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import brentq
 
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import Choice, PrivacyError, require
 
 Moments = npt.NDArray[np.float64]
 
-GEOMETRIC, LOGARITHMIC, POISSON = "geometric", "logarithmic", "poisson"
-DISTRIBUTIONS = (GEOMETRIC, LOGARITHMIC, POISSON)
-"""Of K: the truncated negative binomial with eta = 1 or 0 (definition 1), or Poisson's."""
 
-_ETA = {GEOMETRIC: 1.0, LOGARITHMIC: 0.0}
+class TrialsDistribution(Choice):
+    """Of K: the truncated negative binomial with eta = 1 or 0 (definition 1), or Poisson's."""
+
+    GEOMETRIC = "geometric"
+    LOGARITHMIC = "logarithmic"
+    POISSON = "poisson"
+
+
+_ETA: dict[str, float] = {TrialsDistribution.GEOMETRIC: 1.0, TrialsDistribution.LOGARITHMIC: 0.0}
 _MOST = 1e6
 
 
@@ -46,15 +51,15 @@ class Trials:
     """
 
     mean: float
-    distribution: str = GEOMETRIC
+    distribution: str = TrialsDistribution.GEOMETRIC
 
     def __post_init__(self) -> None:
         require(
-            self.distribution in DISTRIBUTIONS,
+            self.distribution in TrialsDistribution,
             f"trials_distribution={self.distribution!r} is unknown; choose one of "
-            f"{', '.join(DISTRIBUTIONS)}.",
+            f"{', '.join(TrialsDistribution)}.",
         )
-        least = 0.0 if self.distribution == POISSON else 1.0
+        least = 0.0 if self.distribution == TrialsDistribution.POISSON else 1.0
         if not (least <= self.mean <= _MOST and self.mean > 0):
             raise PrivacyError(
                 f"num_trials={self.mean!r} is no mean of a {self.distribution} number of trials: "
@@ -68,7 +73,7 @@ class Trials:
         require(self.distribution in _ETA, f"{self.distribution} has no gamma.")
         if self.mean == 1:
             return 1.0
-        if self.distribution == GEOMETRIC:
+        if self.distribution == TrialsDistribution.GEOMETRIC:
             return 1 / self.mean
 
         def excess(x: float) -> float:  # the mean is (e^x - 1) / x, where x = log(1 / gamma)
@@ -90,7 +95,7 @@ class Trials:
             Poisson. To theorem 6 the outcome that there was no run is added, which is as likely
             with one data set as with the other; it is what keeps the bound above 0 for small means.
         """
-        if self.distribution == POISSON:
+        if self.distribution == TrialsDistribution.POISSON:
             # Order a asks for the delta of one run at epsilon = log(1 + 1 / (a - 1)).
             deltas = _delta(np.log1p(1 / (orders - 1)), log_moments, orders)
             any_run = log_moments + (orders - 1) * self.mean * deltas + math.log(self.mean)
@@ -106,11 +111,11 @@ class Trials:
         The bounds are about the first number drawn. Whoever draws until one suits has none.
         """
         generator = np.random.default_rng(secrets.randbits(256))
-        if self.distribution == POISSON:
+        if self.distribution == TrialsDistribution.POISSON:
             return int(generator.poisson(self.mean))
         if self.mean == 1:
             return 1
-        if self.distribution == GEOMETRIC:
+        if self.distribution == TrialsDistribution.GEOMETRIC:
             return int(generator.geometric(self.gamma))
         return int(generator.logseries(1 - self.gamma))
 

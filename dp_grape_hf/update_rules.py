@@ -21,9 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from dp_grape_hf.errors import Choice
 from dp_grape_hf.projection import Projector, Side
 
-AT_REDRAW = ("keep", "reset", "reproject")  # what becomes of moments when P is redrawn
+
+class AtRedraw(Choice):
+    """What becomes of moments when P is redrawn."""
+
+    KEEP = "keep"
+    RESET = "reset"
+    REPROJECT = "reproject"
+
 
 _PIECE = 2**18  # numbers that have a temporary copy at once
 _RIDGE = 1e-10  # of the mean eigenvalue of P^T P; only a P of lower rank than r needs it
@@ -245,17 +253,15 @@ class Redraws:
     two steps with the same object nothing is compared.
 
     Args:
-        choice: a name in ``AT_REDRAW``. With ``keep`` nothing is followed.
+        choice: a name in ``AtRedraw``. With ``keep`` nothing is followed.
 
     Raises:
         ValueError: for another choice.
     """
 
     def __init__(self, choice: str) -> None:
-        if choice not in AT_REDRAW:
-            raise ValueError(
-                f"moments_at_redraw={choice!r} must be one of: {', '.join(AT_REDRAW)}."
-            )
+        if choice not in AtRedraw:
+            raise ValueError(f"moments_at_redraw={choice!r} must be one of: {', '.join(AtRedraw)}.")
         self.choice = choice
         self._last: dict[nn.Parameter, Projector | Tensor] = {}  # P alone after loading
 
@@ -263,7 +269,7 @@ class Redraws:
         self, weight: nn.Parameter, state: dict[str, Any], rule: UpdateRule, projector: Projector
     ) -> None:
         """Makes the state of a weight one in coordinates of the projector, in place."""
-        if self.choice == "keep" or not rule.moments:
+        if self.choice == AtRedraw.KEEP or not rule.moments:
             return
         old, self._last[weight] = self._last.get(weight, projector), projector
         if old is projector:
@@ -271,7 +277,7 @@ class Redraws:
         before, now = _matrix(old), projector.matrix
         if torch.equal(before, now):
             return
-        if self.choice == "reset":
+        if self.choice == AtRedraw.RESET:
             for key in (*rule.moments, "step"):
                 state[key].zero_()
             return
@@ -285,7 +291,7 @@ class Redraws:
 
     def go_on_from(self, weight: nn.Parameter, matrix: Tensor) -> None:
         """Takes P of the last step from a state that was saved."""
-        if self.choice != "keep":
+        if self.choice != AtRedraw.KEEP:
             self._last[weight] = matrix
 
 

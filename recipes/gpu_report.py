@@ -45,7 +45,7 @@ from transformers import set_seed
 
 import dp_grape_hf
 from dp_grape_hf import memory
-from dp_grape_hf.per_sample import GHOST, MATERIALISE
+from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from recipes.benchmark_methods import PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark_models import VIT, Batch, Setting
@@ -78,8 +78,8 @@ WAYS: dict[str, Way] = {
     memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
     "dp_grape": _private("dp_grape"),
     "dp_adam": _private("dp_adam"),
-    "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GHOST),
-    "dp_adam_materialise": _private("dp_adam", grad_sample_mode=MATERIALISE),
+    "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GradSampleMode.GHOST),
+    "dp_adam_materialise": _private("dp_adam", grad_sample_mode=GradSampleMode.MATERIALISE),
     "dp_galore": _private("dp_galore"),
     "dpzero": _private("dpzero"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import RobertaConfig, ViTConfig
 
-from dp_grape_hf.accounting import ADD_OR_REMOVE_ONE, compute_epsilon
+from dp_grape_hf.accounting import Adjacency, compute_epsilon
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
 from dp_grape_hf.memory import METHODS
@@ -59,13 +59,13 @@ def test_the_help_fits_the_terminal_and_explains_every_quantity(
         main(["calibrate", "--help"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    for word in ("sigma", "delta", "q ", "C ", "Poisson", ADD_OR_REMOVE_ONE):
+    for word in ("sigma", "delta", "q ", "C ", "Poisson", Adjacency.ADD_OR_REMOVE_ONE):
         assert word in text
 
 
 def test_the_default_is_an_aligned_table_over_epsilons(capsys: pytest.CaptureFixture[str]) -> None:
     heading, blank, *table = run(RDP, capsys).splitlines()
-    assert heading == f"sample rate 0.1, steps 50, delta 1e-05, adjacency {ADD_OR_REMOVE_ONE}"
+    assert heading == "sample rate 0.1, steps 50, delta 1e-05, adjacency add_or_remove_one"
     assert blank == ""
     assert len({len(line) for line in table}) == 1
     assert [float(line.split()[0]) for line in table[1:]] == list(DEFAULT_EPSILONS)
@@ -83,7 +83,7 @@ def test_json_carries_the_table_and_the_two_directions_agree(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     forward = json.loads(run(f"{RDP} --target_epsilon 2 6 --json", capsys))
-    assert forward["adjacency"] == ADD_OR_REMOVE_ONE
+    assert forward["adjacency"] == Adjacency.ADD_OR_REMOVE_ONE
     assert (forward["sample_rate"], forward["steps"], forward["delta"]) == (0.1, 50, 1e-5)
     assert [row["target_epsilon"] for row in forward["rows"]] == [2, 6]
     sigmas = [row["noise_multiplier"] for row in forward["rows"]]

@@ -17,7 +17,7 @@ from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, Gradients, PerSampleEngine
+from dp_grape_hf.per_sample import Gradients, GradSampleMode, PerSampleEngine
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.models import only
@@ -32,7 +32,7 @@ from tests.test_engine import sample_norms, split
 
 B = 6
 Build = Callable[[], nn.Module]
-each_mode = pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
+each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 each_rank = pytest.mark.parametrize("rank", [4, None], ids=["projected", "unprojected"])
 
 
@@ -128,7 +128,7 @@ def test_every_mode_releases_what_the_definition_says(name: str, rank: int | Non
     factors = (bound / norms).clamp(max=1).float()
     assert (factors < 1).any()
     expected = {n: torch.einsum("b,b...->...", factors, g) for n, g in gradients.items()}
-    ways = [("layerwise", mode) for mode in GRAD_SAMPLE_MODES]
+    ways = [("layerwise", mode) for mode in GradSampleMode]
     ways += [("functorch", "materialise")] if loss is not None else []
     for engine, mode in ways:
         per_sample = make_engine(engine, model, loss, mode)

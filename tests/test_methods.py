@@ -19,8 +19,8 @@ from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf.assembly import scale_rates
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import CLIPPING_MODES
-from dp_grape_hf.methods import AFTER_RELEASE, METHODS
+from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.randomness import projection_generator
 from tests.oracles import single_sample_gradients
@@ -417,7 +417,7 @@ def neighbour(num_samples: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("method", "clipping"),
-    [p for p in product(PRIVATE, CLIPPING_MODES) if p != ("dp_jl", "per_layer")],  # refused
+    [p for p in product(PRIVATE, Clipping) if p != ("dp_jl", "per_layer")],  # refused
 )
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -635,7 +635,7 @@ def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None
 def test_every_projected_row_has_a_family() -> None:
     for row in METHODS.values():
         assert (row.projection != "identity" or row.norm_estimates) == (row.projected is not None)
-        assert row.projection != "svd" or row.projected == AFTER_RELEASE
+        assert row.projection != "svd" or row.projected == Projected.AFTER_RELEASE
 
 
 # ---- Learning rates ----

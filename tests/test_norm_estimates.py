@@ -18,7 +18,7 @@ from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
-from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES, PerSampleEngine
+from dp_grape_hf.per_sample import GradSampleMode, PerSampleEngine
 from dp_grape_hf.randomness import derived_generator, secret_generator
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows, add
 from tests.models import only
@@ -29,7 +29,7 @@ from tests.test_grad_sample_modes import MODELS, flat
 from tests.test_representations import COLS, FORMS, ROWS, B, materialised
 
 K = 5
-each_mode = pytest.mark.parametrize("mode", GRAD_SAMPLE_MODES)
+each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 
 
 def estimating(
@@ -149,7 +149,7 @@ def test_every_mode_releases_what_the_definition_says(
     bound = m.median().item()
     factors = bound / (m + 0.01) if clipping == "automatic" else (bound / m).clamp(max=1)
     expected = {n: torch.einsum("b,b...->...", factors.float(), g) for n, g in gradients.items()}
-    for mode, sizes in zip(GRAD_SAMPLE_MODES, ([6], [4, 2], [1, 5], [3, 3]), strict=True):
+    for mode, sizes in zip(GradSampleMode, ([6], [4, 2], [1, 5], [3, 3]), strict=True):
         per_sample = make_engine("layerwise", model, loss, mode)
         engine = estimating(per_sample, clipping=clipping, bound=bound)
         found = released(engine, split(inputs, sizes), projectors)

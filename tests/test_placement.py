@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.placement import SIDES, Placement, Side, placements, projected_side
+from dp_grape_hf.placement import Placement, ProjectionSide, Side, placements, projected_side
 
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
 
@@ -24,11 +24,11 @@ LEFT, RIGHT = Side.LEFT, Side.RIGHT
 def test_the_side_is_the_one_that_was_asked_for(
     shape: tuple[int, int], input_dim: int, expected: tuple[Side, ...]
 ) -> None:
-    assert tuple(projected_side(shape, 3, side, input_dim) for side in SIDES) == expected
+    assert tuple(projected_side(shape, 3, side, input_dim) for side in ProjectionSide) == expected
 
 
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 31, 32])
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ProjectionSide)
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])
 def test_a_rank_that_would_save_nothing_leaves_the_weight_unprojected(
     shape: tuple[int, int], side: str, rank: int
@@ -69,7 +69,7 @@ def test_a_placement_says_side_and_shape_of_p() -> None:
         (({"a": 2, "b": 0},), "projection_rank=0 of 'b' must be at least 1"),
         (({"a": 2},), "projection_rank has no rank for b"),
         (({"a": 2, "b": 2, "c": 2},), "projection_rank names c, which is not to be projected"),
-        ((2, "right"), "projection_side='right' is not known; choose one of: smaller, larger, in"),
+        ((2, "right"), "projection_side='right' must be one of .'smaller', 'larger', 'in"),
         ((2, "input", {"b": -1}), "input_dim=-1 must be 0 or 1"),
     ],
 )

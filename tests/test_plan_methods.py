@@ -13,7 +13,7 @@ from dp_grape_hf import plan_command
 from dp_grape_hf.cli import main
 from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import GRAD_SAMPLE_MODES
+from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.placement import placements
 from dp_grape_hf.plan_methods import (
     FORMULAS,
@@ -105,7 +105,7 @@ def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
     assert len({row.title for row in rows}) == len(rows)
     for method in ("dp_adam", "dp_sgd"):
         modes = [row.setting.grad_sample_mode for row in rows if row.setting.method == method]
-        assert modes == list(GRAD_SAMPLE_MODES)
+        assert modes == list(GradSampleMode)
 
 
 def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> None:
@@ -133,9 +133,9 @@ def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> Non
 
 
 def test_a_ghost_keeps_the_fewest_gradients(rows: list[Compared]) -> None:
-    kept = {mode: one(rows, "dp_adam", mode).footprint.gradients for mode in GRAD_SAMPLE_MODES}
+    kept = {mode: one(rows, "dp_adam", mode).footprint.gradients for mode in GradSampleMode}
     assert kept["ghost"] < kept["auto"] <= kept["materialise"]
-    flops = {mode: one(rows, "dp_adam", mode).footprint.flops for mode in GRAD_SAMPLE_MODES}
+    flops = {mode: one(rows, "dp_adam", mode).footprint.flops for mode in GradSampleMode}
     assert flops["ghost"] > flops["book_keeping"]
 
 
@@ -204,7 +204,7 @@ def in_blocks(tensor: Tensor) -> int:
 def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) -> None:
     adam, sgd = choices(rows)
     assert (adam.method, sgd.method) == ("dp_adam", "dp_sgd")
-    peaks = {m: one(rows, "dp_adam", m).footprint.peak.total for m in GRAD_SAMPLE_MODES}
+    peaks = {m: one(rows, "dp_adam", m).footprint.peak.total for m in GradSampleMode}
     assert peaks[adam.smallest] == min(peaks.values())
     assert adam.peak == peaks["auto"] / min(peaks.values())
     assert choices([row for row in rows if row.setting.grad_sample_mode != "ghost"]) == []

@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 from dp_grape_hf.engines import per_sample_gradients
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.placement import SIDES, Side
+from dp_grape_hf.placement import ProjectionSide, Side
 from dp_grape_hf.projection import (
     BLOCK_ROWS,
     PROJECTIONS,
@@ -216,7 +216,7 @@ def test_each_layer_has_its_own_rank_and_side(family: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ProjectionSide)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_both_engines_project_on_any_side_at_any_rank(name: str, side: str, engine: str) -> None:
     case = only(name)
@@ -245,7 +245,7 @@ def test_both_engines_project_on_any_side_at_any_rank(name: str, side: str, engi
         ({"update_steps": 0}, "projection_update_steps=0 must be at least 1"),
         ({"family": "fourier"}, "projection='fourier' is not known; choose one of: .*gaussian"),
         ({"family": "svd"}, "projection='svd' is computed from gradients, .* not private yet"),
-        ({"side": "left"}, "projection_side='left' is not known; choose one of: smaller, larger"),
+        ({"side": "left"}, "projection_side='left' must be one of ."),
         ({"input_dims": {"tall": 2}}, "input_dim=2 must be 0 or 1"),
         ({"rank": {"wide": 2}}, "projection_rank has no rank for small, square, tall"),
     ],

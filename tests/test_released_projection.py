@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.placement import SIDES, Side
+from dp_grape_hf.placement import ProjectionSide, Side
 from dp_grape_hf.projection import PROJECTIONS, ProjectionSchedule, Projector
 from dp_grape_hf.released_projection import SVD, ReleasedProjection, svd_projector
 
@@ -126,7 +126,7 @@ def test_other_families_draw_what_the_schedule_at_capture_draws(family: str) -> 
     projections.load_state_dict({})
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ProjectionSide)
 def test_svd_projects_any_side_of_what_has_more_singular_vectors_than_the_rank(side: str) -> None:
     shapes = {"w": (4, 20), "v": (20, 4), "u": (20, 20)}
     for rank in (3, 4, 19, 20):
@@ -166,7 +166,7 @@ def test_only_full_gradients_of_all_layers_are_projected(
         ({"family": "fourier"}, "projection='fourier' is not known; choose one of: .*svd"),
         ({"rank": 0}, "projection_rank=0 must be at least 1"),
         ({"update_steps": 0}, "projection_update_steps=0 must be at least 1"),
-        ({"side": "top"}, "projection_side='top' is not known"),
+        ({"side": "top"}, "projection_side='top' must be one of"),
     ],
 )
 def test_a_bad_argument_is_refused_with_its_name_and_value(

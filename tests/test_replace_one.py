@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
-    REPLACE_ONE,
+    Adjacency,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -29,6 +29,7 @@ from dp_grape_hf.renyi import ORDERS, log_moments, log_moments_of_replacement
 from dp_grape_hf.replace_one import output_of_loss
 from tests.trainers import make_args
 
+REPLACE_ONE = Adjacency.REPLACE_ONE
 VALID: dict[str, Any] = {
     "noise_multiplier": 2.0,
     "sample_rate": 0.1,

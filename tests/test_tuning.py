@@ -31,12 +31,19 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.renyi import ORDERS
-from dp_grape_hf.tuning import DISTRIBUTIONS, GEOMETRIC, LOGARITHMIC, POISSON, Trials
+from dp_grape_hf.tuning import (
+    GEOMETRIC,
+    LOGARITHMIC,
+    POISSON,
+    Trials,
+    TrialsDistribution,
+)
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from dp_grape_hf.weight_files import digests
 from tests.ledgers import MECHANISM, edit
 from tests.trainers import make_args, make_trainer
 
+GEOMETRIC, LOGARITHMIC, POISSON = TrialsDistribution
 Array = npt.NDArray[np.float64]
 MEANS = [1.0, 1.5, 4.0, 10.0, 100.0]
 TUNED = replace(MECHANISM, num_trials=10.0, trials_distribution=GEOMETRIC, steps_of_trial=100)
@@ -95,7 +102,7 @@ PAIRS = _pairs()
 
 
 @pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_the_best_outcome_is_never_further_apart_than_the_bound(
     distribution: str, mean: float
 ) -> None:
@@ -147,7 +154,7 @@ def test_concentrated_privacy_grows_as_the_square_root() -> None:
 
 
 @pytest.mark.parametrize("mean", [1.5, 10.0, 100.0])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_another_library_finds_the_same(distribution: str, mean: float) -> None:
     """Of the Gaussian mechanism without sampling, whose divergences both have exactly."""
     shape = {GEOMETRIC: 1.0, LOGARITHMIC: 0.0, POISSON: math.inf}[distribution]
@@ -178,7 +185,7 @@ def test_a_small_poisson_mean_is_not_below_nothing() -> None:
 
 
 @pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_the_number_of_trials_has_the_law_it_is_accounted_for(
     distribution: str, mean: float
 ) -> None:
@@ -210,7 +217,7 @@ def test_draws_cannot_be_repeated_by_a_seed() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, -1.0, math.inf, math.nan])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_a_number_that_is_no_mean_is_refused(distribution: str, mean: float) -> None:
     with pytest.raises(PrivacyError, match=f"num_trials={mean}"):
         Trials(mean, distribution)

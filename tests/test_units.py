@@ -17,7 +17,7 @@ from dp_grape_hf.directions import DIRECTION
 from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import CLIPPING_MODES, Mechanism
+from dp_grape_hf.mechanism import Clipping, Mechanism
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.unit_engine import UnitEngine, UnitSum
@@ -446,7 +446,7 @@ def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor
     return torch.cat([value.flatten() for value in private.release().values()])
 
 
-@pytest.mark.parametrize("clipping", CLIPPING_MODES)
+@pytest.mark.parametrize("clipping", Clipping)
 def test_a_user_moves_the_sum_by_no_more_than_one_example_may(clipping: str) -> None:
     """Adding or removing all of a user's examples, alike and large; three examples reach 3 C."""
     rows = points(7).examples

@@ -16,8 +16,8 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.update_rules import (
-    AT_REDRAW,
     UPDATE_RULES,
+    AtRedraw,
     Term,
     UpdateRule,
     change_of_coordinates,
@@ -162,7 +162,7 @@ def test_every_rule_is_tested_here() -> None:
 
 @pytest.mark.parametrize("orthonormal", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_every_step_is_its_definition(
     rule: str, at_redraw: str, decay: float, orthonormal: bool
@@ -184,7 +184,7 @@ def test_every_step_is_its_definition(
 
 
 @pytest.mark.parametrize("nonzero", [0.3, 1.0])
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 def test_a_corrected_step_is_its_definition(at_redraw: str, nonzero: float) -> None:
     weights, beta1 = parameters(), SETTINGS["adam"]["betas"][0]
     optimizer = ProjectedAdam(
@@ -281,7 +281,7 @@ def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Low precision ----
 
 
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_updates_kept_apart_are_those_of_the_definition(rule: str, at_redraw: str) -> None:
     """In a period without rounding; moments, which rounding does not touch, at every step."""
@@ -336,7 +336,7 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
 @pytest.mark.parametrize("saved_after", [1, EVERY, EVERY + 1])
 def test_a_saved_state_continues_as_if_it_had_never_been_saved(
@@ -362,7 +362,7 @@ def test_a_saved_state_continues_as_if_it_had_never_been_saved(
             assert torch.equal(copies[name], weight), name
 
 
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_a_projection_is_saved_only_where_it_matters(rule: str, at_redraw: str) -> None:
     weights, projectors = parameters(), draw(0)
@@ -401,7 +401,7 @@ def test_the_state_of_another_rule_is_refused(saved: str, resumed: str) -> None:
         other.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("at_redraw", AT_REDRAW)
+@pytest.mark.parametrize("at_redraw", AtRedraw)
 def test_a_redraw_with_another_rank_is_refused(at_redraw: str) -> None:
     weights = parameters()
     optimizer = ProjectedAdam(weights.values(), moments_at_redraw=at_redraw)
