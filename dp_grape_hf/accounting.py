@@ -46,7 +46,7 @@ from dp_grape_hf.accountants import (
     is_installed,
 )
 from dp_grape_hf.composition import Composition
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.releases import (
     Adjacency,
     Release,
@@ -71,6 +71,7 @@ __all__ = [
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",
+    "expected_steps_per_epoch",
     "find_noise_multiplier",
     "smallest_batch_cap",
 ]
@@ -303,6 +304,24 @@ def smallest_batch_cap(
     while doubling_probability(sample_rate, num_samples, cap) > rarity:
         cap += 1
     return cap
+
+
+def expected_steps_per_epoch(sample_rate: float) -> int:
+    """Returns the number of steps after which each example was drawn once in expectation.
+
+    This is 1 / q rounded up, so that an epoch never falls short; the rounding error of a q that
+    was computed as a quotient does not count as a step.
+
+    Raises:
+        PrivacyError: ``sample_rate`` is not in (0, 1].
+
+    >>> expected_steps_per_epoch(64 / 1000), expected_steps_per_epoch(1 / 49)
+    (16, 49)
+    """
+    require(0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1].")
+    steps = 1.0 / sample_rate
+    nearest = round(steps)
+    return nearest if math.isclose(steps, nearest, rel_tol=1e-9) else math.ceil(steps)
 
 
 # ---- Calibration ----

@@ -23,9 +23,9 @@ from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine
+from dp_grape_hf.placement import first_matches, ranks_for
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.ranks import first_matches, ranks_for
 from dp_grape_hf.released_projection import ReleasedProjection
 from dp_grape_hf.targets import input_dimensions, projection_targets
 from dp_grape_hf.unit_engine import UnitEngine

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
+from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.errors import require
 from dp_grape_hf.plan import check_dataset
 from dp_grape_hf.randomness import shared_sampling_generator
@@ -17,7 +18,6 @@ from dp_grape_hf.sampling import (
     LengthOf,
     LogicalBatchCollator,
     PoissonBatchSampler,
-    expected_steps_per_epoch,
 )
 from dp_grape_hf.units import (
     UnitBatchSampler,

@@ -19,6 +19,7 @@ from dp_grape_hf.accounting import (
     EpsilonCurve,
     Release,
     Variant,
+    expected_steps_per_epoch,
     find_noise_multiplier,
     smallest_batch_cap,
 )
@@ -35,7 +36,6 @@ from dp_grape_hf.mechanism import (
     refuse_estimates_by_layer,
 )
 from dp_grape_hf.processes import require_agreement
-from dp_grape_hf.sampling import expected_steps_per_epoch
 
 logger = logging.getLogger(__name__)
 

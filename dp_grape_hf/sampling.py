@@ -12,7 +12,6 @@ physical batch is what fits into memory and has no meaning for privacy. With
 a data loader yields one ``LogicalBatch`` per step.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -126,24 +125,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
             kept = torch.cat(drawn_coins).topk(self.max_batch_size, largest=False).indices
             draw = draw[kept.sort().values]
         return draw.tolist()
-
-
-def expected_steps_per_epoch(sample_rate: float) -> int:
-    """Returns the number of steps after which each example was drawn once in expectation.
-
-    This is 1 / q rounded up, so that an epoch never falls short; the rounding error of a q that
-    was computed as a quotient does not count as a step.
-
-    Raises:
-        PrivacyError: ``sample_rate`` is not in (0, 1].
-
-    >>> expected_steps_per_epoch(64 / 1000), expected_steps_per_epoch(1 / 49)
-    (16, 49)
-    """
-    require(0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1].")
-    steps = 1.0 / sample_rate
-    nearest = round(steps)
-    return nearest if math.isclose(steps, nearest, rel_tol=1e-9) else math.ceil(steps)
 
 
 class LogicalBatch(list[Any]):

@@ -17,7 +17,7 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dp_grape_hf import accountants, accounting, renyi
+from dp_grape_hf import accountants, accounting
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     LEAST,
@@ -28,6 +28,7 @@ from dp_grape_hf.accounting import (
     EpsilonCurve,
     compose_epsilon,
     compute_epsilon,
+    expected_steps_per_epoch,
     find_noise_multiplier,
 )
 from dp_grape_hf.errors import PrivacyError
@@ -196,8 +197,8 @@ def test_full_batches_bound_the_closed_form_of_the_gaussian(
     ("sigma", "q"), [(4.0, 1 / 16), (0.66, 0.008), (0.06, 0.1), (100.0, 0.5), (1.0, 1.0)]
 )
 def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
-    orders = renyi.ORDERS
-    moments = renyi.log_moments(sigma, q)
+    orders = accountants.ORDERS
+    moments = accountants.log_moments(sigma, q)
     for index in (0, 20, 45, 59, 62, 80):
         order = orders[index]
 
@@ -215,9 +216,9 @@ def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
 
 @pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.01), (0.051, 0.1), (0.01, 0.1), (1e3, 1e-9)])
 def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
-    by_order = np.argsort(renyi.ORDERS, kind="stable")
-    orders = renyi.ORDERS[by_order]
-    moments = renyi.log_moments(sigma, q)[by_order]
+    by_order = np.argsort(accountants.ORDERS, kind="stable")
+    orders = accountants.ORDERS[by_order]
+    moments = accountants.log_moments(sigma, q)[by_order]
     distinct = np.diff(orders, prepend=0) > 1e-9
     slopes = np.diff(moments[distinct]) / np.diff(orders[distinct])
     assert (np.diff(slopes) >= -1e-9 * np.abs(slopes[1:]) - 1e-12).all()
@@ -582,3 +583,15 @@ def test_a_bad_block_is_refused_even_if_it_is_empty(
         compose_epsilon([(1.0, 0.1, 5), release], delta=1e-5)
     with pytest.raises(PrivacyError, match=r"delta=0\.0"):
         compose_epsilon([], delta=0.0)
+
+
+def test_an_epoch_is_one_over_q_steps_rounded_up() -> None:
+    for steps in range(1, 3000):
+        assert expected_steps_per_epoch(1 / steps) == steps
+        assert expected_steps_per_epoch(7 / (7 * steps)) == steps
+    assert expected_steps_per_epoch(0.3) == 4
+    assert expected_steps_per_epoch(0.7) == 2
+    assert expected_steps_per_epoch(1 / (1000 + 1e-3)) == 1001
+    for wrong in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(PrivacyError, match="sample_rate="):
+            expected_steps_per_epoch(wrong)

@@ -19,12 +19,12 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 TIERS = (
     ("errors", "forms", "noise"),
     (
-        *("randomness", "representations", "renyi", "cross_entropy", "forwards", "timeline"),
+        *("randomness", "representations", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one", "tuning"),
         "seams",
     ),
-    ("accountants", "ranks"),
+    ("accountants",),
     ("releases", "composition"),
     ("projection", "layer_rules", "heads", "probing", "accounting", "sampling", "processes"),
     ("losses", "mechanism", "sites", "targets", "coordinates", "units"),

@@ -15,6 +15,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from dp_grape_hf.accountants import ORDERS, log_moments, log_moments_of_replacement
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     Adjacency,
@@ -25,7 +26,6 @@ from dp_grape_hf.accounting import (
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.renyi import ORDERS, log_moments, log_moments_of_replacement
 from dp_grape_hf.replace_one import output_of_loss
 from tests.trainers import make_args
 

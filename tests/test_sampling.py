@@ -18,7 +18,6 @@ from dp_grape_hf.sampling import (
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
-    expected_steps_per_epoch,
 )
 
 
@@ -143,18 +142,6 @@ def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"num_samples": 10, "sample_rate": 0.1, "steps": 3, "world_size": 2}
     with pytest.raises(PrivacyError, match=f"{next(iter(wrong))}="):
         PoissonBatchSampler(generator=_coins(), **(arguments | wrong))
-
-
-def test_an_epoch_is_one_over_q_steps_rounded_up() -> None:
-    for steps in range(1, 3000):
-        assert expected_steps_per_epoch(1 / steps) == steps
-        assert expected_steps_per_epoch(7 / (7 * steps)) == steps
-    assert expected_steps_per_epoch(0.3) == 4
-    assert expected_steps_per_epoch(0.7) == 2
-    assert expected_steps_per_epoch(1 / (1000 + 1e-3)) == 1001
-    for wrong in (0.0, -1.0, 1.5, float("nan")):
-        with pytest.raises(PrivacyError, match="sample_rate="):
-            expected_steps_per_epoch(wrong)
 
 
 # ---- The cap ----

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from scipy.special import gammaln, logsumexp
 from scipy.stats import geom, logser, poisson
 
-from dp_grape_hf.accountants import AccountantFailure
+from dp_grape_hf.accountants import ORDERS, AccountantFailure
 from dp_grape_hf.accounting import (
     EpsilonCurve,
     compose_epsilon,
@@ -30,14 +30,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.renyi import ORDERS
-from dp_grape_hf.tuning import (
-    GEOMETRIC,
-    LOGARITHMIC,
-    POISSON,
-    Trials,
-    TrialsDistribution,
-)
+from dp_grape_hf.tuning import Trials, TrialsDistribution
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from dp_grape_hf.weight_files import digests
 from tests.ledgers import MECHANISM, edit
