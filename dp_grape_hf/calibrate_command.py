@@ -14,6 +14,7 @@ from dp_grape_hf.accounting import (
     Adjacency,
     EpsilonCurve,
     Variant,
+    expected_steps_per_epoch,
     find_noise_multiplier,
 )
 from dp_grape_hf.errors import PrivacyError
@@ -27,7 +28,7 @@ Turn a privacy budget into the noise that meets it, or noise into the budget it 
   N      num_samples           examples in the training set
   B      expected_batch_size   examples in a step, on average over steps
   q      sample_rate = B / N   chance that a given example takes part in a given step
-  T      max_steps             noisy steps in all; an epoch is 1 / q of them
+  T      max_steps             noisy steps in all; an epoch is 1 / q of them, rounded up
   delta  target_delta          how often the promise may fail; far below 1 / N
   eps    target_epsilon        the promise: smaller is more private
   C      max_grad_norm         bound on what one example adds to the sum of gradients
@@ -100,7 +101,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--max_steps", type=int, metavar="T")
-    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E/q, rounded up")
+    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up")
     parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -273,12 +274,10 @@ def _plan(args: argparse.Namespace) -> tuple[float, float | None, int]:
     if args.max_steps is not None:
         return sample_rate, batch_size, args.max_steps
     num_train_epochs: float = args.num_train_epochs
-    if not (0 < sample_rate <= 1 and 0 < num_train_epochs < math.inf):
-        raise PrivacyError(
-            f"{num_train_epochs=} at {sample_rate=} is not a number of steps; epochs must be "
-            "positive and the sample rate must lie in (0, 1]."
-        )
-    return sample_rate, batch_size, math.ceil(num_train_epochs / sample_rate * (1 - 1e-12))
+    if not 0 < num_train_epochs < math.inf:
+        raise PrivacyError(f"{num_train_epochs=} must be positive and finite.")
+    epoch = expected_steps_per_epoch(sample_rate)
+    return sample_rate, batch_size, math.ceil(num_train_epochs * epoch)
 
 
 def _table(columns: dict[str, list[str]]) -> str:

@@ -117,7 +117,7 @@ def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("epochs", "q", "steps"), [("3", "0.1", 30), ("1", "0.3", 4), ("0.5", "0.01", 50)]
+    ("epochs", "q", "steps"), [("3", "0.1", 30), ("1", "0.3", 4), ("3", "0.3", 12), ("0.5", "0.01", 50)]
 )
 def test_an_epoch_is_as_many_steps_as_visit_each_example_once_on_average(
     epochs: str, q: str, steps: int, capsys: pytest.CaptureFixture[str]
