@@ -28,9 +28,9 @@ Guarantee:
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from scipy.stats import binom
 
 from dp_grape_hf.accountants import (
@@ -47,12 +47,7 @@ from dp_grape_hf.accountants import (
 )
 from dp_grape_hf.composition import Composition
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.releases import (
-    Adjacency,
-    Release,
-    Variant,
-    block_of,
-)
+from dp_grape_hf.releases import Adjacency, Releases
 from dp_grape_hf.truncated import doubling_probability
 
 __all__ = [
@@ -66,8 +61,7 @@ __all__ = [
     "Adjacency",
     "Block",
     "EpsilonCurve",
-    "Release",
-    "Variant",
+    "Releases",
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",
@@ -84,7 +78,7 @@ def compute_epsilon(
     steps: int,
     delta: float,
     accountant: str = LEAST,
-    **variant: Unpack[Variant],
+    **variant: Any,
 ) -> float:
     """Returns an upper bound on ε after ``steps`` equal releases.
 
@@ -97,7 +91,7 @@ def compute_epsilon(
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
         variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``,
-            ``num_trials`` and ``trials_distribution``, as `Variant` says.
+            ``num_trials`` and ``trials_distribution``, as `Releases` says.
 
     Raises:
         PrivacyError: An argument is out of range, the cap is below the mean batch size,
@@ -119,18 +113,20 @@ def compute_epsilon(
     ...                       num_trials=10, accountant="rdp"), 2)
     4.38
     """
-    _check_steps("steps", steps)
-    curve = EpsilonCurve(noise_multiplier, sample_rate, delta, steps, accountant, **variant)
-    return curve.epsilon(steps)
+    releases = Releases(noise_multiplier, sample_rate, steps, **variant)
+    return EpsilonCurve(releases, delta, accountant).epsilon(steps)
 
 
-def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: str = LEAST) -> float:
+def compose_epsilon(
+    releases: Sequence[Releases], *, delta: float, accountant: str = LEAST
+) -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged, unless each is the best of several trials; blocks of count zero cost
+    Equal blocks are merged, unless each is the best of several trials; those of no steps cost
     nothing, even without noise. All have to be about the same neighbours.
 
-    >>> round(compose_epsilon([(4.0, 0.05, 500), (3.0, 0.02, 100)], delta=1e-5), 2)
+    >>> both = [Releases(4.0, 0.05, 500), Releases(3.0, 0.02, 100)]
+    >>> round(compose_epsilon(both, delta=1e-5), 2)
     1.12
     """
     _check_delta("delta", delta)
@@ -139,19 +135,16 @@ def compose_epsilon(releases: Sequence[Release], *, delta: float, accountant: st
     return Composition(blocks, counts, delta, accountant).epsilon(counts) if blocks else 0.0
 
 
-def blocks_of(releases: Sequence[Release]) -> tuple[list[Block], list[int]]:
+def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
     """Returns what an accountant is asked about: blocks, and how many releases of each, above 0."""
     counts: Counter[Block] = Counter()
     tuned: list[tuple[Block, int]] = []  # choosing costs once for each
-    for release in releases:
-        noise_multiplier, sample_rate, count = release[:3]
-        variant = release[3] if len(release) == 4 else Variant()
-        block = block_of(noise_multiplier, sample_rate, **variant)
-        _check_steps("count", count)
+    for equal in releases:
+        block = equal.block()
         if block.trials is not None:
-            tuned.append((block, int(count)))
+            tuned.append((block, int(equal.steps)))
         else:
-            counts[block] += int(count)
+            counts[block] += int(equal.steps)
     pairs = [(block, count) for block, count in [*counts.items(), *tuned] if count]
     if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(
@@ -167,8 +160,8 @@ def find_noise_multiplier(
     sample_rate: float,
     steps: int,
     accountant: str = LEAST,
-    earlier: Sequence[Release] = (),
-    **variant: Unpack[Variant],
+    earlier: Sequence[Releases] = (),
+    **variant: Any,
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most ``target_epsilon``.
 
@@ -183,8 +176,8 @@ def find_noise_multiplier(
             f"{target_epsilon=} must be positive and finite; state the budget, for example 6.0."
         )
     _check_delta("target_delta", target_delta)
-    block_of(1.0, sample_rate, **variant)
-    _check_steps("steps", steps)
+    asked = Releases(1.0, sample_rate, steps, **variant)
+    asked.block()  # refuses what is out of range
     if steps == 0:
         raise PrivacyError(
             f"{steps=} releases nothing, so every noise multiplier meets {target_epsilon=}; give "
@@ -199,8 +192,8 @@ def find_noise_multiplier(
         )
 
     def curve(noise_multiplier: float, name: str) -> EpsilonCurve:
-        given: Any = {"accountant": name, "earlier": earlier, **variant}
-        return EpsilonCurve(noise_multiplier, sample_rate, target_delta, steps, **given)
+        releases = replace(asked, noise_multiplier=noise_multiplier)
+        return EpsilonCurve(releases, target_delta, name, earlier)
 
     # RDP answers in milliseconds and asks for a few percent too much: a start from above. There
     # the least is found out; wherever another has it, that is even less.
@@ -220,39 +213,34 @@ def find_noise_multiplier(
 class EpsilonCurve:
     """ε as a function of the steps taken, for a loop that asks again and again.
 
-    The accountant is chosen and built once, on the first question, for ``max_steps`` steps, and
-    built again only if a run outgrows them; answers are remembered. ``earlier`` releases, of runs
-    on the same data, are in every answer.
+    The accountant is chosen and built once, on the first question, for all steps of ``releases``,
+    and built again only if a run outgrows them; answers are remembered. ``earlier`` releases, of
+    runs on the same data, are in every answer.
 
-    >>> curve = EpsilonCurve(4.0, 64 / 1024, delta=1e-5, max_steps=1000, accountant="rdp")
+    >>> curve = EpsilonCurve(Releases(4.0, 64 / 1024, 1000), 1e-5, accountant="rdp")
     >>> [round(curve.epsilon(steps), 2) for steps in (0, 10, 1000)]
     [0.0, 0.21, 2.21]
     """
 
     def __init__(
         self,
-        noise_multiplier: float,
-        sample_rate: float,
+        releases: Releases,
         delta: float,
-        max_steps: int,
         accountant: str = LEAST,
-        earlier: Sequence[Release] = (),
-        **variant: Unpack[Variant],
+        earlier: Sequence[Releases] = (),
     ) -> None:
-        block_of(noise_multiplier, sample_rate, **variant)
-        self._own, self._earlier = (noise_multiplier, sample_rate, variant), list(earlier)
+        releases.block()  # refuses what is out of range
+        self._own, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
-        _check_steps("max_steps", max_steps)
         _check_accountant(accountant)
-        self._delta, self._max_steps = delta, int(max_steps)
+        self._delta = delta
         self._composition = self._compose(accountant)
 
     def _all(self, steps: int) -> tuple[list[Block], list[int]]:
-        sigma, rate, variant = self._own
-        return blocks_of([(sigma, rate, steps, variant), *self._earlier])
+        return blocks_of([replace(self._own, steps=steps), *self._earlier])
 
     def _compose(self, accountant: str) -> Composition:
-        return Composition(*self._all(self._max_steps), self._delta, accountant)
+        return Composition(*self._all(self._own.steps), self._delta, accountant)
 
     @property
     def accountant(self) -> str:
@@ -261,13 +249,12 @@ class EpsilonCurve:
 
     def epsilon(self, steps: int) -> float:
         """Returns an upper bound on ε after ``steps`` steps."""
-        _check_steps("steps", steps)
-        if steps > self._max_steps:
-            self._max_steps = max(int(steps), 2 * self._max_steps)
+        if steps > self._own.steps:
+            self._own = replace(self._own, steps=max(int(steps), 2 * self._own.steps))
             self._composition = self._compose(self.accountant)
         if steps == 0:
             return compose_epsilon(self._earlier, delta=self._delta, accountant=self.accountant)
-        return self._composition.epsilon(self._all(int(steps))[1])
+        return self._composition.epsilon(self._all(steps)[1])
 
 
 def smallest_batch_cap(
@@ -293,8 +280,7 @@ def smallest_batch_cap(
     >>> smallest_batch_cap(sample_rate=64 / 1024, num_samples=1024, steps=1000, delta=1e-5)
     119
     """
-    block_of(1.0, sample_rate, num_samples=num_samples)
-    _check_steps("steps", steps)
+    Releases(1.0, sample_rate, steps, num_samples=num_samples).block()  # refuses wrong values
     _check_delta("delta", delta)
     _check_delta("share", share)
     mean = max(1, math.ceil(sample_rate * num_samples * (1 - 1e-9)))
@@ -367,11 +353,6 @@ def _check_delta(name: str, delta: float) -> None:
             f"{name}={delta!r} must lie strictly between 0 and 1; choose one far below "
             "1 / num_samples, for example 1e-5."
         )
-
-
-def _check_steps(name: str, steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 0:
-        raise PrivacyError(f"{name}={steps!r} must be a whole number of steps, not negative.")
 
 
 def _check_accountant(accountant: str) -> None:

@@ -52,7 +52,7 @@ def make_engine_of_run(
     return PrivateEngine(
         per_sample,
         max_grad_norm=args.max_grad_norm,
-        noise_multiplier=plan.noise_multiplier,
+        noise_multiplier=plan.mechanism.noise_multiplier,
         expected_batch_size=args.logical_batch_size,
         ledger=ledger,
         noise_generator=noise_generator,

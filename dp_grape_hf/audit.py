@@ -237,8 +237,8 @@ def audit(settings: AuditSettings | None = None) -> AuditResult:
     return AuditResult(
         settings=settings,
         claimed_epsilon=spent.epsilon,
-        noise_multiplier=spent.noise_multiplier,
-        sample_rate=spent.sample_rate,
+        noise_multiplier=spent.mechanism.noise_multiplier,
+        sample_rate=spent.mechanism.sample_rate,
         steps=spent.steps,
         included=len(included),
         correct=correct,
@@ -370,12 +370,12 @@ class _Auditor(DPGrapeTrainer):
         before, self._before = self._before, now
         if before is None:
             return
-        plan, size = self.plan, self.args.logical_batch_size
+        own, size = self.plan.mechanism, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         projectors = self._public.at_capture(self.state.global_step - 1)
         per_layer = self.args.clipping == Clipping.PER_LAYER
         seen = along_canaries(released, projectors, self.args.max_grad_norm, per_layer)
-        self.evidence += log_likelihood_ratio(seen, plan.noise_multiplier, plan.sample_rate)
+        self.evidence += log_likelihood_ratio(seen, own.noise_multiplier, own.sample_rate)
 
 
 def along_canaries(

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -13,7 +13,7 @@ from dp_grape_hf.accounting import (
     LEAST,
     Adjacency,
     EpsilonCurve,
-    Variant,
+    Releases,
     expected_steps_per_epoch,
     find_noise_multiplier,
 )
@@ -101,7 +101,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--max_steps", type=int, metavar="T")
-    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up")
+    length.add_argument(
+        "--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up"
+    )
     parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -172,7 +174,10 @@ def _calibrate(args: argparse.Namespace) -> str:
     sample_rate, batch_size, steps = _plan(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier
-    plain = Variant(adjacency=args.adjacency, norm_directions=args.norm_directions)
+    plain: dict[str, Any] = {
+        "adjacency": args.adjacency,
+        "norm_directions": args.norm_directions,
+    }
     variant, trials = plain.copy(), _trials(args)
     if trials is not None:
         variant["num_trials"] = trials.mean
@@ -190,13 +195,14 @@ def _calibrate(args: argparse.Namespace) -> str:
                 **variant,
             )
             sigma = rounded_up(found)
-        curve = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **variant)
+        releases = Releases(sigma, sample_rate, steps, **variant)
+        curve = EpsilonCurve(releases, delta, args.accountant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
         epsilon, one_run = curve.epsilon(steps), None
         if trials is not None:
-            alone = EpsilonCurve(sigma, sample_rate, delta, steps, args.accountant, **plain)
-            one_run = alone.epsilon(steps)
+            alone = Releases(sigma, sample_rate, steps, **plain)
+            one_run = EpsilonCurve(alone, delta, args.accountant).epsilon(steps)
         rows.append(_Row(target, sigma, epsilon, on_mean, curve.accountant, one_run))
     drawn = trials.draw() if trials is not None and args.draw_num_trials else None
     if args.json:

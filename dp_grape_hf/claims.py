@@ -119,7 +119,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         each = f"of {mechanism.steps_of_trial} releases each"
         rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
-        releases = sum(run.counted for run in earlier)
+        releases = sum(run.accounted.steps for run in earlier)
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε"
         )

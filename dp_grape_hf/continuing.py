@@ -58,9 +58,9 @@ class Earlier:
         return self.ledger.runs if self.same_data else ()
 
     @property
-    def releases(self) -> list[accounting.Release]:
+    def releases(self) -> list[accounting.Releases]:
         """What they released, as `accounting` wants it."""
-        return [run.accounted for run in self.runs if run.counted]
+        return [run.accounted for run in self.runs if run.accounted.steps]
 
     @property
     def not_private_reasons(self) -> list[str]:

@@ -95,7 +95,7 @@ class DrawingMixin(_Host):
         """Returns N for the training data, as declared; throughput would tell its true size."""
         draws = getattr(dataloader, "batch_sampler", None)
         if isinstance(draws, PoissonBatchSampler | UnitBatchSampler):
-            return int(self.plan.num_samples)
+            return int(self.plan.mechanism.num_samples)
         return super().num_examples(dataloader)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -116,14 +116,14 @@ class DrawingMixin(_Host):
         generators = self._test_generators
         draws = PoissonBatchSampler(
             self._dataset_size,
-            self.plan.sample_rate,
-            steps=expected_steps_per_epoch(self.plan.sample_rate),
+            self.plan.mechanism.sample_rate,
+            steps=expected_steps_per_epoch(self.plan.mechanism.sample_rate),
             generator=generators.sampling
             if generators
             else shared_sampling_generator(device=args.device),
             rank=args.process_index,
             world_size=args.world_size,
-            max_batch_size=self.plan.max_batch_size,
+            max_batch_size=self.plan.mechanism.max_batch_size,
         )
         parts: dict[str, Any]
         if (units := self._units) is None:

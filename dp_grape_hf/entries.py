@@ -178,18 +178,13 @@ class Run:
         return (Release(own.noise_multiplier, own.sample_rate, self.steps),) if self.steps else ()
 
     @property
-    def counted(self) -> int:
-        """How many releases count: those of the run, or of a whole trial if it is one of several.
+    def accounted(self) -> accounting.Releases:
+        """What the run may have cost: its releases, or all of a trial if it was chosen among some.
 
         The other trials may have gone on where this one stopped.
         """
-        return max(self.steps, self.mechanism.steps_of_trial or 0)
-
-    @property
-    def accounted(self) -> accounting.Release:
-        """What the run may have cost, as `accounting` wants it."""
         own = self.mechanism
-        return own.noise_multiplier, own.sample_rate, self.counted, own.variant()
+        return own.releases(max(self.steps, own.steps_of_trial or 0))
 
 
 def runs_of(entries: Iterable[Entry]) -> list[Run]:

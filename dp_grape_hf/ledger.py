@@ -324,14 +324,14 @@ class Ledger:
         return not self.not_private_reasons
 
     @property
-    def composed(self) -> list[accounting.Release]:
+    def composed(self) -> list[accounting.Releases]:
         """All releases that add up, as `accounting` wants them."""
-        return [run.accounted for run in self.composed_runs if run.counted]
+        return [run.accounted for run in self.composed_runs if run.accounted.steps]
 
     @property
-    def earlier(self) -> list[accounting.Release]:
+    def earlier(self) -> list[accounting.Releases]:
         """Those of them that runs before this one made."""
-        return [run.accounted for run in self.composed_runs[:-1] if run.counted]
+        return [run.accounted for run in self.composed_runs[:-1] if run.accounted.steps]
 
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.

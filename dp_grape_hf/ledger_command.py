@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
 from dp_grape_hf.accountants import AccountantFailure, rounded_up
-from dp_grape_hf.accounting import EpsilonCurve, Variant
+from dp_grape_hf.accounting import EpsilonCurve
 from dp_grape_hf.entries import (
     KIND_OF,
     LEDGER_NAME,
@@ -260,19 +260,18 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
 def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
     """Returns numbers of releases, over all runs that add up, and epsilon after each."""
     blocks, accountant = ledger.composed, ledger.mechanism.accountant
-    ends = list(accumulate(block[2] for block in blocks))
+    ends = list(accumulate(block.steps for block in blocks))
     steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
     curves = []
     for n, block in enumerate(blocks):
-        variant = block[3] if len(block) == 4 else Variant()
-        own = EpsilonCurve(*block[:2], delta, block[2], accountant, blocks[:n], **variant)
-        curves.append((own, variant.get("num_trials") is not None))
+        own = EpsilonCurve(block, delta, accountant, blocks[:n])
+        curves.append((own, block.num_trials is not None))
     epsilons = []
     for done in tqdm(steps, disable=None):
         n = bisect_left(ends, done)
-        (curve, tuned), before = curves[n], ends[n] - blocks[n][2]
+        (curve, tuned), before = curves[n], ends[n] - blocks[n].steps
         # Of a trial among several, all counts from the start.
-        epsilons.append(curve.epsilon(blocks[n][2] if tuned and done else done - before))
+        epsilons.append(curve.epsilon(blocks[n].steps if tuned and done else done - before))
     return steps, epsilons
 
 

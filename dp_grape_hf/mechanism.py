@@ -7,7 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import Adjacency, Variant
+from dp_grape_hf.accounting import Adjacency, Releases
 from dp_grape_hf.errors import Choice, require
 from dp_grape_hf.tuning import Trials, TrialsDistribution
 
@@ -134,9 +134,12 @@ class Mechanism:
             return None
         return Trials(self.num_trials, self.trials_distribution)
 
-    def variant(self) -> Variant:
-        """Returns in what the releases differ from the plain ones, as `accounting` wants it."""
-        return Variant(
+    def releases(self, steps: int) -> Releases:
+        """Returns so many releases of this mechanism, as `accounting` wants them."""
+        return Releases(
+            self.noise_multiplier,
+            self.sample_rate,
+            steps,
             max_batch_size=self.max_batch_size,
             num_samples=self.num_samples,
             norm_directions=self.norm_directions,

@@ -284,7 +284,7 @@ class Step:
             per_sample = per_sample_of_run(args, self.model, self.loss)
         trainable, device = per_sample.trainable, per_sample.device
         plan = PrivacyPlan(args, 2 * setting.batch_size)
-        ledger = Ledger.start(plan.mechanism(), private=False, reason="a simulation")
+        ledger = Ledger.start(plan.mechanism, private=False, reason="a simulation")
         engine = make_engine_of_run(args, per_sample, plan, ledger, torch.Generator(device))
         projections = Projections(args, self.model, trainable, device)
         cls, options = optimizer_of_run(args, per_sample)

@@ -7,7 +7,7 @@ import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
-    Release,
-    Variant,
+    Releases,
     expected_steps_per_epoch,
     find_noise_multiplier,
     smallest_batch_cap,
@@ -33,27 +32,32 @@ from dp_grape_hf.mechanism import (
     SECURE,
     Mechanism,
     Sampling,
-    refuse_estimates_by_layer,
 )
 from dp_grape_hf.processes import require_agreement
 
 logger = logging.getLogger(__name__)
 
+# What the record of a mechanism takes from arguments of the same name.
+_RECORDED = {f.name for f in fields(Mechanism)} & {f.name for f in fields(DPGrapeArguments)}
+
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent so far: ``epsilon``, an upper bound, protects a ``privacy_unit``."""
+    """What a run has spent so far: ``epsilon``, an upper bound, at ``delta``.
+
+    It is that of ``steps`` releases of the ``mechanism``, and of earlier runs on the same data, and
+    protects one ``mechanism.privacy_unit``.
+    """
 
     epsilon: float
     delta: float | None
     steps: int
-    noise_multiplier: float
-    sample_rate: float
-    expected_batch_size: float
-    max_grad_norm: float
-    adjacency: str
-    privacy_unit: str
-    private: bool
+    mechanism: Mechanism
+
+    @property
+    def private(self) -> bool:
+        """Whether there is a finite epsilon."""
+        return math.isfinite(self.epsilon)
 
 
 class PrivacyPlan:
@@ -67,11 +71,7 @@ class PrivacyPlan:
             the same data is within the target, and in every epsilon.
 
     Attributes:
-        num_samples: N.
-        sample_rate: q = expected batch size / N.
-        max_batch_size: the cap of the logical batch, if there is one.
         steps: how many releases the run makes, and sigma was calibrated for.
-        noise_multiplier: sigma.
 
     Raises:
         PrivacyError: if no such run can keep the promise.
@@ -84,39 +84,37 @@ class PrivacyPlan:
         self._earlier = earlier
         self._spent_before = [] if earlier is None else earlier.releases
         self._units = "examples" if args.privacy_unit_column is None else "units"
-        refuse_estimates_by_layer(args.norm_directions, args.clipping)
-        self.num_samples = args.num_samples or dataset_size
+        num_samples = args.num_samples or dataset_size
         batch = args.logical_batch_size
-        if batch > self.num_samples:
+        if batch > num_samples:
             raise PrivacyError(
-                f"The expected batch size {batch} is larger than the {self.num_samples} training "
+                f"The expected batch size {batch} is larger than the {num_samples} training "
                 f"{self._units}. Lower expected_batch_size, or per_device_train_batch_size and "
                 "gradient_accumulation_steps, whose product with the number of processes it is."
             )
         delta = args.target_delta
-        if args.private and delta is not None and delta >= 1 / self.num_samples:
+        if args.private and delta is not None and delta >= 1 / num_samples:
             raise PrivacyError(
-                f"target_delta={delta} is not below 1/{self.num_samples}: releasing one random "
+                f"target_delta={delta} is not below 1/{num_samples}: releasing one random "
                 f"{self._units.removesuffix('s')} outright would satisfy it. Choose a smaller one, "
                 "for example 1e-5."
             )
-        self.sample_rate = batch / self.num_samples
-        epoch = expected_steps_per_epoch(self.sample_rate)
+        epoch = expected_steps_per_epoch(batch / num_samples)
         epochs = math.ceil(args.num_train_epochs * epoch)
         self.steps = args.max_steps if args.max_steps > 0 else epochs
-        self.max_batch_size = self._max_batch_size()
+        self._mechanism = self._asked(num_samples)
         self.require_size(dataset_size)
-        self.noise_multiplier = self._noise_multiplier()
+        if args.noise_multiplier is None:
+            self._mechanism = replace(self._mechanism, noise_multiplier=self._noise_multiplier())
         self._curve: EpsilonCurve | None = None
         if args.private and delta is not None:
             if earlier is not None and (earlier.same_data or earlier.resumed):
-                require_same_neighbours(self._mechanism(args.accountant), earlier.runs)
+                require_same_neighbours(self._mechanism, earlier.runs)
             self._curve = self._curve_after(self._spent_before)
 
     def _noise_multiplier(self) -> float:
+        """Returns the noise that the budget asks for."""
         args = self._args
-        if args.noise_multiplier is not None:
-            return float(args.noise_multiplier)
         assert args.target_epsilon is not None
         assert args.target_delta is not None
         reasons = [] if self._earlier is None else self._earlier.not_private_reasons
@@ -127,54 +125,34 @@ class PrivacyPlan:
                 "it has none. Give noise_multiplier instead, or begin with a model from before "
                 "that run."
             )
+        asked = asdict(self._mechanism.releases(self.steps))
+        del asked["noise_multiplier"]
         return find_noise_multiplier(
             target_epsilon=args.target_epsilon,
             target_delta=args.target_delta,
-            sample_rate=self.sample_rate,
-            steps=self.steps,
             accountant=args.accountant,
             earlier=self._spent_before,
-            **self._variant(),
+            **asked,
         )
 
-    def _curve_after(self, releases: Sequence[Release]) -> EpsilonCurve:
+    def _curve_after(self, earlier: Sequence[Releases]) -> EpsilonCurve:
         """Returns epsilon by this run's steps, in addition to earlier releases."""
-        assert self._args.target_delta is not None
-        return EpsilonCurve(
-            self.noise_multiplier,
-            self.sample_rate,
-            self._args.target_delta,
-            self.steps,
-            self._args.accountant,
-            earlier=releases,
-            **self._variant(),
-        )
-
-    def _variant(self) -> Variant:
-        """Returns in what the releases differ from the plain ones."""
-        return Variant(
-            max_batch_size=self.max_batch_size,
-            num_samples=self.num_samples,
-            norm_directions=self._args.norm_directions,
-            adjacency=self._args.adjacency,
-            num_trials=self._args.num_trials,
-            trials_distribution=self._trials_distribution,
-        )
-
-    @property
-    def _trials_distribution(self) -> str | None:
-        return None if self._args.num_trials is None else self._args.trials_distribution
+        delta = self._args.target_delta
+        assert delta is not None
+        own = self._mechanism.releases(self.steps)
+        return EpsilonCurve(own, delta, self._args.accountant, earlier)
 
     def require_size(self, dataset_size: int) -> None:
         """Refuses more examples than a cap was accounted for; call it before every use of them."""
-        if self.max_batch_size is not None and dataset_size > self.num_samples:
+        own = self._mechanism
+        if own.max_batch_size is not None and dataset_size > own.num_samples:
             raise PrivacyError(
-                f"num_samples={self.num_samples} is below the number of training {self._units}: "
+                f"num_samples={own.num_samples} is below the number of training {self._units}: "
                 "how often a capped batch is full depends on it. Declare at least that, in a new "
                 "trainer."
             )
 
-    def _max_batch_size(self) -> int | None:
+    def _max_batch_size(self, num_samples: int) -> int | None:
         """Returns the cap of the logical batch; unless one is given, one that costs no noise."""
         args = self._args
         if args.sampling != Sampling.TRUNCATED_POISSON:
@@ -182,56 +160,46 @@ class PrivacyPlan:
         if args.max_batch_size is not None:
             return args.max_batch_size
         return smallest_batch_cap(
-            sample_rate=self.sample_rate,
-            num_samples=self.num_samples,
+            sample_rate=args.logical_batch_size / num_samples,
+            num_samples=num_samples,
             steps=self.steps,
-            delta=args.target_delta or 1 / (10 * self.num_samples),
+            delta=args.target_delta or 1 / (10 * num_samples),
         )
 
-    def mechanism(self) -> Mechanism:
-        """Returns the public parameters that the ledger records."""
-        return self._mechanism(self._accountant_in_use())
-
-    def _mechanism(self, accountant: str) -> Mechanism:
+    def _asked(self, num_samples: int) -> Mechanism:
+        """Returns what the arguments ask for; without noise, where that is still to be found."""
         args = self._args
-        assert args.projection is not None  # the arguments have filled it in
-        projects = args.projection != "identity"
-        return Mechanism(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            max_grad_norm=args.max_grad_norm,
-            expected_batch_size=args.logical_batch_size,
-            num_samples=self.num_samples,
-            target_epsilon=args.target_epsilon,
-            target_delta=args.target_delta,
-            accountant=accountant,
-            engine=args.engine,
-            projection=args.projection,
-            projection_rank=args.projection_rank if projects else None,
-            projection_update_steps=args.projection_update_steps if projects else None,
-            projection_seed=args.projection_seed if projects else None,
-            clipping=args.clipping,
-            method=args.method,
-            projection_side=args.projection_side,
-            projection_ranks=_as_text(args.projection_ranks),
-            sampling=args.sampling,
-            max_batch_size=self.max_batch_size,
-            adjacency=args.adjacency,
-            privacy_unit=args.privacy_unit_column or Mechanism.privacy_unit,
-            max_examples_per_unit=args.max_examples_per_unit,
-            norm_directions=args.norm_directions,
-            num_trials=args.num_trials,
-            trials_distribution=self._trials_distribution,
-            steps_of_trial=None if args.num_trials is None else self.steps,
-            noise=SECURE if args.secure_noise else None,
-        )
+        given = {name: getattr(args, name) for name in _RECORDED}
+        if args.projection == "identity":
+            given |= dict.fromkeys(
+                ("projection_rank", "projection_update_steps", "projection_seed")
+            )
+        if args.num_trials is None:
+            given["trials_distribution"] = None
+        ranks = args.projection_ranks
+        given |= {
+            "noise_multiplier": args.noise_multiplier or 0.0,
+            "sample_rate": args.logical_batch_size / num_samples,
+            "expected_batch_size": args.logical_batch_size,
+            "num_samples": num_samples,
+            "max_batch_size": self._max_batch_size(num_samples),
+            "projection_ranks": None if ranks is None else json.dumps(ranks),
+            "privacy_unit": args.privacy_unit_column or EXAMPLE,
+            "steps_of_trial": None if args.num_trials is None else self.steps,
+            "noise": SECURE if args.secure_noise else None,
+        }
+        return Mechanism(**given)
 
-    def _accountant_in_use(self) -> str:
-        """Returns the accountant asked for, or the one that has to answer in its place."""
+    @property
+    def mechanism(self) -> Mechanism:
+        """The public parameters of the run, as the ledger records them.
+
+        The accountant is the one that answers: the one asked for, or the one in its place.
+        """
         if self._curve is None:
-            return self._args.accountant
+            return self._mechanism
         self._curve.epsilon(self.steps)  # only then it is known whether the first can answer
-        return self._curve.accountant
+        return replace(self._mechanism, accountant=self._curve.accountant)
 
     def require_agreement(
         self, dataset_size: int, updates: int, trainable: Mapping[str, Tensor]
@@ -244,7 +212,7 @@ class PrivacyPlan:
             trainable: parameter name -> parameter.
         """
         self.require_size(dataset_size)
-        facts: dict[str, object] = asdict(self.mechanism())
+        facts: dict[str, object] = asdict(self.mechanism)
         # They follow from the others, and may depend on the kind of processor in the last digit.
         del facts["noise_multiplier"], facts["accountant"]
         names = repr([(name, tuple(weight.shape)) for name, weight in trainable.items()])
@@ -278,7 +246,7 @@ class PrivacyPlan:
             recorded = Ledger.load(copy)
             self._require_same_runs_before(copy, recorded)
             self._keep_noise(recorded.mechanism.noise_multiplier)
-            ledger = Ledger.resume(live, copy, self.mechanism(), updates=updates)
+            ledger = Ledger.resume(live, copy, self.mechanism, updates=updates)
         elif before is not None and before.steps:
             raise PrivacyError(
                 f"This trainer has made {before.steps} releases on this model already, and the "
@@ -300,7 +268,7 @@ class PrivacyPlan:
                     "give a run that continues it an output_dir of its own."
                 )
             ledger = Ledger.start(
-                self.mechanism(),
+                self.mechanism,
                 path=live,
                 continues=None if earlier is None else earlier.ledger,
                 same_data=earlier is None or earlier.same_data,
@@ -318,8 +286,8 @@ class PrivacyPlan:
         self._use_noise(ledger.mechanism.noise_multiplier)
 
     def _use_noise(self, noise_multiplier: float) -> None:
-        if noise_multiplier != self.noise_multiplier:
-            self.noise_multiplier = noise_multiplier
+        if noise_multiplier != self._mechanism.noise_multiplier:
+            self._mechanism = replace(self._mechanism, noise_multiplier=noise_multiplier)
             self._curve = self._curve and self._curve_after(self._spent_before)
 
     def _keep_noise(self, recorded: float) -> None:
@@ -327,7 +295,7 @@ class PrivacyPlan:
 
         The accountants that found it may not be those that are here, and may say otherwise.
         """
-        target, found = self._args.target_epsilon, self.noise_multiplier
+        target, found = self._args.target_epsilon, self._mechanism.noise_multiplier
         if target is not None:
             self._use_noise(recorded)
             if self._curve is None or self._curve.epsilon(self.steps) > target:
@@ -336,7 +304,8 @@ class PrivacyPlan:
     def _require_same_runs_before(self, copy: Path, recorded: Ledger) -> None:
         if recorded.earlier != self._spent_before:
             ours, theirs = (
-                sum(r[2] for r in each) for each in (self._spent_before, recorded.earlier)
+                sum(releases.steps for releases in each)
+                for each in (self._spent_before, recorded.earlier)
             )
             raise PrivacyError(
                 f"{copy} records that its run began with {theirs} earlier releases on the same "
@@ -358,28 +327,14 @@ class PrivacyPlan:
         if private and self._curve is not None:
             whole = self.steps if ledger and self._args.num_trials is not None else 0
             epsilon = self._curve.epsilon(max(steps, whole))
-        return PrivacySpent(
-            epsilon=epsilon,
-            delta=self._args.target_delta,
-            steps=steps,
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            expected_batch_size=self._args.logical_batch_size,
-            max_grad_norm=self._args.max_grad_norm,
-            adjacency=self._args.adjacency,
-            privacy_unit=self._args.privacy_unit_column or EXAMPLE,
-            private=private and self._curve is not None,
-        )
+        own = self._mechanism if ledger is None else ledger.mechanism
+        return PrivacySpent(epsilon, self._args.target_delta, steps, own)
 
     def releases_left(self, ledger: Ledger | None) -> float:
         """Returns how many more releases the budget allows; infinite without a target epsilon."""
         if self._args.target_epsilon is None or ledger is None:
             return math.inf
         return self.steps - ledger.steps
-
-
-def _as_text(ranks: Any) -> str | None:
-    return None if ranks is None else json.dumps(ranks)
 
 
 def check_dataset(dataset: Any) -> None:

@@ -1,7 +1,7 @@
 """What a release is: the numbers that say it, checked, and what the accountants know of it."""
 
 import math
-from typing import TypedDict
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,9 +19,11 @@ class Adjacency(Choice):
     REPLACE_ONE = "replace_one"
 
 
-class Variant(TypedDict, total=False):
-    """In what a release differs from the plain Poisson subsampled Gaussian; all may be left out.
+@dataclass(frozen=True)
+class Releases:
+    """Equal releases, so many ``steps`` of them, and in what they differ from the plain ones.
 
+    Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
     ``max_batch_size`` is the most examples that a logical batch keeps, and needs ``num_samples``,
     the number of examples or an upper bound on it. ``norm_directions`` is the number of random
     directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
@@ -30,72 +32,74 @@ class Variant(TypedDict, total=False):
     `TrialsDistribution`, says: see `tuning`.
     """
 
-    max_batch_size: int | None
-    num_samples: int | None
-    norm_directions: int | None
-    adjacency: str
-    num_trials: float | None
-    trials_distribution: str | None
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    max_batch_size: int | None = None
+    num_samples: int | None = None
+    norm_directions: int | None = None
+    adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
+    num_trials: float | None = None
+    trials_distribution: str | None = None
 
+    def block(self) -> Block:
+        """Checks all values, and returns what the accountants know of each release.
 
-Release = tuple[float, float, int] | tuple[float, float, int, Variant]
-"""Equal releases, run-length coded: ``(noise_multiplier, sample_rate, count)``, and what is unusual
-about them, if anything."""
-
-
-def block_of(
-    noise_multiplier: float,
-    sample_rate: float,
-    max_batch_size: int | None = None,
-    num_samples: int | None = None,
-    norm_directions: int | None = None,
-    adjacency: str = Adjacency.ADD_OR_REMOVE_ONE,
-    num_trials: float | None = None,
-    trials_distribution: str | None = None,
-) -> Block:
-    """Checks one mechanism and returns what the accountants know of it.
-
-    Raises:
-        PrivacyError: An argument is out of range, or the arguments do not go together.
-    """
-    _check_mechanism(noise_multiplier, sample_rate)
-    _check_whole("num_samples", num_samples, "examples")
-    _check_whole("max_batch_size", max_batch_size, "examples")
-    _check_whole("norm_directions", norm_directions, "directions")
-    if adjacency not in Adjacency:
-        raise PrivacyError(f"{adjacency=} is unknown; choose one of {list(Adjacency)}.")
-    replaces = adjacency == Adjacency.REPLACE_ONE
-    unusual = [
-        f"{name}={value!r}"
-        for name, value, given in (
-            ("max_batch_size", max_batch_size, max_batch_size is not None),
-            ("norm_directions", norm_directions, norm_directions is not None),
-            ("adjacency", adjacency, replaces),
-        )
-        if given
-    ]
-    if len(unusual) > 1:
-        raise PrivacyError(
-            f"{' and '.join(unusual)} have no joint analysis: use at most one of a cap (sampling="
-            "'truncated_poisson'), estimated norms (method='dp_jl') and adjacency='replace_one'."
-        )
-    law: Sensitivities = ONCE
-    if max_batch_size is not None:
-        if num_samples is None:
-            raise PrivacyError(
-                f"{max_batch_size=} needs num_samples, got None: what a cap costs depends on the "
-                "number of examples, or an upper bound on it."
+        Raises:
+            PrivacyError: A value is out of range, or values do not go together.
+        """
+        _check_mechanism(self.noise_multiplier, self.sample_rate)
+        if not _is_whole(self.steps, 0):
+            raise PrivacyError(f"steps={self.steps!r} must be a whole number, not negative.")
+        for name in ("num_samples", "max_batch_size", "norm_directions"):
+            value = getattr(self, name)
+            if value is not None and not _is_whole(value, 1):
+                raise PrivacyError(f"{name}={value!r} must be a whole number, at least 1.")
+        if self.adjacency not in Adjacency:
+            raise PrivacyError(f"adjacency={self.adjacency!r} must be one of {list(Adjacency)}.")
+        replaces = self.adjacency == Adjacency.REPLACE_ONE
+        unusual = [
+            f"{name}={getattr(self, name)!r}"
+            for name, given in (
+                ("max_batch_size", self.max_batch_size is not None),
+                ("norm_directions", self.norm_directions is not None),
+                ("adjacency", replaces),
             )
-        doubling = doubling_probability(sample_rate, int(num_samples), int(max_batch_size))
-        law = ((1.0 - doubling, 1.0), (doubling, 2.0)) if doubling else ONCE
-    if norm_directions is not None:
-        law = sensitivities(int(norm_directions), float(noise_multiplier))
-    trials = None
-    if num_trials is not None:
-        trials = Trials(float(num_trials), trials_distribution or TrialsDistribution.GEOMETRIC)
-    elif trials_distribution is not None:
-        raise PrivacyError(f"{trials_distribution=} needs num_trials, their mean; got None.")
-    return Block(float(noise_multiplier), float(sample_rate), law, replaces, trials)
+            if given
+        ]
+        if len(unusual) > 1:
+            raise PrivacyError(
+                f"{' and '.join(unusual)} have no joint analysis: use at most one of a cap "
+                "(sampling='truncated_poisson'), estimated norms (method='dp_jl') and "
+                "adjacency='replace_one'."
+            )
+        trials = None
+        if self.num_trials is not None:
+            distribution = self.trials_distribution or TrialsDistribution.GEOMETRIC
+            trials = Trials(float(self.num_trials), distribution)
+        elif self.trials_distribution is not None:
+            raise PrivacyError(
+                f"trials_distribution={self.trials_distribution!r} needs num_trials, their mean; "
+                "got None."
+            )
+        sigma, rate = float(self.noise_multiplier), float(self.sample_rate)
+        return Block(sigma, rate, self._law(), replaces, trials)
+
+    def _law(self) -> Sensitivities:
+        """Returns the law of the sensitivity of each release."""
+        if self.norm_directions is not None:
+            return sensitivities(int(self.norm_directions), float(self.noise_multiplier))
+        if self.max_batch_size is None:
+            return ONCE
+        if self.num_samples is None:
+            raise PrivacyError(
+                f"max_batch_size={self.max_batch_size!r} needs num_samples, got None: what a cap "
+                "costs depends on the number of examples, or an upper bound on it."
+            )
+        doubling = doubling_probability(
+            self.sample_rate, int(self.num_samples), int(self.max_batch_size)
+        )
+        return ((1.0 - doubling, 1.0), (doubling, 2.0)) if doubling else ONCE
 
 
 def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:
@@ -111,7 +115,6 @@ def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:
         )
 
 
-def _check_whole(name: str, number: int | None, what: str) -> None:
+def _is_whole(number: object, least: int) -> bool:
     whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    if number is not None and not (whole and number >= 1):
-        raise PrivacyError(f"{name}={number!r} must be a whole number of {what}, at least 1.")
+    return whole and number >= least  # type: ignore[operator]

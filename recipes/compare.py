@@ -198,7 +198,7 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
     return {
         "accuracy": accuracy_of(trainer.model, test),
         "epsilon": None if math.isinf(spent.epsilon) else spent.epsilon,
-        "noise_multiplier": spent.noise_multiplier,
+        "noise_multiplier": spent.mechanism.noise_multiplier,
         "seconds": seconds,
         "release_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
         "state_bytes": trainer.optimizer.optimizer.state_bytes(),

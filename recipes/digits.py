@@ -36,7 +36,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments, per_sample_gradients
+from dp_grape_hf import (
+    METHODS,
+    DPGrapeTrainer,
+    DPGrapeTrainingArguments,
+    PrivacySpent,
+    per_sample_gradients,
+)
 from dp_grape_hf.callbacks import PrivacyProgress
 
 CONFIG = Path(__file__).with_name("configs") / "digits.yaml"
@@ -77,7 +83,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     results = {
         "task": "digits",
         "metric": {"name": "test accuracy", "value": accuracy, "examples": len(test)},
-        "privacy": asdict(trainer.privacy_spent()),
+        "privacy": spent_as_json(trainer.privacy_spent()),
         "seconds": round(seconds, 2),
         "bytes": count_bytes(trainer, train[: args.per_device_train_batch_size]),
         "settings": asdict(script_args) | settings(args),
@@ -193,6 +199,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for f in fields(value):
             yield from tensors_in(getattr(value, f.name))
+
+
+def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
+    """What a run spent, and the numbers of its mechanism that a result needs to be read."""
+    own = ("noise_multiplier", "sample_rate", "expected_batch_size", "max_grad_norm")
+    return {
+        **{name: getattr(spent, name) for name in ("epsilon", "delta", "steps")},
+        **{name: getattr(spent.mechanism, name) for name in (*own, "adjacency", "privacy_unit")},
+        "private": spent.private,
+    }
 
 
 def settings(args: DPGrapeTrainingArguments) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments
-from recipes.digits import settings, versions
+from recipes.digits import settings, spent_as_json, versions
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
@@ -178,7 +178,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if not trainer.is_world_process_zero():
             return {}
-        spent, model = asdict(trainer.privacy_spent()), trainer.model
+        spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
     # Of training alone where there is any, otherwise of the scores.
     seconds, peak = time.perf_counter() - start, peak_memory()
     if not script.zero_shot:

@@ -680,12 +680,12 @@ def _record_every_second(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
-    original = accounting.block_of
+    original = accounting.Releases.block
 
-    def block_of(sigma: float, rate: float, **variant: Any) -> Any:
-        return original(sigma, rate, **variant | {"adjacency": "add_or_remove_one"})
+    def block(self: accounting.Releases) -> Any:
+        return original(replace(self, adjacency="add_or_remove_one"))
 
-    patch.setattr(accounting, "block_of", block_of)
+    patch.setattr(accounting.Releases, "block", block)
 
 
 def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from dp_grape_hf.accounting import (
     Accountant,
     AccountantFailure,
     EpsilonCurve,
+    Releases,
     compose_epsilon,
     compute_epsilon,
     expected_steps_per_epoch,
@@ -308,7 +309,7 @@ def test_the_least_of_all_is_returned_and_its_owner_named(
 ) -> None:
     sigma, q, steps, delta = mechanism
     alone = {name: epsilon_of(*mechanism, name) for name in ACCOUNTANTS}
-    curve = EpsilonCurve(sigma, q, delta, steps)
+    curve = EpsilonCurve(Releases(sigma, q, steps), delta)
     assert curve.epsilon(steps) == min(alone.values()) == alone[curve.accountant]
     assert caplog.messages == []
 
@@ -326,7 +327,7 @@ def test_whichever_has_the_least_answers_for_all_steps(
 
         monkeypatch.setattr(accountant, "__init__", lambda *_: None)
         monkeypatch.setattr(accountant, "epsilon", epsilon)
-    curve = EpsilonCurve(1.0, 0.1, 1e-5, max_steps=10)
+    curve = EpsilonCurve(Releases(1.0, 0.1, 10), 1e-5)
     assert [curve.epsilon(steps) for steps in (1, 5, 10, 12)] == [1, 5, 10, 12]
     assert curve.accountant == best
     assert sorted(asked[:3]) == sorted(ACCOUNTANTS)
@@ -337,7 +338,7 @@ def test_without_the_extra_the_least_is_found_among_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accountants, "find_spec", lambda _: None)
-    curve = EpsilonCurve(4.0, 1 / 16, 1e-5, 100)
+    curve = EpsilonCurve(Releases(4.0, 1 / 16, 100), 1e-5)
     assert curve.epsilon(100) == min(epsilon_of(4.0, 1 / 16, 100, 1e-5, a) for a in ("prv", "rdp"))
     assert curve.accountant == "prv"
 
@@ -345,7 +346,7 @@ def test_without_the_extra_the_least_is_found_among_the_others(
 @pytest.mark.parametrize("accountant", [LEAST, "prv", "pld"])
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(4.0, 1 / 16, 1000), (1.0, 1e-3, 3000)])
 def test_epsilon_grows_with_every_step(sigma: float, q: float, steps: int, accountant: str) -> None:
-    curve = EpsilonCurve(sigma, q, 1e-5, steps, accountant)
+    curve = EpsilonCurve(Releases(sigma, q, steps), 1e-5, accountant)
     shown = [curve.epsilon(n) for n in (*range(1, 5), *range(steps // 40, steps + 1, steps // 40))]
     assert shown == sorted(shown)
     for n in (steps // 10, steps // 2):  # and is close to tight on the way
@@ -374,7 +375,12 @@ def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
     split = compose_epsilon(
-        [(4.0, 1 / 16, 600), (2.0, 0.5, 0), (4.0, 1 / 16, 400), (0.0, 0.1, 0)],
+        [
+            Releases(4.0, 1 / 16, 600),
+            Releases(2.0, 0.5, 0),
+            Releases(4.0, 1 / 16, 400),
+            Releases(0.0, 0.1, 0),
+        ],
         delta=1e-5,
         accountant=accountant,
     )
@@ -383,7 +389,12 @@ def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str) -> None:
-    releases = [(4.0, 1 / 16, 500), (30.0, 1.0, 5), (2.0, 0.01, 100), (1.0, 1e-5, 7)]
+    releases = [
+        Releases(4.0, 1 / 16, 500),
+        Releases(30.0, 1.0, 5),
+        Releases(2.0, 0.01, 100),
+        Releases(1.0, 1e-5, 7),
+    ]
     bound = compose_epsilon(releases, delta=1e-5, accountant=accountant)
     assert bound == pytest.approx(
         compose_epsilon(releases[::-1], delta=1e-5, accountant=accountant), abs=1e-6
@@ -394,7 +405,7 @@ def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str)
 
 
 def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
-    assert compose_epsilon([(1.0, 0.1, 10), (0.0, 0.1, 1)], delta=1e-5) == math.inf
+    assert compose_epsilon([Releases(1.0, 0.1, 10), Releases(0.0, 0.1, 1)], delta=1e-5) == math.inf
     assert compose_epsilon([], delta=1e-5) == 0.0
 
 
@@ -402,7 +413,7 @@ def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
 def test_a_curve_agrees_with_single_answers_before_and_after_it_is_outgrown(
     accountant: str,
 ) -> None:
-    curve = EpsilonCurve(2.0, 0.05, 1e-5, max_steps=40, accountant=accountant)
+    curve = EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, accountant=accountant)
     for steps in (0, 1, 39, 40, 41, 200, 7):
         single = epsilon_of(2.0, 0.05, steps, 1e-5, accountant)
         assert curve.epsilon(steps) == pytest.approx(single, abs=2e-3)
@@ -426,7 +437,7 @@ def test_a_curve_builds_its_accountant_once_and_remembers_answers(
             return float(counts[0])
 
     try:
-        curve = EpsilonCurve(1.0, 0.1, 1e-5, max_steps=10, accountant="counting")
+        curve = EpsilonCurve(Releases(1.0, 0.1, 10), 1e-5, accountant="counting")
         assert built == []
         assert [curve.epsilon(steps) for steps in (3, 3, 10, 3)] == [3, 3, 10, 3]
         assert (built, asked) == ([[10]], [[10], [3]])
@@ -465,9 +476,10 @@ def test_a_failing_prv_is_replaced_with_a_notice(
     if not installed:
         monkeypatch.setattr(accountants, "find_spec", lambda _: None)
     replacement = "pld" if installed else "rdp"
-    curve = EpsilonCurve(2.0, 0.05, 1e-5, 40, "prv")
+    curve = EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, "prv")
     assert [curve.epsilon(steps) for steps in (10, 40)] == [
-        EpsilonCurve(2.0, 0.05, 1e-5, 40, replacement).epsilon(steps) for steps in (10, 40)
+        EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, replacement).epsilon(steps)
+        for steps in (10, 40)
     ]
     assert curve.accountant == replacement
     (record,) = caplog.records  # one notice for the whole curve
@@ -573,14 +585,14 @@ def test_a_bad_argument_of_calibration_is_named_with_its_value(name: str, value:
     [
         ((-1.0, 0.1, 1), r"noise_multiplier=-1\.0"),
         ((1.0, 2.0, 0), r"sample_rate=2\.0"),
-        ((1.0, 0.1, -1), "count=-1"),
+        ((1.0, 0.1, -1), "steps=-1"),
     ],
 )
 def test_a_bad_block_is_refused_even_if_it_is_empty(
-    release: accounting.Release, message: str
+    release: tuple[float, float, int], message: str
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
-        compose_epsilon([(1.0, 0.1, 5), release], delta=1e-5)
+        compose_epsilon([Releases(1.0, 0.1, 5), Releases(*release)], delta=1e-5)
     with pytest.raises(PrivacyError, match=r"delta=0\.0"):
         compose_epsilon([], delta=0.0)
 

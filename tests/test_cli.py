@@ -106,7 +106,7 @@ def test_calibrate_says_what_is_unusual(option: str, capsys: pytest.CaptureFixtu
 
 
 def test_calibrate_refuses_unknown_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "adjacency='other' is unknown" in refusal(f"{RDP} --adjacency other", capsys)
+    assert "adjacency='other' must be one of" in refusal(f"{RDP} --adjacency other", capsys)
 
 
 def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,8 @@ def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("epochs", "q", "steps"), [("3", "0.1", 30), ("1", "0.3", 4), ("3", "0.3", 12), ("0.5", "0.01", 50)]
+    ("epochs", "q", "steps"),
+    [("3", "0.1", 30), ("1", "0.3", 4), ("3", "0.3", 12), ("0.5", "0.01", 50)],
 )
 def test_an_epoch_is_as_many_steps_as_visit_each_example_once_on_average(
     epochs: str, q: str, steps: int, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from dp_grape_hf import continuing
-from dp_grape_hf.accounting import compose_epsilon, compute_epsilon, find_noise_multiplier
+from dp_grape_hf.accounting import (
+    Releases,
+    compose_epsilon,
+    compute_epsilon,
+    find_noise_multiplier,
+)
 from dp_grape_hf.continuing import find_earlier
 from dp_grape_hf.entries import OTHER_DATA, SAME_DATA
 from dp_grape_hf.errors import PrivacyError
@@ -283,7 +288,7 @@ def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Pat
     before = Ledger.load(first / LEDGER_NAME)
     spent = before.epsilon()
     target = spent + 2.0
-    alone = PrivacyPlan(make_args(tmp_path, target_epsilon=target), 24).noise_multiplier
+    alone = PrivacyPlan(make_args(tmp_path, target_epsilon=target), 24).mechanism.noise_multiplier
     second = _trainer(
         tmp_path / "second",
         _load(first),
@@ -292,7 +297,7 @@ def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Pat
         earlier_data="same",
     )
     assert second.privacy_spent().epsilon == pytest.approx(spent)
-    assert second.plan.noise_multiplier > 1.02 * alone
+    assert second.plan.mechanism.noise_multiplier > 1.02 * alone
     second.train()
     now = second.privacy_spent().epsilon
     assert target * (1 - 1e-3) <= now <= target
@@ -301,8 +306,8 @@ def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Pat
     assert ledger.epsilon() == pytest.approx(now)
     assert ledger.runs[-1].start.continues == SAME_DATA
     assert [run.steps for run in ledger.composed_runs] == [4, 4]
-    own = second.plan
-    whole = [*before.composed, (own.noise_multiplier, own.sample_rate, 4)]
+    own = second.plan.mechanism
+    whole = [*before.composed, Releases(own.noise_multiplier, own.sample_rate, 4)]
     assert now == pytest.approx(compose_epsilon(whole, delta=1e-3, accountant="rdp"))
     second.save_model()
     assert "| Earlier runs on the same data | 1, with 4 releases" in render(second.ledger)
@@ -360,14 +365,14 @@ def test_runs_about_other_neighbours_are_refused_before_training(
 
 
 def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> None:
-    earlier: Any = [(2.0, 0.1, 100)]
+    earlier = [Releases(2.0, 0.1, 100)]
     used = compose_epsilon(earlier, delta=1e-5, accountant="rdp")
     given: Any = {"sample_rate": 0.1, "steps": 50, "accountant": "rdp"}
     target = used * 1.01
     sigma = find_noise_multiplier(
         target_epsilon=target, target_delta=1e-5, earlier=earlier, **given
     )
-    whole = compose_epsilon([*earlier, (sigma, 0.1, 50)], delta=1e-5, accountant="rdp")
+    whole = compose_epsilon([*earlier, Releases(sigma, 0.1, 50)], delta=1e-5, accountant="rdp")
     assert target * (1 - 1e-3) <= whole <= target
     with pytest.raises(PrivacyError, match=r"is spent already.*larger target_epsilon"):
         find_noise_multiplier(target_epsilon=used, target_delta=1e-5, earlier=earlier, **given)
@@ -390,7 +395,7 @@ def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_p
     before = Ledger.load(out / LEDGER_NAME).steps
     for source, answer in ((first, "same"), (checkpoint, None), (checkpoint, "same")):
         resumed = _trainer(out, _load(source), earlier_data=answer, **given)
-        assert resumed.plan.noise_multiplier == spent.noise_multiplier
+        assert resumed.plan.mechanism.noise_multiplier == spent.mechanism.noise_multiplier
     if target is None:
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert resumed.ledger.steps == before + 2

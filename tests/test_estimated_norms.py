@@ -19,6 +19,7 @@ from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     AccountantFailure,
     EpsilonCurve,
+    Releases,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -184,7 +185,7 @@ def test_rdp_never_fails(k: int, sigma: float) -> None:
 
 
 def test_few_directions_and_little_noise_fall_back_to_rdp() -> None:
-    curve = EpsilonCurve(0.3, 0.1, 1e-5, 10, "prv", norm_directions=4)
+    curve = EpsilonCurve(Releases(0.3, 0.1, 10, norm_directions=4), 1e-5, "prv")
     assert curve.epsilon(10) == compute_epsilon(
         **VALID | {"noise_multiplier": 0.3, "norm_directions": 4}
     )
@@ -219,9 +220,11 @@ def test_calibration_inverts_accounting() -> None:
 
 
 def test_exact_and_estimated_norms_compose() -> None:
-    estimated = compose_epsilon([(2.0, 0.1, 10, {"norm_directions": 16})], delta=1e-5)
-    mixed = compose_epsilon([(2.0, 0.1, 5), (2.0, 0.1, 5, {"norm_directions": 16})], delta=1e-5)
-    assert compose_epsilon([(2.0, 0.1, 10)], delta=1e-5) < mixed < estimated
+    estimated = compose_epsilon([Releases(2.0, 0.1, 10, norm_directions=16)], delta=1e-5)
+    mixed = compose_epsilon(
+        [Releases(2.0, 0.1, 5), Releases(2.0, 0.1, 5, norm_directions=16)], delta=1e-5
+    )
+    assert compose_epsilon([Releases(2.0, 0.1, 10)], delta=1e-5) < mixed < estimated
 
 
 # ---- Refusals ----

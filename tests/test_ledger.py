@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dp_grape_hf import ledger as ledger_module
-from dp_grape_hf.accounting import PRV, compose_epsilon
+from dp_grape_hf.accounting import PRV, Releases, compose_epsilon
 from dp_grape_hf.entries import broken, has_been_head, is_prefix
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger
@@ -573,7 +573,7 @@ def test_a_run_names_the_accountant_that_answers(
     assert PrivacyPlan(args, 1000).mechanism().accountant == "prv"
     monkeypatch.setattr(PRV, "max_cells", 10)
     plan = PrivacyPlan(args, 1000)
-    ledger = Ledger.start(plan.mechanism())
+    ledger = Ledger.start(plan.mechanism)
     assert ledger.mechanism.accountant == "pld"
     ledger.record(9)
     assert ledger.epsilon() == plan.spent(ledger).epsilon
@@ -749,7 +749,7 @@ def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: 
     second.record(50)
     assert (second.steps, second.mechanism) == (50, other)
     assert is_prefix(first.links, second.links)
-    releases = [(1.5, 0.0625, 100), (3.0, 0.01, 50)]
+    releases = [Releases(1.5, 0.0625, 100), Releases(3.0, 0.01, 50)]
     whole = compose_epsilon(releases, delta=1e-5, accountant="prv")
     assert second.epsilon() == pytest.approx(whole)
     assert second.epsilon() > first.epsilon() > 0

@@ -510,7 +510,7 @@ def test_a_capped_draw_is_never_larger_and_stands_in_the_ledger(
     assert cap is None or max(map(len, trainer.draws)) == 6  # false alarm below 1e-3
     assert trainer.ledger.epsilon() <= 4.0
     plain = make_trainer(tmp_path / "plain", max_steps=40, target_epsilon=4.0)
-    ratio = trainer.plan.noise_multiplier / plain.plan.noise_multiplier
+    ratio = trainer.plan.mechanism.noise_multiplier / plain.plan.mechanism.noise_multiplier
     assert ratio > 1.05 if cap else 0.999 < ratio < 1.002
 
 

@@ -19,6 +19,7 @@ from dp_grape_hf.accountants import ORDERS, log_moments, log_moments_of_replacem
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     Adjacency,
+    Releases,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -187,7 +188,7 @@ def test_calibration_inverts_accounting() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"adjacency": "substitute"}, "adjacency='substitute' is unknown; choose one of"),
+        ({"adjacency": "substitute"}, "adjacency='substitute' must be one of"),
         ({"max_batch_size": 20, "num_samples": 100}, "max_batch_size=20 and .* no joint analysis"),
     ],
     ids=str,
@@ -199,7 +200,9 @@ def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) ->
 
 def test_releases_about_different_neighbours_do_not_compose() -> None:
     with pytest.raises(PrivacyError, match="are about different neighbours"):
-        compose_epsilon([(2.0, 0.1, 5), (2.0, 0.1, 5, {"adjacency": REPLACE_ONE})], delta=1e-5)
+        compose_epsilon(
+            [Releases(2.0, 0.1, 5), Releases(2.0, 0.1, 5, adjacency=REPLACE_ONE)], delta=1e-5
+        )
 
 
 def test_a_run_says_which_neighbours_its_epsilon_is_about(tmp_path: Path) -> None:
@@ -212,11 +215,13 @@ def test_a_run_says_which_neighbours_its_epsilon_is_about(tmp_path: Path) -> Non
         target_delta=1e-5,
     )
     plan = PrivacyPlan(args, 1000)
-    ledger = Ledger.start(plan.mechanism())
+    ledger = Ledger.start(plan.mechanism)
     assert ledger.private
     ledger.record(9)
     spent = plan.spent(ledger)
-    assert (spent.adjacency, ledger.mechanism.adjacency) == (REPLACE_ONE, REPLACE_ONE)
+    assert (spent.mechanism.adjacency, ledger.mechanism.adjacency) == (REPLACE_ONE, REPLACE_ONE)
     assert ledger.epsilon() == spent.epsilon <= args.target_epsilon
-    nominal = compose_epsilon([(plan.noise_multiplier, plan.sample_rate, 9)], delta=1e-5)
+    nominal = compose_epsilon(
+        [Releases(plan.mechanism.noise_multiplier, plan.mechanism.sample_rate, 9)], delta=1e-5
+    )
     assert nominal < 0.9 * spent.epsilon

@@ -230,7 +230,7 @@ def test_rows_that_are_dropped_are_not_counted(tmp_path: Path) -> None:
     """A prompt that fills ``max_length`` leaves nothing to learn; N is what is left."""
     rows = [*prompts(20), {"prompt": " ".join(WORDS[:9]), "completion": " w1"}]
     trainer = sft(tmp_path, train_dataset=datasets.Dataset.from_list(rows), max_length=8)
-    assert trainer.plan.num_samples == len(trainer.train_dataset) == 20
+    assert trainer.plan.mechanism.num_samples == len(trainer.train_dataset) == 20
 
 
 # ---- What is logged ----

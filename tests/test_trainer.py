@@ -1022,7 +1022,7 @@ def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Pa
             raise AssertionError("an example was read")
 
     trainer = make_trainer(tmp_path, train_dataset=Untouchable([{}] * 24), target_epsilon=2.0)
-    assert trainer.plan.noise_multiplier > 0.5
+    assert trainer.plan.mechanism.noise_multiplier > 0.5
     assert trainer.plan.steps == 4
     assert trainer.privacy_spent().epsilon == 0
 

@@ -99,13 +99,16 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
     assert all(any(move.any() for move in moves.values()) for moves in watch.moves())
     # The rate that was accounted is the rate that was drawn at.
     rate = BATCH / NUM_SAMPLES
-    assert spent.sample_rate == rate
+    assert spent.mechanism.sample_rate == rate
     assert Ledger.load(tmp_path / LEDGER_NAME).releases[0].sample_rate == rate
     mean, variance = steps * BATCH, steps * BATCH * (1 - rate)
     assert abs(sum(map(len, trainer.draws)) - mean) < 5 * math.sqrt(variance)
     assert spent.epsilon <= 3.0
     promised = compute_epsilon(
-        noise_multiplier=spent.noise_multiplier, sample_rate=rate, steps=steps, delta=DELTA
+        noise_multiplier=spent.mechanism.noise_multiplier,
+        sample_rate=rate,
+        steps=steps,
+        delta=DELTA,
     )
     assert promised <= 3.0
 
@@ -123,7 +126,7 @@ def test_every_example_is_drawn_at_the_accounted_rate(tmp_path: Path) -> None:
         logging_strategy="no",
     )
     trainer.train()
-    assert trainer.privacy_spent().sample_rate == rate
+    assert trainer.privacy_spent().mechanism.sample_rate == rate
     counts = np.bincount([i for draw in trainer.draws for i in draw], minlength=num_samples)
     variance = steps * rate * (1 - rate)
     chi_square = ((counts - steps * rate) ** 2 / variance).sum()
@@ -142,8 +145,8 @@ def test_a_declared_dataset_size_sets_the_rate_of_accountant_and_draws(tmp_path:
     )
     trainer.train()
     spent = trainer.privacy_spent()
-    assert spent.sample_rate == 0.2
-    assert spent.expected_batch_size == 20
+    assert spent.mechanism.sample_rate == 0.2
+    assert spent.mechanism.expected_batch_size == 20
     size = sum(map(len, trainer.draws))
     assert abs(size - 20 * 50 * 0.2) < 5 * math.sqrt(20 * 50 * 0.2 * 0.8)
 
@@ -423,7 +426,7 @@ def test_the_states_of_a_checkpoint_do_not_reproduce_the_next_noise(
     )
     trainer.train()
     following = releases[2]
-    std = trainer.plan.noise_multiplier * trainer.args.max_grad_norm / 4
+    std = trainer.plan.mechanism.noise_multiplier * trainer.args.max_grad_norm / 4
 
     def replayed() -> dict[str, torch.Tensor]:
         return {n: torch.empty_like(v).normal_(0, std) for n, v in following.items()}
@@ -491,7 +494,7 @@ def test_epsilon_in_logs_grows_and_ends_at_what_was_spent(tmp_path: Path) -> Non
     assert 3.9 < spent.epsilon <= 4.0
     assert spent.private
     assert trainer.ledger.private
-    assert (spent.steps, spent.delta, spent.max_grad_norm) == (4, 1e-3, 1.0)
+    assert (spent.steps, spent.delta, spent.mechanism.max_grad_norm) == (4, 1e-3, 1.0)
     assert spent.epsilon == pytest.approx(trainer.ledger.epsilon(), abs=0.02)
 
 
@@ -642,5 +645,5 @@ def test_a_logical_batch_larger_than_memory_is_one_release(
 
     monkeypatch.setattr(trainer, "training_step", training_step)
     trainer.train()
-    assert trainer.privacy_spent().expected_batch_size == 8
+    assert trainer.privacy_spent().mechanism.expected_batch_size == 8
     assert len(sizes) == len(releases) == 3

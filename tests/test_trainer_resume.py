@@ -337,8 +337,12 @@ def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_he
             resumed.train(resume_from_checkpoint=True)
         return
     resumed.train(resume_from_checkpoint=True)
-    noise = begun.plan.noise_multiplier
-    assert resumed.plan.noise_multiplier == resumed.ledger.mechanism.noise_multiplier == noise
+    noise = begun.plan.mechanism.noise_multiplier
+    assert (
+        resumed.plan.mechanism.noise_multiplier
+        == resumed.ledger.mechanism.noise_multiplier
+        == noise
+    )
     assert resumed._engine.noise_multiplier == noise
     assert resumed.privacy_spent().epsilon == resumed.ledger.epsilon() < 4.0
 

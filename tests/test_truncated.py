@@ -20,8 +20,7 @@ from scipy.stats import binom, norm
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     EpsilonCurve,
-    Release,
-    Variant,
+    Releases,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -237,7 +236,9 @@ def test_calibration_inverts_accounting_under_a_cap(accountant: str) -> None:
 
 @pytest.mark.parametrize("accountant", QUICK)
 def test_a_curve_keeps_its_cap_when_it_is_outgrown(accountant: str) -> None:
-    curve = EpsilonCurve(2.0, 0.05, 1e-5, 40, accountant, max_batch_size=7, num_samples=100)
+    curve = EpsilonCurve(
+        Releases(2.0, 0.05, 40, max_batch_size=7, num_samples=100), 1e-5, accountant
+    )
     for steps in (0, 1, 40, 90):
         single = compute_epsilon(
             noise_multiplier=2.0,
@@ -254,10 +255,10 @@ def test_a_curve_keeps_its_cap_when_it_is_outgrown(accountant: str) -> None:
 
 @pytest.mark.parametrize("accountant", QUICK)
 def test_capped_and_uncapped_releases_compose(accountant: str) -> None:
-    def together(*releases: Release) -> float:
+    def together(*releases: Releases) -> float:
         return compose_epsilon(releases, delta=1e-5, accountant=accountant)
 
-    half: Release = (4.07, 1 / 16, 500, {"max_batch_size": 80, "num_samples": 1024})
+    half = Releases(4.07, 1 / 16, 500, max_batch_size=80, num_samples=1024)
     assert together(half, half) == epsilon_of((4.07, 1024, 64, 80, 1000), accountant)
     assert together((4.07, 1 / 16, 1000, {"max_batch_size": None})) == together(
         (4.07, 1 / 16, 1000)
@@ -320,9 +321,9 @@ def test_a_bad_cap_is_named_with_its_value(wrong: dict[str, Any], message: str) 
     target = {k: v for k, v in (VALID | wrong).items() if k not in ("noise_multiplier", "delta")}
     with pytest.raises(PrivacyError, match=message):
         find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, **target)
-    cap: Variant = {name: (VALID | wrong)[name] for name in ("max_batch_size", "num_samples")}
+    cap = {name: (VALID | wrong)[name] for name in ("max_batch_size", "num_samples")}
     with pytest.raises(PrivacyError, match=message):
-        compose_epsilon([(1.0, 0.1, 5), (1.0, 0.1, 0, cap)], delta=1e-5)
+        compose_epsilon([Releases(1.0, 0.1, 5), Releases(1.0, 0.1, 0, **cap)], delta=1e-5)
 
 
 @pytest.mark.parametrize(

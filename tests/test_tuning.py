@@ -19,6 +19,7 @@ from scipy.stats import geom, logser, poisson
 from dp_grape_hf.accountants import ORDERS, AccountantFailure
 from dp_grape_hf.accounting import (
     EpsilonCurve,
+    Releases,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
@@ -264,11 +265,11 @@ def test_rare_events_are_charged_for_every_trial() -> None:
 
 
 def test_each_choice_among_trials_costs_on_its_own() -> None:
-    run: Any = (3.0, 0.05, 50, {"num_trials": 10.0})
-    whole: Any = (3.0, 0.05, 100, {"num_trials": 10.0})
+    run, whole = (Releases(3.0, 0.05, steps, num_trials=10.0) for steps in (50, 100))
+    plain = replace(run, num_trials=None)
     twice = compose_epsilon([run, run], delta=1e-5)
     assert twice > compose_epsilon([whole], delta=1e-5)
-    assert twice > compose_epsilon([run, run[:3]], delta=1e-5) > compose_epsilon([run], delta=1e-5)
+    assert twice > compose_epsilon([run, plain], delta=1e-5) > compose_epsilon([run], delta=1e-5)
 
 
 def test_accountants_without_a_theorem_do_not_answer() -> None:
@@ -278,7 +279,7 @@ def test_accountants_without_a_theorem_do_not_answer() -> None:
         with pytest.raises(AccountantFailure, match="geometric number of trials"):
             ledger.epsilon_by(name, 1e-5)
     assert ledger.epsilon_by("rdp", 1e-5) == pytest.approx(ledger.epsilon())
-    curve = EpsilonCurve(1.5, 0.0625, 1e-5, 100, "prv", num_trials=10.0)
+    curve = EpsilonCurve(Releases(1.5, 0.0625, 100, num_trials=10.0), 1e-5, "prv")
     assert curve.epsilon(100) == pytest.approx(ledger.epsilon())
     assert curve.accountant == "rdp"
 
@@ -364,8 +365,8 @@ def test_a_plan_buys_the_noise_that_choosing_takes(tmp_path: Path) -> None:
     given: Any = {"target_epsilon": 3.0, "target_delta": 1e-5, "max_steps": 50}
     plain = PrivacyPlan(make_args(tmp_path, **given), 1000)
     tuned = PrivacyPlan(make_args(tmp_path, **given, num_trials=10), 1000)
-    assert tuned.noise_multiplier > plain.noise_multiplier
-    mechanism = tuned.mechanism()
+    assert tuned.mechanism.noise_multiplier > plain.mechanism.noise_multiplier
+    mechanism = tuned.mechanism
     assert (mechanism.num_trials, mechanism.trials_distribution) == (10, GEOMETRIC)
     assert (mechanism.steps_of_trial, mechanism.accountant) == (50, "rdp")
     ledger = Ledger.start(mechanism)

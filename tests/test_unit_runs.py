@@ -86,8 +86,8 @@ def test_a_release_is_the_clipped_sum_over_users(
                 expected[name] += value * min(1.0, 2.0 / norm.item()) / 3
         assert_same_weights(release, expected, atol=1e-6, rtol=1e-5)
     assert {True, False} == set(clipped)
-    assert trainer.plan.num_samples == len(SIZES)
-    assert trainer.plan.sample_rate == 3 / len(SIZES)
+    assert trainer.plan.mechanism.num_samples == len(SIZES)
+    assert trainer.plan.mechanism.sample_rate == 3 / len(SIZES)
 
 
 @pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dp_lora", "dpzero", "dp_jl"])
@@ -157,15 +157,15 @@ def test_everything_is_counted_in_units(tmp_path: Path) -> None:
     trainer, _ = _run(tmp_path, **settings)
     spent = trainer.privacy_spent()
     assert trainer.state.global_step == spent.steps == 2 * len(SIZES) / 2
-    assert spent.sample_rate == 2 / len(SIZES)
-    assert spent.expected_batch_size == 2
+    assert spent.mechanism.sample_rate == 2 / len(SIZES)
+    assert spent.mechanism.expected_batch_size == 2
     assert spent.epsilon <= 6.0
 
 
 def test_declared_and_capped_numbers_are_of_units(tmp_path: Path) -> None:
     settings = {"sampling": "truncated_poisson", "max_batch_size": 3, "cls": RecordingTrainer}
     trainer, _ = _run(tmp_path, num_samples=10, max_examples_per_unit=2, **settings)
-    assert trainer.plan.sample_rate == 0.3
+    assert trainer.plan.mechanism.sample_rate == 0.3
     users = {row["id"]: row["user"] for row in trainer.train_dataset.examples}
     for drawn in trainer.draws:
         owners = [users[i] for i in drawn]
@@ -295,7 +295,7 @@ def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
         data_collator=first.data_collator,
         **settings | {"learning_rate": 1e-2},
     )
-    assert first.plan.num_samples == second.plan.num_samples == 5
+    assert first.plan.mechanism.num_samples == second.plan.mechanism.num_samples == 5
     assert_same_weights(weights_of(first.model), weights_of(second.model))
 
 
@@ -306,7 +306,7 @@ def test_a_sequence_to_sequence_trainer_draws_users(tmp_path: Path) -> None:
     settings = OWNED | {"train_dataset": Examples(rows), "max_steps": 2, "expected_batch_size": 2}
     trainer = host.seq2seq(tmp_path, **settings)
     trainer.train()
-    assert (trainer.plan.num_samples, trainer.ledger.steps) == (3, 2)
+    assert (trainer.plan.mechanism.num_samples, trainer.ledger.steps) == (3, 2)
 
 
 def test_a_cap_makes_large_units_fit(tmp_path: Path) -> None:

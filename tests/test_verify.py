@@ -33,7 +33,7 @@ from transformers import (
 
 from dp_grape_hf import ledger_command
 from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
-from dp_grape_hf.accounting import compose_epsilon
+from dp_grape_hf.accounting import Releases, compose_epsilon
 from dp_grape_hf.claims import BEGIN, END, TAG
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
@@ -110,7 +110,7 @@ def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
 def test_epsilon_is_computed_from_the_releases_by_each_accountant(run: Path) -> None:
     ledger = Ledger.load(run / LEDGER_NAME)
     own = ledger.mechanism
-    releases = [(own.noise_multiplier, own.sample_rate, 6)]
+    releases = [own.releases(6)]
     found = {check.what: check.found for check in verify(run)}
     for name in ("prv", "pld"):
         epsilon = compose_epsilon(releases, delta=1e-5, accountant=name)
@@ -153,7 +153,7 @@ def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
     ledger = _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
     assert {check.status for check in checks if check.what != LOADED} == {OK}
-    plain = compose_epsilon([(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
+    plain = compose_epsilon([Releases(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
     if "adjacency" in VARIANTS[name]:
         assert ledger.epsilon_by("pld", 1e-5) > 1.3 * plain
 
