@@ -1,25 +1,30 @@
-"""``DPGrapeTrainingArguments``: what is promised, and which Hugging Face options would break it."""
+"""``DPGrapeTrainingArguments``: what is promised, by which method, and what each option may be."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
 from dp_grape_hf.continuing import EarlierData
-from dp_grape_hf.contradictions import refuse_contradictions
+from dp_grape_hf.directions import DirectionDistribution
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.host_options import refuse_host_options, refuse_uploading_trackers
+from dp_grape_hf.iterates import ITERATES
 from dp_grape_hf.mechanism import Clipping, Sampling
-from dp_grape_hf.method_arguments import MethodArguments, one_of, refuse_values, short_name
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.tuning import Trials, TrialsDistribution
+from dp_grape_hf.placement import ProjectionSide
+from dp_grape_hf.projection import PROJECTIONS
+from dp_grape_hf.refusals import refuse_contradictions, refuse_host_options, refuse_machine
+from dp_grape_hf.tuning import TrialsDistribution
+from dp_grape_hf.update_rules import UPDATE_RULES, AtRedraw
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -27,14 +32,44 @@ ALIASES = {
     "r": "projection_rank",
     "F": "projection_update_steps",
 }
+NORM_DIRECTIONS = 64
 
 _NUMBERS = (int, float, int | None, float | None)
 _OTHERS: dict[Any, str] = {bool: "True or False", str: "a text", str | None: "a text or None"}
 _Class = TypeVar("_Class", bound=type)
 
+if TYPE_CHECKING:
+    _Host = TrainingArguments
+else:  # a base with fields would override the defaults of the host that stands behind it
+    _Host = object
+
+
+class Valid(NamedTuple):
+    """The range of an argument, beside its type; None is in all of them, and means not given."""
+
+    needed: str
+    holds: Callable[[Any], bool]
+
+
+def one_of(choices: Iterable[str]) -> Valid:
+    """Returns the range that is these texts."""
+    known = list(choices)
+    return Valid(f"one of {known}", known.__contains__)
+
+
+AT_LEAST_1 = Valid("at least 1", lambda v: v >= 1)
+POSITIVE = Valid("greater than 0, and finite", lambda v: 0 < v < math.inf)
+NOT_NEGATIVE = Valid("0 or greater, and finite", lambda v: 0 <= v < math.inf)
+BETWEEN_0_AND_1 = Valid("strictly between 0 and 1", lambda v: 0 < v < 1)
+
+
+def short_name(alias: str) -> dict[str, Any]:
+    """Returns what a field's metadata says so that ``--alias`` is accepted for it."""
+    return {"aliases": [f"--{alias}"]}
+
 
 @dataclass(repr=False)
-class DPGrapeArguments(MethodArguments):
+class DPGrapeArguments(_Host):
     """What a private run needs to know, in front of ``TrainingArguments`` or a class made of it.
 
     Put it first among the bases, under ``accepts_short_names``, as ``DPGrapeTrainingArguments``
@@ -51,7 +86,7 @@ class DPGrapeArguments(MethodArguments):
     """
 
     # ---- The promise ----
-    target_epsilon: float | None = field(
+    target_epsilon: Annotated[float | None, POSITIVE] = field(
         default=None,
         metadata={
             "help": "The privacy budget epsilon: the noise is calibrated so that the whole run "
@@ -59,7 +94,7 @@ class DPGrapeArguments(MethodArguments):
             **short_name("eps"),
         },
     )
-    target_delta: float | None = field(
+    target_delta: Annotated[float | None, BETWEEN_0_AND_1] = field(
         default=None,
         metadata={
             "help": "The delta at which epsilon holds; well below 1/N, for example 1e-5. No "
@@ -67,27 +102,27 @@ class DPGrapeArguments(MethodArguments):
             **short_name("delta"),
         },
     )
-    noise_multiplier: float | None = field(
+    noise_multiplier: Annotated[float | None, NOT_NEGATIVE] = field(
         default=None,
         metadata={
             "help": "sigma: noise std divided by max_grad_norm. Give this or target_epsilon. 0 "
             "trains without noise and without any guarantee, and the ledger says so."
         },
     )
-    accountant: str = field(
+    accountant: Annotated[str, one_of([LEAST, *ACCOUNTANTS])] = field(
         default=LEAST,
         metadata={"help": "prv, pld or rdp, each an upper bound, or the least of those installed."},
     )
 
     # ---- The mechanism ----
-    max_grad_norm: float = field(
+    max_grad_norm: Annotated[float, Valid("greater than 0", lambda v: v > 0)] = field(
         default=1.0,
         metadata={
             "help": "C: the L2 norm that each sample's gradient is clipped to, over all trainable "
             "parameters jointly. inf is allowed only with noise_multiplier=0."
         },
     )
-    clipping: str = field(
+    clipping: Annotated[str, one_of(Clipping)] = field(
         default=Clipping.FLAT.value,
         metadata={
             "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
@@ -105,7 +140,7 @@ class DPGrapeArguments(MethodArguments):
             "long on a CPU. In one process only."
         },
     )
-    expected_batch_size: int | None = field(
+    expected_batch_size: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
             "help": "The mean size of the logical batch, q N, and the constant that gradients are "
@@ -113,28 +148,28 @@ class DPGrapeArguments(MethodArguments):
             "number of processes. per_device_train_batch_size itself bounds memory only."
         },
     )
-    sampling: str = field(
+    sampling: Annotated[str, one_of(Sampling)] = field(
         default=Sampling.POISSON.value,
         metadata={
             "help": "How logical batches are drawn: poisson, or truncated_poisson, which keeps at "
             "most max_batch_size of those drawn, so that no step takes much longer than others."
         },
     )
-    max_batch_size: int | None = field(
+    max_batch_size: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
             "help": "The most examples a logical batch of truncated_poisson keeps. Default: the "
             "smallest number that costs no noise; a smaller one is accounted for."
         },
     )
-    num_samples: int | None = field(
+    num_samples: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
             "help": "The declared dataset size N, from which q = expected_batch_size / N follows. "
             "Default: the length of the training dataset, which treats that length as public."
         },
     )
-    earlier_data: str | None = field(
+    earlier_data: Annotated[str | None, one_of(EarlierData)] = field(
         default=None,
         metadata={
             "help": "Whether this run trains on examples that were used by the run that the model "
@@ -159,12 +194,12 @@ class DPGrapeArguments(MethodArguments):
             "by must come from public data. See dp-grape calibrate --draw_num_trials."
         },
     )
-    trials_distribution: str = field(
+    trials_distribution: Annotated[str, one_of(TrialsDistribution)] = field(
         default=TrialsDistribution.GEOMETRIC.value,
         metadata={"help": f"How that number was drawn: {', '.join(TrialsDistribution)}."},
     )
 
-    adjacency: str = field(
+    adjacency: Annotated[str, one_of(Adjacency)] = field(
         default=Adjacency.ADD_OR_REMOVE_ONE.value,
         metadata={
             "help": f"Which data sets are neighbours: {', '.join(Adjacency)}. Replacing one "
@@ -179,7 +214,7 @@ class DPGrapeArguments(MethodArguments):
             "num_samples and expected_batch_size count these units. Default: each example is one."
         },
     )
-    max_examples_per_unit: int | None = field(
+    max_examples_per_unit: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
             "help": "The most examples of a unit that one step uses, a random choice of them. "
@@ -187,15 +222,142 @@ class DPGrapeArguments(MethodArguments):
         },
     )
 
+    # ---- The method ----
+    method: Annotated[str, one_of(sorted(METHODS))] = field(
+        default="dp_grape",
+        metadata={
+            "help": f"Which method trains: {', '.join(METHODS)}. Of these "
+            f"{', '.join(name for name, row in METHODS.items() if not row.private)} are not "
+            "private: they are for comparison, on data that may be seen."
+        },
+    )
+    update_rule: Annotated[str | None, one_of(sorted(UPDATE_RULES))] = field(
+        default=None,
+        metadata={"help": "How private gradients move weights. Default: that of the method."},
+    )
+    learning_rate_factors: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the learning rate is multiplied by for some parameters: a mapping of "
+            "name patterns to factors (as JSON on the command line), such as "
+            '{"classifier": 20} for a head that is new.'
+        },
+    )
+    perturbation: Annotated[float, POSITIVE] = field(
+        default=1e-3,
+        metadata={
+            "help": "mu: how far from the weights the losses of a zeroth-order method are taken."
+        },
+    )
+    n_directions: Annotated[int, AT_LEAST_1] = field(
+        default=1,
+        metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
+    )
+    direction_distribution: Annotated[str, one_of(DirectionDistribution)] = field(
+        default=DirectionDistribution.GAUSSIAN.value,
+        metadata={
+            "help": "Of the directions of a zeroth-order method: "
+            f"{', '.join(DirectionDistribution)}."
+        },
+    )
+    norm_directions: Annotated[int | None, AT_LEAST_1] = field(
+        default=None,
+        metadata={
+            "help": "Of dp_jl: from how many random directions the norm of a sample's gradient is "
+            f"estimated. Fewer take more noise. Default: {NORM_DIRECTIONS}."
+        },
+    )
+    moments_at_redraw: Annotated[str, one_of(AtRedraw)] = field(
+        default=AtRedraw.KEEP.value,
+        metadata={
+            "help": "What becomes of the optimizer's moments when the projection is redrawn: "
+            "keep, reset, or reproject (carried into the new subspace)."
+        },
+    )
+    noise_correction: bool = field(
+        default=False,
+        metadata={
+            "help": "Subtract the known variance of the noise from Adam's second moment, as "
+            "DP-AdamBC does (Tang et al. 2024). Costs no privacy."
+        },
+    )
+    released_iterate: Annotated[str, one_of(sorted(ITERATES))] = field(
+        default="last",
+        metadata={
+            "help": f"Which weights training ends with: {', '.join(sorted(ITERATES))}. An average "
+            "takes noise out of them; all of them cost the same privacy."
+        },
+    )
+    average_decay: Annotated[float, Valid("from 0 to 1", lambda v: 0 <= v <= 1)] = field(
+        default=0.99,
+        metadata={
+            "help": "Of the exponential moving average; 1 averages all steps alike. Used with "
+            "released_iterate=average."
+        },
+    )
+
+    # ---- The projection ----
+    projection: str | None = field(
+        default=None,
+        metadata={
+            "help": f"The family of projections: {', '.join(sorted(PROJECTIONS))}. Default: that "
+            "of the method."
+        },
+    )
+    projection_rank: Annotated[int, AT_LEAST_1] = field(
+        default=16,
+        metadata={
+            "help": "r: the rank of the projected gradients. A layer whose projected dimension is "
+            "not above r is not projected.",
+            **short_name("r"),
+        },
+    )
+    projection_ranks: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks by layer: a mapping of name patterns to r (as JSON on the command "
+            "line), in front of projection_rank."
+        },
+    )
+    projection_side: Annotated[str, one_of(ProjectionSide)] = field(
+        default=ProjectionSide.SMALLER.value,
+        metadata={
+            "help": "Which dimension of a weight is projected: "
+            f"{', '.join(ProjectionSide)} (of the layer)."
+        },
+    )
+    projection_update_steps: Annotated[int, AT_LEAST_1] = field(
+        default=100,
+        metadata={"help": "F: resample the projection every this many steps.", **short_name("F")},
+    )
+    projection_seed: Annotated[int, Valid("0 or greater", lambda v: v >= 0)] = field(
+        default=0,
+        metadata={"help": "The public seed of the projections; it stands in the ledger."},
+    )
+    project_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Project embeddings and vocabulary heads as well. That takes less memory where "
+            "the vocabulary is large; the paper leaves them unprojected."
+        },
+    )
+    float32_updates: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the updates of bfloat16 weights in float32 beside them, in coordinates, "
+            "until the projection is redrawn, so that small ones are not lost to rounding."
+        },
+    )
+
     # ---- The computation ----
-    grad_sample_mode: str = field(
+    grad_sample_mode: Annotated[str, one_of(GradSampleMode)] = field(
         default=GradSampleMode.AUTO.value,
         metadata={
             "help": f"How clipping sees per-sample gradients: {', '.join(GradSampleMode)}. All "
             "make the same release. auto: for each layer the form that takes least."
         },
     )
-    engine: str = field(
+    engine: Annotated[str, one_of(sorted(ENGINES))] = field(
         default="layerwise",
         metadata={
             "help": "How per-sample gradients are computed: layerwise (fast) or functorch (any "
@@ -230,28 +392,12 @@ class DPGrapeArguments(MethodArguments):
     def __post_init__(self) -> None:
         """Fills in defaults and refuses what would void the guarantee."""
         self._read_numbers()
-        self._resolve_method()
         self._refuse_values()
-        refuse_host_options(
-            self,
-            log_unnoised_statistics=self.log_unnoised_statistics,
-            eval_data_is_public=self.eval_data_is_public,
-        )
+        self._fill_in()
+        refuse_contradictions(self)
+        refuse_host_options(self)
         super().__post_init__()
-        refuse_uploading_trackers(self.report_to)
-        if self.mixed_precision == "fp16":
-            raise PrivacyError(
-                "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "
-                "steps on Inf, which depends on the data. Use --mixed_precision bf16."
-            )
-        row = METHODS[self.method]
-        if row.zeroth_order and row.private and self.mixed_precision != "no":
-            raise PrivacyError(
-                f"mixed_precision={self.mixed_precision!r} with method={self.method!r} is refused: "
-                "a finite difference magnifies the rounding of a loss, which depends on "
-                "batch-mates, beyond what clipping bounds. Leave bf16 out."
-            )
-        self._refuse_secure_noise()
+        refuse_machine(self)
         if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
         if self.expected_batch_size is None:
@@ -286,19 +432,6 @@ class DPGrapeArguments(MethodArguments):
         """Whether noise is asked for."""
         return self.noise_multiplier != 0
 
-    def _refuse_secure_noise(self) -> None:
-        if self.secure_noise and not self.private:
-            raise PrivacyError(
-                f"secure_noise={self.secure_noise!r} contradicts "
-                f"noise_multiplier={self.noise_multiplier!r}: there is no noise. Leave it out."
-            )
-        if self.secure_noise and self.world_size > 1:
-            raise PrivacyError(
-                f"secure_noise={self.secure_noise!r} with {self.world_size} processes is refused: "
-                "what the others add to the noised sum would show its low bits. Train in one "
-                "process, or leave it out."
-            )
-
     def _set_checkpointing_kwargs(self) -> None:
         kwargs: dict[str, Any] = dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
         if kwargs.setdefault("use_reentrant", False):
@@ -329,50 +462,79 @@ class DPGrapeArguments(MethodArguments):
             setattr(self, name, int(value) if whole else number)
 
     def _refuse_values(self) -> None:
-        if self.max_grad_norm is None:
-            raise PrivacyError("max_grad_norm=None: give C, the norm each sample is clipped to.")
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise PrivacyError(
-                f"target_epsilon={self.target_epsilon!r} and "
-                f"noise_multiplier={self.noise_multiplier!r}: give exactly one of them. "
-                "target_epsilon=8.0 asks for a budget; noise_multiplier=0 for no privacy at all."
-            )
-        if self.private and self.target_delta is None:
-            raise PrivacyError(
-                "target_delta=None: an epsilon means nothing without its delta. Choose one well "
-                "below 1/N, for example target_delta=1e-5."
-            )
-        refuse_values(
-            self,
-            ("target_epsilon", "greater than 0", lambda v: 0 < v < math.inf),
-            ("target_delta", "strictly between 0 and 1", lambda v: 0 < v < 1),
-            ("noise_multiplier", "0 or greater, and finite", lambda v: 0 <= v < math.inf),
-            ("max_grad_norm", "greater than 0", lambda v: v > 0),
-            ("expected_batch_size", "at least 1", lambda v: v >= 1),
-            ("num_samples", "at least 1", lambda v: v >= 1),
-            one_of("sampling", Sampling),
-            ("max_batch_size", "at least 1", lambda v: v >= 1),
-            ("projection_rank", "at least 1", lambda v: v >= 1),
-            ("projection_update_steps", "at least 1", lambda v: v >= 1),
-            ("projection_seed", "0 or greater", lambda v: v >= 0),
-            one_of("engine", ENGINES),
-            one_of("clipping", Clipping),
-            one_of("adjacency", Adjacency),
-            ("max_examples_per_unit", "at least 1", lambda v: v >= 1),
-            one_of("grad_sample_mode", GradSampleMode),
-            one_of("accountant", [LEAST, *ACCOUNTANTS]),
-            one_of("trials_distribution", TrialsDistribution),
-            one_of("earlier_data", EarlierData),
-            optional=True,
+        """Refuses the first argument that is out of the range that stands beside it."""
+        for name, kind in get_type_hints(DPGrapeArguments, include_extras=True).items():
+            value = getattr(self, name, None)
+            for needed, holds in getattr(kind, "__metadata__", ()):
+                if value is not None and not holds(value):
+                    raise PrivacyError(f"{name}={value!r} must be {needed}.")
+
+    def _fill_in(self) -> None:
+        """Fills in what the method implies."""
+        row = METHODS[self.method]
+        if self.projection is None:
+            self.projection = row.projection
+        if self.update_rule is None:
+            self.update_rule = row.update_rule
+        if row.norm_estimates and self.norm_directions is None:
+            self.norm_directions = NORM_DIRECTIONS
+        self._read_ranks()
+        self._read_factors()
+        if not row.private:
+            self._set_not_private()
+
+    def _read_ranks(self) -> None:
+        """Reads what the command line gives as text."""
+        asked: Any = self.projection_ranks
+        if asked is None:
+            return
+        wrong = PrivacyError(
+            f"projection_ranks={asked!r} must map name patterns to ranks of at least 1, like "
+            '{"query": 8}.'
         )
-        if self.num_trials is not None:
-            Trials(self.num_trials, self.trials_distribution)  # refuses what is none
-            if not self.private:
+        self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
+
+    def _read_factors(self) -> None:
+        asked: Any = self.learning_rate_factors
+        if asked is None:
+            return
+        wrong = PrivacyError(
+            f"learning_rate_factors={asked!r} must map name patterns to factors that are "
+            'positive and finite, like {"classifier": 20}.'
+        )
+        self.learning_rate_factors = _mapping(
+            asked, wrong, lambda v: type(v) in (int, float) and 0 < v < math.inf
+        )
+
+    def _set_not_private(self) -> None:
+        """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
+        options = {
+            "target_epsilon": (None,),
+            "noise_multiplier": (None, 0),
+            "max_grad_norm": (1.0, math.inf),  # the first is the default
+        }
+        for name, allowed in options.items():
+            value = getattr(self, name)
+            if value not in allowed:
                 raise PrivacyError(
-                    f"num_trials={self.num_trials!r} with noise_multiplier=0: without noise there "
-                    "is no epsilon that choosing could add to. Leave it out."
+                    f"{name}={value!r} contradicts method={self.method!r}, which neither clips nor "
+                    "adds noise and has no finite epsilon. Leave it out, or choose a private "
+                    f"method: {', '.join(name for name, row in METHODS.items() if row.private)}."
                 )
-        refuse_contradictions(self)
+        for name, value in (("noise_multiplier", 0.0), ("max_grad_norm", math.inf)):
+            setattr(self, name, value)
+
+
+def _mapping(asked: Any, wrong: Exception, good: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns a mapping, which the command line gives as JSON; raises ``wrong`` if it is not so."""
+    try:
+        found = json.loads(asked) if isinstance(asked, str) else dict(asked)
+        holds = bool(found) and all(good(value) for value in found.values())
+    except (ValueError, TypeError, AttributeError):
+        raise wrong from None
+    if not holds or not all(type(name) is str for name in found):
+        raise wrong
+    return found
 
 
 def accepts_short_names(cls: _Class) -> _Class:

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import ALIASES, DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.host_options import UPLOADING_TRACKERS
+from dp_grape_hf.refusals import UPLOADING_TRACKERS
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
 BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}

@@ -39,7 +39,7 @@ TIERS = (
     ("layerwise", "selfcheck"),
     ("engine", "batch_engine", "engines"),
     ("fakes",),
-    ("host_options", "model_card", "method_arguments", "contradictions"),
+    ("host_options", "model_card", "refusals"),
     ("arguments",),
     ("plan",),
     ("callbacks", "checkpoints"),
@@ -62,7 +62,7 @@ TIER_OF = {module: tier for tier, modules in enumerate(TIERS) for module in modu
 ONLY_IN = {
     "transformers": {
         *("layer_rules", "vectorise", "targets", "loading"),
-        *("host_options", "arguments", "method_arguments", "model_card", "plan"),
+        *("host_options", "refusals", "arguments", "model_card", "plan"),
         *("callbacks", "checkpoints", "disclosure", "drawing", "mixin", "trainer", "seq2seq"),
         "plan_command",
         "selfcheck",

@@ -1,0 +1,388 @@
+"""What is refused before a run begins: options that contradict each other, and the host's.
+
+Each option by itself is in range by then: `arguments` has the ranges, beside the options.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+
+from dp_grape_hf.engines import ENGINES
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism import EXAMPLE, Clipping, Sampling
+from dp_grape_hf.methods import METHODS, Method, Projected
+from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.projection import PROJECTIONS
+from dp_grape_hf.released_projection import SVD
+from dp_grape_hf.tuning import Trials
+
+LEAST_PERTURBATION = 1e-4
+
+
+# ---- Ours, among each other ----
+
+
+def _projects(row: Method) -> bool:
+    return row.projected is not None
+
+
+# Options that mean nothing in some methods: what they are about, and the methods that do that.
+_ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
+    "optim_target_modules": ("a projection", _projects),
+    "project_embeddings": ("a projection", _projects),
+    "projection_ranks": ("a projection", _projects),
+    "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
+    "perturbation": ("finite differences", lambda row: row.zeroth_order),
+    "n_directions": ("finite differences", lambda row: row.zeroth_order),
+    "direction_distribution": ("finite differences", lambda row: row.zeroth_order),
+    "norm_directions": ("estimates of norms", lambda row: row.norm_estimates),
+}
+
+
+def refuse_contradictions(args: Any) -> None:
+    """Refuses arguments of which each is valid, but not all together.
+
+    Args:
+        args: a ``DPGrapeArguments`` whose values are in range, and filled in.
+
+    Raises:
+        PrivacyError: naming the arguments, their values and what to do.
+    """
+    _refuse_promise(args)
+    _refuse_method(args)
+    _refuse_units(args)
+    _refuse_modes(args)
+    if args.log_unnoised_statistics and args.target_epsilon is not None:
+        raise PrivacyError(
+            "log_unnoised_statistics=True publishes un-noised functions of the training data, "
+            f"which no epsilon covers, so it contradicts "
+            f"target_epsilon={args.target_epsilon!r}. Debug with "
+            "noise_multiplier=..., on public data; the ledger then says not private."
+        )
+    if args.max_batch_size is not None and args.sampling != Sampling.TRUNCATED_POISSON:
+        raise PrivacyError(
+            f"max_batch_size={args.max_batch_size!r} needs sampling='truncated_poisson'; plain "
+            "Poisson draws have no largest size."
+        )
+    if args.clipping == Clipping.AUTOMATIC and math.isinf(args.max_grad_norm):
+        raise PrivacyError(
+            f"clipping={args.clipping!r} scales gradients to max_grad_norm="
+            f"{args.max_grad_norm!r}; give a finite C, or clipping='flat'."
+        )
+    if args.private and math.isinf(args.max_grad_norm):
+        raise PrivacyError(
+            f"max_grad_norm={args.max_grad_norm!r} leaves nothing to calibrate the noise to; "
+            "give a finite C, or noise_multiplier=0."
+        )
+
+
+def _refuse_promise(args: Any) -> None:
+    """Refuses a budget that says too little or too much."""
+    if (args.target_epsilon is None) == (args.noise_multiplier is None):
+        raise PrivacyError(
+            f"target_epsilon={args.target_epsilon!r} and "
+            f"noise_multiplier={args.noise_multiplier!r}: give exactly one of them. "
+            "target_epsilon=8.0 asks for a budget; noise_multiplier=0 for no privacy at all."
+        )
+    if args.private and args.target_delta is None:
+        raise PrivacyError(
+            "target_delta=None: an epsilon means nothing without its delta. Choose one well below "
+            "1/N, for example target_delta=1e-5."
+        )
+    if args.num_trials is not None:
+        Trials(args.num_trials, args.trials_distribution)  # refuses what is none
+        if not args.private:
+            raise PrivacyError(
+                f"num_trials={args.num_trials!r} with noise_multiplier=0: without noise there is "
+                "no epsilon that choosing could add to. Leave it out."
+            )
+    if args.secure_noise and not args.private:
+        raise PrivacyError(
+            f"secure_noise={args.secure_noise!r} contradicts "
+            f"noise_multiplier={args.noise_multiplier!r}: there is no noise. Leave it out."
+        )
+
+
+def _refuse_method(args: Any) -> None:
+    """Refuses what the method does not do, or does otherwise."""
+    row = METHODS[args.method]
+    families = sorted(_families_of(row))
+    if args.projection not in families:
+        raise PrivacyError(
+            f"projection={args.projection!r} must be one of {families} with "
+            f"method={args.method!r}. Leave it out, or choose another method."
+        )
+    defaults = {f.name: f.default for f in fields(args)}
+    for name, (what, makes) in _ONLY_FOR.items():
+        value = getattr(args, name)
+        if value and value != defaults[name] and not makes(row):
+            raise PrivacyError(
+                f"{name}={value!r} is about {what}, and method={args.method!r} makes none. "
+                "Leave it out."
+            )
+    if args.released_iterate != "last" and args.load_best_model_at_end:
+        raise PrivacyError(
+            f"released_iterate={args.released_iterate!r} and load_best_model_at_end=True both "
+            "say which weights training ends with. Choose one."
+        )
+    if args.released_iterate != "last" and args.float32_updates:
+        raise PrivacyError(
+            f"released_iterate={args.released_iterate!r} would round the updates that "
+            "float32_updates=True keeps apart at every step. Choose one."
+        )
+    if row.zeroth_order and row.private and args.perturbation < LEAST_PERTURBATION:
+        raise PrivacyError(
+            f"perturbation={args.perturbation!r} is below {LEAST_PERTURBATION:g}: the rounding "
+            "of a loss, which batch-mates have an influence on, is divided by it and would "
+            "count for more than the clip allows."
+        )
+    if row.zeroth_order and args.update_rule != row.update_rule:
+        raise PrivacyError(
+            f"update_rule={args.update_rule!r} needs gradients, which method={args.method!r} "
+            "has not. Leave it out."
+        )
+    if args.noise_correction and (args.update_rule != "adam" or not row.private):
+        raise PrivacyError(
+            f"noise_correction=True corrects Adam's second moment for noise; there is none in "
+            f"method={args.method!r} with update_rule={args.update_rule!r}. Leave it out."
+        )
+
+
+def _families_of(method: Method) -> set[str]:
+    """Returns the families of projections that a method may use."""
+    if method.projected is None:
+        return {"identity"}
+    if method.projected == Projected.AT_CAPTURE:
+        return set(PROJECTIONS)
+    return set(PROJECTIONS) - {"identity"} | {SVD}
+
+
+def _refuse_modes(args: Any) -> None:
+    """Refuses a form of per-sample gradients that nothing would come in."""
+    mode, row = args.grad_sample_mode, METHODS[args.method]
+    if mode == GradSampleMode.AUTO:
+        return
+    if row.zeroth_order or not row.private:
+        raise PrivacyError(
+            f"grad_sample_mode={mode!r} is about gradients of samples, which "
+            f"method={args.method!r} does not compute. Leave it out."
+        )
+    if mode not in ENGINES[args.engine].grad_sample_modes:
+        raise PrivacyError(
+            f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}; choose one "
+            f"of: {', '.join(ENGINES[args.engine].grad_sample_modes)}."
+        )
+    if mode == GradSampleMode.GHOST and args.clipping == Clipping.PER_LAYER:
+        raise PrivacyError(
+            f"grad_sample_mode={mode!r} takes a second backward pass to free gradients early, "
+            f"which clipping={args.clipping!r} does in one. Leave one of them out."
+        )
+
+
+def _refuse_units(args: Any) -> None:
+    """Refuses what contradicts a column of privacy units, or needs one."""
+    column = args.privacy_unit_column
+    if column is None:
+        if args.max_examples_per_unit is not None:
+            raise PrivacyError(
+                f"max_examples_per_unit={args.max_examples_per_unit!r} needs "
+                "privacy_unit_column: without it each example is a unit. Name the column, or "
+                "leave it out."
+            )
+        return
+    if column in ("", EXAMPLE):
+        raise PrivacyError(
+            f"privacy_unit_column={column!r}: give the name of a column other than "
+            f"{EXAMPLE!r}, which the ledger uses for single examples."
+        )
+    if not METHODS[args.method].private:
+        raise PrivacyError(
+            f"privacy_unit_column={column!r} with method={args.method!r}: that method protects "
+            "nobody, so it has no privacy units. Leave it out, or choose a private method."
+        )
+    if args.expected_batch_size is None:
+        raise PrivacyError(
+            f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
+            "and its default counts examples. Give the expected number of units of a step."
+        )
+    if args.train_sampling_strategy != "random":
+        raise PrivacyError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} with "
+            f"privacy_unit_column={column!r}: physical batches hold whole units, whatever their "
+            "lengths. Leave it at 'random'."
+        )
+    if args.log_unnoised_statistics:
+        raise PrivacyError(
+            f"log_unnoised_statistics=True with privacy_unit_column={column!r} logs numbers by "
+            "example, which say nothing of units. Leave one of them out."
+        )
+
+
+# ---- The host's ----
+
+_SHARDED = "sharded weights are not supported yet; use plain multi-process launch"
+_COMPILED = "it would not see the engine's per-layer forwards; leave it out"
+
+REFUSED_IF_SET = {
+    "auto_find_batch_size": "it restarts training after steps whose releases are spent; set "
+    "per_device_train_batch_size, which has no influence on privacy",
+    "deepspeed": "it owns gradients and optimizer steps; per-sample gradients need accelerate's "
+    "plain or multi-process launch",
+    "fsdp": _SHARDED,
+    "parallelism_config": _SHARDED,
+    "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
+    "torch_compile": _COMPILED,
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
+    "use_liger_kernel": "its fused losses reduce over the batch; leave it out",
+    "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates; leave it "
+    "out",
+    "debug": "it prints extreme activations of the training data; debug on public data with the "
+    "plain Trainer",
+    "optim_args": "the optimizer is Adam in projected coordinates; set learning_rate, adam_beta1, "
+    "adam_beta2, adam_epsilon and weight_decay",
+}
+"""Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
+
+_MLFLOW = ("HF_MLFLOW_LOG_ARTIFACTS", "false")
+UPLOADING_TRACKERS = {
+    "wandb": (("WANDB_LOG_MODEL", "false"),),
+    "mlflow": (_MLFLOW,),
+    "clearml": (("CLEARML_LOG_MODEL", "true"),),
+    "dagshub": (("HF_DAGSHUB_LOG_ARTIFACTS", "false"), _MLFLOW),
+    "dvclive": (("HF_DVCLIVE_LOG_MODEL", "false"),),
+    "swanlab": (("SWANLAB_LOG_MODEL", "false"),),
+    "comet_ml": (("COMET_LOG_ASSETS", "false"),),
+    "flyte": (("", "true"),),
+}
+"""Name in ``report_to`` -> the variables that make it upload whole checkpoints, and defaults."""
+
+
+def refuse_host_options(args: Any) -> None:
+    """Refuses options of the Hugging Face Trainer under which the guarantee would not hold.
+
+    Args:
+        args: a ``DPGrapeArguments`` before the host has seen it.
+
+    Raises:
+        PrivacyError: with the option, its value, the reason and what to do.
+    """
+    for name, reason in REFUSED_IF_SET.items():
+        if getattr(args, name):
+            raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
+    if not args.skip_memory_metrics:
+        raise PrivacyError(
+            "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws. Leave "
+            "it at True."
+        )
+    if not 0 <= args.label_smoothing_factor < 1:
+        raise PrivacyError(
+            f"label_smoothing_factor={args.label_smoothing_factor!r} must be at least 0 and less "
+            "than 1."
+        )
+    if args.train_sampling_strategy not in ("random", "group_by_length"):
+        raise PrivacyError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} is refused: batches are "
+            "Poisson draws, in which each example enters independently. Leave it at 'random', or "
+            "take 'group_by_length', which splits each draw by lengths."
+        )
+    optim = OptimizerNames(args.optim).value
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise PrivacyError(
+            f"{optim=} is refused: the optimizer is Adam in projected coordinates. Leave optim at "
+            "its default."
+        )
+    counts = args.include_num_input_tokens_seen
+    if counts not in ("no", False) and not args.log_unnoised_statistics:
+        raise PrivacyError(
+            f"include_num_input_tokens_seen={counts!r} is refused: token counts of drawn batches "
+            "are un-noised functions of private data. For debugging on public data, set "
+            "log_unnoised_statistics=True with an explicit noise_multiplier."
+        )
+    if not args.eval_data_is_public:
+        _refuse_following_evaluation(args)
+
+
+def refuse_machine(args: Any) -> None:
+    """Refuses what the launcher and the environment ask for.
+
+    Args:
+        args: a ``DPGrapeArguments`` that the host has completed.
+
+    Raises:
+        PrivacyError: with what was found and what to do.
+    """
+    _refuse_uploading_trackers(args.report_to)
+    if args.mixed_precision == "fp16":
+        raise PrivacyError(
+            "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "
+            "steps on Inf, which depends on the data. Use --mixed_precision bf16."
+        )
+    row = METHODS[args.method]
+    if row.zeroth_order and row.private and args.mixed_precision != "no":
+        raise PrivacyError(
+            f"mixed_precision={args.mixed_precision!r} with method={args.method!r} is refused: "
+            "a finite difference magnifies the rounding of a loss, which depends on "
+            "batch-mates, beyond what clipping bounds. Leave bf16 out."
+        )
+    if args.secure_noise and args.world_size > 1:
+        raise PrivacyError(
+            f"secure_noise={args.secure_noise!r} with {args.world_size} processes is refused: "
+            "what the others add to the noised sum would show its low bits. Train in one "
+            "process, or leave it out."
+        )
+
+
+def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
+    """Refuses trackers that would log gradients, or send checkpoints past the allow-list.
+
+    Raises:
+        PrivacyError: with the tracker, what makes it upload, and what to do.
+    """
+    trackers = [trackers] if isinstance(trackers, str) else trackers or []
+    watched = os.environ.get("WANDB_WATCH")
+    if "wandb" in trackers and watched in ("all", "gradients"):
+        raise PrivacyError(
+            f"report_to={trackers!r} with WANDB_WATCH={watched!r} is refused: wandb would log "
+            "gradients of batches, without noise. Unset WANDB_WATCH, or set it to 'parameters'."
+        )
+    pairs = [(name, *pair) for name in trackers for pair in UPLOADING_TRACKERS.get(name, ())]
+    for tracker, variable, default in pairs:
+        value = os.environ.get(variable, default)
+        if value.strip().lower() not in ("", "0", "false", "no", "off", "none"):
+            how = f"Set the environment variable {variable}=false" if variable else "Leave it out"
+            raise PrivacyError(
+                f"report_to={trackers!r} with {variable or 'its default'}={value!r} is refused: "
+                f"{tracker} would upload whole checkpoints, with optimizer state and everything "
+                f"else that stays on this machine. {how}; push_to_hub publishes the model."
+            )
+
+
+def _refuse_following_evaluation(args: TrainingArguments) -> None:
+    """Refuses to choose weights or learning rates by a metric of evaluation data."""
+    strategy, scheduler = SaveStrategy(args.save_strategy), SchedulerType(args.lr_scheduler_type)
+    chooses = args.load_best_model_at_end or strategy is SaveStrategy.BEST
+    if args.metric_for_best_model is not None and args.save_total_limit:
+        chooses = True  # the best checkpoint is the one that is not deleted
+    if scheduler.value in ("reduce_lr_on_plateau", "greedy"):
+        option = f"lr_scheduler_type={scheduler.value!r}"
+    elif chooses:
+        option = (
+            f"save_strategy={strategy.value!r} with "
+            f"load_best_model_at_end={args.load_best_model_at_end!r}"
+        )
+    else:
+        return
+    raise PrivacyError(
+        f"{option}: training would follow a metric of the evaluation data, which no epsilon "
+        "covers. Set eval_data_is_public=True if that data is public; else use the last checkpoint "
+        "and a fixed schedule."
+    )
