@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from dp_grape_hf.audit import AUDITED_METHODS, AuditResult, AuditSettings, audit
 from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.tables import table
 
 _DESCRIPTION = """\
 Attack one private training run on this machine, and compare with the epsilon that it claims.
@@ -119,6 +120,4 @@ def _as_text(result: AuditResult) -> str:
         if result.passed
         else "THE RUN IS NOT AS PRIVATE AS IT CLAIMS: the lower bound exceeds the claim."
     )
-    width = max(map(len, lines))
-    table = "".join(f"{name:<{width}}  {text}\n" for name, text in lines.items())
-    return f"{table}\n{verdict}\n"
+    return f"{table(lines.items())}\n{verdict}\n"

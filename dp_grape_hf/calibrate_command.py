@@ -18,6 +18,7 @@ from dp_grape_hf.accounting import (
     find_noise_multiplier,
 )
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.tables import table
 from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
@@ -237,7 +238,8 @@ def _calibrate(args: argparse.Namespace) -> str:
     chosen = "" if trials is None else f"\n{trials}"
     text = (
         f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, "
-        f"adjacency {args.adjacency}{estimated}{chosen}\n\n" + _table(columns)
+        f"adjacency {args.adjacency}{estimated}{chosen}\n\n"
+        + table(zip(*([title, *cells] for title, cells in columns.items()), strict=True), ">")
     )
     return text if drawn is None else f"{text}\nSecret number of runs to make: {drawn}\n"
 
@@ -284,11 +286,3 @@ def _plan(args: argparse.Namespace) -> tuple[float, float | None, int]:
         raise PrivacyError(f"{num_train_epochs=} must be positive and finite.")
     epoch = expected_steps_per_epoch(sample_rate)
     return sample_rate, batch_size, math.ceil(num_train_epochs * epoch)
-
-
-def _table(columns: dict[str, list[str]]) -> str:
-    padded = [
-        [cell.rjust(max(map(len, [title, *cells]))) for cell in [title, *cells]]
-        for title, cells in columns.items()
-    ]
-    return "".join("  ".join(line) + "\n" for line in zip(*padded, strict=True))

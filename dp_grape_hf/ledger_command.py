@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from glob import escape
@@ -29,7 +28,8 @@ from dp_grape_hf.entries import (
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
-from dp_grape_hf.verify import ABSENT, MISMATCH, Check, verify
+from dp_grape_hf.tables import table
+from dp_grape_hf.verify import ABSENT, MISMATCH, verify
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
@@ -67,7 +67,6 @@ _LEDGER_EXAMPLES = """\
   $ dp-grape ledger runs/digits --plot epsilon.png
 """
 
-_WIDTH = 100
 _POINTS = 40  # of the curve
 
 
@@ -115,7 +114,8 @@ def _verify(args: argparse.Namespace) -> tuple[str, int]:
     verdict = f"{wrong} {all_of_them} found a mismatch." if wrong else "Nothing disagrees."
     if absent:
         verdict += f" {absent} {all_of_them} had nothing to compare."
-    return f"{_as_table(checks)}\n{verdict}\n", int(wrong > 0)
+    rows = [("check", "", "stated", "found"), *checks]
+    return f"{table(rows, most=(34, 8, 30))}\n{verdict}\n", int(wrong > 0)
 
 
 def _downloaded(repo_id: str, revision: str | None) -> Path:
@@ -138,23 +138,6 @@ def _downloaded(repo_id: str, revision: str | None) -> Path:
     return Path(folder)
 
 
-def _as_table(checks: Sequence[Check]) -> str:
-    """Returns aligned rows; what does not fit goes on below its column."""
-    widths = [
-        max(len(cell) for cell in column) for column in zip(*(c[:3] for c in checks), strict=True)
-    ]
-    widths = [min(width, limit) for width, limit in zip(widths, (34, 8, 30), strict=True)]
-    widths.append(max(24, _WIDTH - sum(widths) - 6))
-    lines = []
-    for cells in (("check", "", "stated", "found"), *checks):
-        parts = [textwrap.wrap(t, w) or [""] for t, w in zip(cells, widths, strict=True)]
-        for n in range(max(map(len, parts))):
-            line = (part[n] if n < len(part) else "" for part in parts)
-            padded = (t.ljust(w) for t, w in zip(line, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
-    return "".join(f"{line}\n" for line in lines)
-
-
 # ---- ledger ----
 
 
@@ -167,10 +150,9 @@ def _ledger(args: argparse.Namespace) -> str:
             f"run {ledger.run_id}, started {ledger.started_at}",
             "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
             "",
-            *_mechanism(ledger.mechanism),
+            _mechanism(ledger.mechanism),
             "",
-            *_entries(ledger.links),
-            "",
+            _entries(ledger.links),
             *_spent(ledger, delta),
             "",
         ]
@@ -181,7 +163,7 @@ def _ledger(args: argparse.Namespace) -> str:
     return text
 
 
-def _mechanism(own: Mechanism) -> Iterator[str]:
+def _mechanism(own: Mechanism) -> str:
     cap, unit = own.max_batch_size, own.privacy_unit
     rows = {
         "method": own.method,
@@ -200,21 +182,16 @@ def _mechanism(own: Mechanism) -> Iterator[str]:
     }
     if own.trials is not None:
         rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
-    width = max(map(len, rows))
-    yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
+    return table(rows.items())
 
 
-def _entries(links: Sequence[Link]) -> Iterator[str]:
-    total, number = 0, len(str(len(links)))
-    yield f"{'#':>{number}}  {'entry':<11}  {'releases':>8}  {'digest':<12}  what it says"
+def _entries(links: Sequence[Link]) -> str:
+    rows, total = [("#", "entry", "releases", "digest", "what it says")], 0
     for n, (entry, digest) in enumerate(links, 1):
         total = 0 if isinstance(entry, Start) else total
         total += entry.count if isinstance(entry, Release) else 0
-        says = textwrap.wrap(_says(entry), _WIDTH - number - 41) or [""]
-        head = f"{n:>{number}}  {KIND_OF[type(entry)]:<11}  {total:>8}  {digest[:12]}  "
-        yield head + says[0]
-        yield from (" " * len(head) + line for line in says[1:])
-    yield f"head {links[-1].digest}"
+        rows.append((f"{n}", KIND_OF[type(entry)], f"{total}", digest[:12], _says(entry)))
+    return f"{table(rows, '><><')}head {links[-1].digest}\n"
 
 
 def _says(entry: Entry) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from dp_grape_hf.mechanism import Clipping
@@ -12,6 +11,7 @@ from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.methods import METHODS as ROWS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.plan_methods import FORMULAS, Compared, Sizes, choices
+from dp_grape_hf.tables import table
 from dp_grape_hf.timeline import KINDS, Peak
 
 
@@ -111,7 +111,7 @@ class Report:
             rows.append([kind, *(_gib(peak.kinds[kind]) for peak in self.peaks.values())])
         rows.append(["total", *(_gib(peak.total) for peak in self.peaks.values())])
         rows.append(["reached in", *(peak.phase for peak in self.peaks.values())])
-        return _aligned(rows)
+        return table(rows, "<>")
 
     def _card(self) -> str:
         if self.card is None:
@@ -122,7 +122,7 @@ class Report:
             fits = f"fits up to B={largest}" if largest else "does not fit, even B=1"
             rows.append([METHODS[method], fits + (" or more" if largest >= MOST_SAMPLES else "")])
         heading = f"On a {memory:g} GiB card, {reserve:g} GiB of it left to CUDA:\n"
-        return heading + _aligned(rows, left=2)
+        return heading + table(rows)
 
     def _knobs(self) -> str:
         if self.chosen is None:
@@ -136,8 +136,8 @@ class Report:
             [t.knob.name, _gib(t.peak.total), _gib(before - t.peak.total), _option(t), t.knob.cost]
             for t in self.turned
         ]
-        table = _aligned(rows, left=1, left_from=3)
-        return f"What saves memory for {name} at B={size}, each alone:\n{table}"
+        heading = f"What saves memory for {name} at B={size}, each alone:\n"
+        return heading + table(rows, "<>><")
 
     def _way(self) -> str:
         if self.fit is None or self.card is None or self.chosen is None:
@@ -197,18 +197,18 @@ class Comparison:
         }
 
     def _steps(self) -> str:
-        table = [["a step", "GFLOP", "peak, MiB", "reached in"]]
+        rows = [["a step", "GFLOP", "peak, MiB", "reached in"]]
         for row in self.rows:
             cells = [row.refused and "refused", "", ""]
             if (taken := row.footprint) is not None:
                 cells = [f"{taken.flops / 1e9:,.2f}", _mib(taken.peak.total), taken.peak.phase]
-            table.append([row.title, *cells])
+            rows.append([row.title, *cells])
         refused = [f"{row.title}: {row.refused}\n" for row in self.rows if row.refused]
-        return _aligned(table) + "".join(refused)
+        return table(rows, "<>") + "".join(refused)
 
     def _kinds(self) -> str:
         names = ("gradients", "optimizer", "projectors")
-        table = [["memory, MiB", *(title for name in names for title in (name, "formula"))]]
+        rows = [["memory, MiB", *(title for name in names for title in (name, "formula"))]]
         for row in self.rows:
             if row.footprint is None:
                 continue
@@ -216,15 +216,15 @@ class Comparison:
             cells = [row.title]
             for name in names:
                 cells += [_mib(getattr(row.footprint, name)), _mib(values[name]) if values else ""]
-            table.append(cells)
-        return _aligned(table)
+            rows.append(cells)
+        return table(rows, "<>")
 
     def _legend(self) -> str:
-        table = [["formula (4 bytes a number)", "gradients", "optimizer", "projectors"]]
+        rows = [["formula (4 bytes a number)", "gradients", "optimizer", "projectors"]]
         for method, formulas in FORMULAS.items():
-            table.append([ROWS[method].title, *(formula.text for formula in formulas)])
+            rows.append([ROWS[method].title, *(formula.text for formula in formulas)])
         return (
-            _aligned(table, left=4)
+            table(rows)
             + "Sums are over the weights m x n, of which m is projected; parameters that are not "
             "projected count\nas in DP-Adam. The formulas count gradients per sample (DP) or of "
             "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
@@ -253,17 +253,3 @@ def _option(turned: Turned) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
-
-
-def _aligned(rows: Iterable[Iterable[str]], left: int = 1, left_from: int | None = None) -> str:
-    """Returns lines with the first ``left`` columns, and those from ``left_from`` on, to the left.
-
-    >>> _aligned([["a", "1"], ["bcd", "10"]])
-    'a     1\\nbcd  10\\n'
-    """
-    columns = []
-    for index, cells in enumerate(zip(*rows, strict=True)):
-        to_left = index < left or (left_from is not None and index >= left_from)
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
-    return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))

@@ -13,6 +13,7 @@ from dp_grape_hf.accounting import Adjacency, compute_epsilon
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
 from dp_grape_hf.memory import METHODS
+from dp_grape_hf.tables import WIDTH, table
 from dp_grape_hf.timeline import KINDS
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
@@ -34,6 +35,20 @@ def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert out == ""
     assert "Traceback" not in err
     return err
+
+
+def test_a_table_has_aligned_columns_and_goes_on_below_what_does_not_fit() -> None:
+    words = "as many words as it takes to fill more than one line of the column"
+    lines = table(
+        [("", "b", "c"), ("one", "22", words), ("four", "3", "")], "<>", (2,)
+    ).splitlines()
+    assert lines == ["     b  c", "on  22  " + words, "e", "fo   3", "ur"]
+    lines = table([("a" * 60, words)]).splitlines()
+    first, second = (line[62:] for line in lines)
+    assert " ".join([first, second]) == words
+    assert lines[1] == " " * 62 + second
+    assert max(map(len, lines)) <= WIDTH
+    assert table([("a" * 99, words)]).splitlines()[0] == "a" * 99 + "  as many words as it"
 
 
 def test_every_example_in_the_help_prints_what_the_help_says(

@@ -17,7 +17,7 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A module imports only from the lines above its own.
 TIERS = (
-    ("errors", "forms", "noise"),
+    ("errors", "forms", "noise", "tables"),
     (
         *("randomness", "representations", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
