@@ -172,7 +172,7 @@ class _Row(NamedTuple):
 
 
 def _calibrate(args: argparse.Namespace) -> str:
-    sample_rate, batch_size, steps = _plan(args)
+    sample_rate, batch_size, steps = _rate_and_steps(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier
     plain: dict[str, Any] = {
@@ -255,7 +255,7 @@ def _trials(args: argparse.Namespace) -> Trials | None:
     return None
 
 
-def _plan(args: argparse.Namespace) -> tuple[float, float | None, int]:
+def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]:
     """Returns the sample rate, the expected batch size where it is known, and the steps."""
     num_samples: int | None = args.num_samples
     batch_size: float | None = args.expected_batch_size

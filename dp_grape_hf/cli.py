@@ -9,7 +9,10 @@ from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
     "calibrate": ("calibrate_command", "noise multiplier from a privacy budget, and back"),
-    "plan": ("plan_command", "memory of a training step, and the largest batch that fits a card"),
+    "memory": (
+        "memory_command",
+        "the memory of a training step, and which batch fits a card",
+    ),
     "card": ("card_command", "the model card of a saved model, from its ledger"),
     "audit": ("audit_command", "attack a training run, and compare with the epsilon it claims"),
     "verify": ("ledger_command", "check a saved or published model against its privacy ledger"),

@@ -122,8 +122,8 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     yield ""
     yield from bullets(spec["notes"])
     yield (
-        "* What it takes of another model, `dp-grape plan --all_methods` shows, simulated, beside "
-        "these formulas."
+        "* What it takes of another model, `dp-grape memory --all_methods` shows, simulated, "
+        "beside these formulas."
     )
 
 

@@ -40,7 +40,7 @@ def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_table_has_aligned_columns_and_goes_on_below_what_does_not_fit() -> None:
     words = "as many words as it takes to fill more than one line of the column"
     lines = table(
-        [("", "b", "c"), ("one", "22", words), ("four", "3", "")], "<>", (2,)
+        [("", "b", "c"), ("one", "22", words), ("four", "3", "")], "<><", (2,)
     ).splitlines()
     assert lines == ["     b  c", "on  22  " + words, "e", "fo   3", "ur"]
     lines = table([("a" * 60, words)]).splitlines()
@@ -197,7 +197,7 @@ def test_a_contradictory_or_incomplete_request_is_a_usage_error(
     assert "usage: dp-grape" in refusal(command, capsys)
 
 
-# ---- plan ----
+# ---- memory ----
 
 TINY = {
     **{"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -213,10 +213,10 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_plan_shows_every_method_side_by_side_in_aligned_columns(
+def test_memory_shows_every_method_side_by_side_in_aligned_columns(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = run(f"plan --model_name_or_path {config} --batch_size 4 --seq_len 32", capsys)
+    text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32", capsys)
     heading, batch, blank, titles, *rows = text.splitlines()
     assert heading.startswith("RobertaForSequenceClassification, ")
     assert batch == "batch 4, 32 tokens, float32 weights, rank 16"
@@ -229,36 +229,36 @@ def test_plan_shows_every_method_side_by_side_in_aligned_columns(
         assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows)
 
 
-def planned(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json.loads(run(f"plan --batch_size 8 --seq_len 8 --json {command}", capsys))
+def found(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(run(f"memory --batch_size 8 --seq_len 8 --json {command}", capsys))
 
 
-def test_plan_in_json_adds_up_and_names_what_fits(
+def test_memory_in_json_adds_up_and_names_what_fits(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = f"--model_name_or_path {config}"
-    peak = planned(f"{model} --methods dp_grape", capsys)["methods"]["dp_grape"]["peak"]
+    peak = found(f"{model} --methods dp_grape", capsys)["methods"]["dp_grape"]["peak"]
     card = f"--gpu_memory {0.98 * peak / 2**30 + 1} --reserve 1"
-    plan = planned(f"{model} {card} --methods adamw dp_grape", capsys)
-    assert set(plan["methods"]) == {"adamw", "dp_grape"}
-    for method in plan["methods"].values():
+    result = found(f"{model} {card} --methods adamw dp_grape", capsys)
+    assert set(result["methods"]) == {"adamw", "dp_grape"}
+    for method in result["methods"].values():
         assert sum(method["kinds"].values()) == method["peak"]
         assert method["largest_batch"] > 0
-    assert plan["methods"]["dp_grape"]["largest_batch"] < 8
-    assert plan["knobs_for"] == "dp_grape"
-    assert "--gradient_checkpointing" in [knob["option"] for knob in plan["knobs"]]
-    assert plan["fit"]["fits"]
-    assert plan["fit"]["peak"] <= 0.98 * peak
-    again = planned(f"{model} {card} {' '.join(plan['fit']['options'])}", capsys)
-    assert again["methods"]["dp_grape"]["peak"] == plan["fit"]["peak"]
+    assert result["methods"]["dp_grape"]["largest_batch"] < 8
+    assert result["knobs_for"] == "dp_grape"
+    assert "--gradient_checkpointing" in [knob["option"] for knob in result["knobs"]]
+    assert result["fit"]["fits"]
+    assert result["fit"]["peak"] <= 0.98 * peak
+    again = found(f"{model} {card} {' '.join(result['fit']['options'])}", capsys)
+    assert again["methods"]["dp_grape"]["peak"] == result["fit"]["peak"]
     assert again["methods"]["dp_grape"]["largest_batch"] >= 8
     assert again["fit"] is None
 
 
-def test_plan_says_which_batch_fits_and_what_to_turn(
+def test_memory_says_which_batch_fits_and_what_to_turn(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = f"plan --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
+    command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
     text = run(f"{command} --seq_len 32 --gpu_memory 1.002 --reserve 1", capsys)
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
@@ -273,23 +273,23 @@ def test_plan_says_which_batch_fits_and_what_to_turn(
 @pytest.mark.parametrize(
     ("head", "labels"), [("token-classification", "32"), ("masked-lm", ""), ("multiple-choice", "")]
 )
-def test_plan_takes_another_head(
+def test_memory_takes_another_head(
     head: str, labels: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = f" --num_labels {labels}" if labels else ""
-    command = f"plan --model_name_or_path {config} --batch_size 2 --seq_len 8 --head {head}{more}"
+    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 --head {head}{more}"
     text = run(f"{command} --methods dp_grape --dtype bfloat16", capsys)
     assert head.replace("-", "").replace("lm", "LM").lower() in text.splitlines()[0].lower()
     assert "bfloat16 weights" in text.splitlines()[1]
 
 
-def test_plan_simulates_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_simulates_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ViTConfig(
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "image_size": 32, "patch_size": 8},
         architectures=["ViTForImageClassification"],
     ).save_pretrained(tmp_path)
-    text = run(f"plan --model_name_or_path {tmp_path} --batch_size 2", capsys)
+    text = run(f"memory --model_name_or_path {tmp_path} --batch_size 2", capsys)
     assert "32x32 pixels" in text
 
 
@@ -303,16 +303,18 @@ def test_plan_simulates_images(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--methods sgd", "invalid choice"),
     ],
 )
-def test_plan_refuses_what_it_cannot_simulate(
+def test_memory_refuses_what_it_cannot_simulate(
     more: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(
-        f"plan --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}", capsys
+        f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}", capsys
     )
 
 
-def test_plan_needs_a_config_and_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"plan --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
+def test_memory_needs_a_config_and_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"memory --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
     assert "has no config" in refusal(command, capsys)
     RobertaConfig(**TINY).save_pretrained(tmp_path)
     assert "--head, one of: sequence-classification" in refusal(command, capsys)

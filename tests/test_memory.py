@@ -22,6 +22,7 @@ from transformers import (
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.fakes import fake_tensors
+from dp_grape_hf.fit import GIB, MOST_SAMPLES, largest_batch, turn_each, turn_until_it_fits
 from dp_grape_hf.memory import (
     ADAMW,
     DP_ADAM,
@@ -35,13 +36,6 @@ from dp_grape_hf.memory import (
     prepared,
 )
 from dp_grape_hf.memory import simulate as simulate_step
-from dp_grape_hf.memory_report import (
-    GIB,
-    MOST_SAMPLES,
-    largest_batch,
-    turn_each,
-    turn_until_it_fits,
-)
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.timeline import (
     ACTIVATIONS,

@@ -1,23 +1,23 @@
-"""How ``dp-grape plan`` shows what it found: aligned tables in GiB, or JSON in bytes."""
+"""How ``dp-grape memory`` shows what it found: aligned tables in GiB, or JSON in bytes."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 
+from dp_grape_hf.comparison import FORMULAS, Compared, Sizes, choices
+from dp_grape_hf.fit import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import METHODS, Setting
-from dp_grape_hf.memory_report import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.methods import METHODS as ROWS
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.plan_methods import FORMULAS, Compared, Sizes, choices
 from dp_grape_hf.tables import table
 from dp_grape_hf.timeline import KINDS, Peak
 
 
 @dataclass
 class Report:
-    """The figures of a plan, and how they are shown.
+    """What was found out about a step, and how they are shown.
 
     Args:
         model: the class of the model.

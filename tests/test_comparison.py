@@ -1,4 +1,4 @@
-"""``dp-grape plan --all_methods``: formulas by hand, and simulations held against real runs."""
+"""``dp-grape memory --all_methods``: formulas by hand, and simulations held against real runs."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from dp_grape_hf import plan_command
+from dp_grape_hf import memory_command
 from dp_grape_hf.cli import main
-from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
-from dp_grape_hf.methods import METHODS
-from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.placement import placements
-from dp_grape_hf.plan_methods import (
+from dp_grape_hf.comparison import (
     FORMULAS,
     Compared,
     choices,
@@ -24,7 +20,11 @@ from dp_grape_hf.plan_methods import (
     sizes_of,
     sizes_of_model,
 )
-from dp_grape_hf.plan_report import Comparison, Report
+from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
+from dp_grape_hf.methods import METHODS
+from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.placement import placements
+from dp_grape_hf.report import Comparison, Report
 from tests.models import only
 from tests.trainers import examples_of, make_trainer
 
@@ -246,8 +246,10 @@ def test_the_command_prints_json(
         found = every_method(setting)
         return [one(found, ADAMW), one(found, "dp_grape")]
 
-    monkeypatch.setattr(plan_command, "every_method", few)
-    command = f"plan --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
+    monkeypatch.setattr(memory_command, "every_method", few)
+    command = (
+        f"memory --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
+    )
     assert main(command.split()) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in result["rows"]] == [ADAMW, "dp_grape"]
@@ -269,6 +271,6 @@ def test_the_command_prints_json(
 def test_a_contradiction_is_refused(
     more: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = f"plan --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
+    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
     assert main(command.split()) == 2
     assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ class Knob:
     """A change of setting that takes less memory, and what it costs."""
 
     name: str
-    option: str  # of ``dp-grape plan``
+    option: str  # of ``dp-grape memory``
     cost: str
     turn: Callable[[Setting], Setting]
     private_only: bool = True

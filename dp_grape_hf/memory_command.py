@@ -1,4 +1,4 @@
-"""``dp-grape plan``: the memory of a training step, for a model of which there is only a config."""
+"""``dp-grape memory``: the memory of a step, for a model of which there is only a config."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from dp_grape_hf.comparison import every_method, simulate_all, sizes_of_model
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
+from dp_grape_hf.fit import GIB, Simulate, largest_batch, turn_each, turn_until_it_fits
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import DP_GRAPE, METHODS, Setting, compared, simulate
-from dp_grape_hf.memory_report import (
-    GIB,
-    Simulate,
-    largest_batch,
-    turn_each,
-    turn_until_it_fits,
-)
-from dp_grape_hf.plan_methods import every_method, simulate_all, sizes_of_model
-from dp_grape_hf.plan_report import Comparison, Report
+from dp_grape_hf.report import Comparison, Report
 from dp_grape_hf.timeline import Peak
 
 _DESCRIPTION = """\
@@ -49,12 +43,12 @@ and temporary memory inside kernels. --reserve leaves room for it.
 _EXAMPLES = """\
 What does RoBERTa-large take, what fits a card of 24 GiB, and what would make more fit?
 
-  $ dp-grape plan --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
+  $ dp-grape memory --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
       --gpu_memory 24 --knobs
 
 What do the methods take, beside the formulas of the paper?
 
-  $ dp-grape plan --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
+  $ dp-grape memory --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
 """
 
 _CHOICES = 4  # options of a multiple-choice question
@@ -113,10 +107,10 @@ _HEADS = {
 }
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape plan``: the memory of a step, before there is a GPU."""
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape memory``: the memory of a step, before there is a GPU."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_memory)
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")
     add("--head", choices=_HEADS, metavar="head", help=f"{', '.join(_HEADS)} (default: config's)")
@@ -149,7 +143,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _plan(args: argparse.Namespace) -> str:
+def _memory(args: argparse.Namespace) -> str:
     _refuse_combinations(args)
     request = _Request.of(args)
     if args.all_methods:
