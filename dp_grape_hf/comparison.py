@@ -14,15 +14,8 @@ from torch import nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.memory import (
-    ADAMW,
-    METHODS,
-    Footprint,
-    Setting,
-    footprint,
-)
-from dp_grape_hf.methods import METHODS as ROWS
-from dp_grape_hf.methods import Method
+from dp_grape_hf.memory import ADAMW, DP_ADAM, DP_ADAM_DENSE, Footprint, Setting, footprint
+from dp_grape_hf.methods import METHODS, Method
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.placement import Placement, placements
 from dp_grape_hf.targets import input_dimensions, projection_targets
@@ -129,6 +122,13 @@ def sizes_of_model(build: Build, setting: Setting) -> Sizes:
 
 # ---- Every method ----
 
+TITLES: Mapping[str, str] = {
+    **{name: row.title for name, row in METHODS.items()},
+    ADAMW: "AdamW",
+    DP_ADAM_DENSE: f"{METHODS[DP_ADAM].title} dense",
+}
+"""What people call each method that is compared."""
+
 
 @dataclass
 class Compared:
@@ -155,8 +155,8 @@ class Compared:
 
 def every_method(setting: Setting) -> list[Compared]:
     """Returns AdamW and all rows of the table of methods, some with each way to clip."""
-    found = [Compared(METHODS[ADAMW], replace(setting, method=ADAMW))]
-    for name, row in ROWS.items():
+    found = [Compared(TITLES[ADAMW], replace(setting, method=ADAMW))]
+    for name, row in METHODS.items():
         for mode in GradSampleMode if _has_modes(row) else (setting.grad_sample_mode,):
             title = f"{row.title} {mode}" if _has_modes(row) else row.title
             found.append(Compared(title, replace(setting, method=name, grad_sample_mode=mode)))

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dp_grape_hf.memory import DP_GRAPE, Setting
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.memory import Setting
+from dp_grape_hf.methods import METHODS
 from dp_grape_hf.timeline import Peak
 
 Simulate = Callable[[Setting], Peak]
@@ -86,11 +88,16 @@ class Fit:
 
 def turn_each(simulate: Simulate, setting: Setting) -> list[Turned]:
     """Returns what each applicable knob does alone, at the batch size of the setting."""
-    return [
-        Turned(knob, changed, simulate(changed))
-        for knob in KNOBS
-        if _applies(knob, setting) and (changed := knob.turn(setting)) != setting
-    ]
+    found = []
+    for knob in KNOBS:
+        changed = knob.turn(setting)
+        if changed == setting or not _applies(knob, setting):
+            continue
+        try:
+            found.append(Turned(knob, changed, simulate(changed)))
+        except PrivacyError:
+            continue  # a combination that no run can have
+    return found
 
 
 def turn_until_it_fits(
@@ -162,5 +169,7 @@ def _crossing(known: dict[int, int], limit: int, *ends: int) -> int:
 
 
 def _applies(knob: Knob, setting: Setting) -> bool:
-    private, projected = setting.method.startswith("dp_"), setting.method == DP_GRAPE
+    row = METHODS.get(setting.method)  # None for torch's own AdamW
+    private = row is not None and row.private
+    projected = row is not None and row.projection != "identity"
     return (private or not knob.private_only) and (projected or not knob.projected_only)

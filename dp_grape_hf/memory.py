@@ -53,14 +53,9 @@ from dp_grape_hf.timeline import (
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
-METHODS = {
-    ADAMW: "AdamW",
-    DP_GRAPE: "DP-GRAPE",
-    DP_ADAM: "DP-Adam",
-    DP_ADAM_DENSE: "DP-Adam dense",
-}
-"""What is compared unless more is asked for, and how it is called. ``dp_adam_dense`` is
-``dp_adam`` with the gradient of every weight formed for every sample, as by Opacus."""
+COMPARED = (ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE)
+"""What is compared unless something else is asked for. ``dp_adam_dense`` is ``dp_adam`` with the
+gradient of every weight formed for every sample, as by Opacus."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ class Setting:
 
 
 def compared(name: str, setting: Setting) -> Setting:
-    """Returns the setting with what one of ``METHODS`` is."""
+    """Returns the setting with what a name is: a method, ``adamw`` or ``dp_adam_dense``."""
     if name == DP_ADAM_DENSE:
         return replace(setting, method=DP_ADAM, grad_sample_mode=GradSampleMode.MATERIALISE)
     return replace(setting, method=name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from dp_grape_hf.comparison import FORMULAS, Compared, Sizes, choices
+from dp_grape_hf.comparison import FORMULAS, TITLES, Compared, Sizes, choices
 from dp_grape_hf.fit import GIB, MOST_SAMPLES, Fit, Turned
 from dp_grape_hf.mechanism import Clipping
-from dp_grape_hf.memory import METHODS, Setting
-from dp_grape_hf.methods import METHODS as ROWS
+from dp_grape_hf.memory import Setting
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.tables import table
 from dp_grape_hf.timeline import KINDS, Peak
@@ -106,7 +105,7 @@ class Report:
         )
 
     def _peaks(self) -> str:
-        rows = [["peak memory, GiB", *(METHODS[method] for method in self.peaks)]]
+        rows = [["peak memory, GiB", *(TITLES[method] for method in self.peaks)]]
         for kind in KINDS:
             rows.append([kind, *(_gib(peak.kinds[kind]) for peak in self.peaks.values())])
         rows.append(["total", *(_gib(peak.total) for peak in self.peaks.values())])
@@ -120,14 +119,14 @@ class Report:
         rows = []
         for method, largest in self.largest.items():
             fits = f"fits up to B={largest}" if largest else "does not fit, even B=1"
-            rows.append([METHODS[method], fits + (" or more" if largest >= MOST_SAMPLES else "")])
+            rows.append([TITLES[method], fits + (" or more" if largest >= MOST_SAMPLES else "")])
         heading = f"On a {memory:g} GiB card, {reserve:g} GiB of it left to CUDA:\n"
         return heading + table(rows)
 
     def _knobs(self) -> str:
         if self.chosen is None:
             return ""
-        name, size = METHODS[self.chosen], self.setting.batch_size
+        name, size = TITLES[self.chosen], self.setting.batch_size
         if not self.turned:
             return f"Nothing is left to turn for {name}.\n"
         before = self.peaks[self.chosen].total
@@ -143,7 +142,7 @@ class Report:
         if self.fit is None or self.card is None or self.chosen is None:
             return ""
         options = " ".join(_option(t) for t in self.turned if t.knob in self.fit.knobs)
-        what = f"{METHODS[self.chosen]} at B={self.setting.batch_size}"
+        what = f"{TITLES[self.chosen]} at B={self.setting.batch_size}"
         verb = "fits" if self.fit.fits else "still does not fit"
         return (
             f"{what} {verb} a {self.card[0]:g} GiB card with: {options or '(nothing helps)'}"
@@ -222,7 +221,7 @@ class Comparison:
     def _legend(self) -> str:
         rows = [["formula (4 bytes a number)", "gradients", "optimizer", "projectors"]]
         for method, formulas in FORMULAS.items():
-            rows.append([ROWS[method].title, *(formula.text for formula in formulas)])
+            rows.append([TITLES[method], *(formula.text for formula in formulas)])
         return (
             table(rows)
             + "Sums are over the weights m x n, of which m is projected; parameters that are not "
@@ -239,7 +238,7 @@ class Comparison:
             found = f"{choice.peak:.2f} x that of {choice.smallest}"
             if choice.smallest == GradSampleMode.AUTO:
                 found = "the smallest of the modes"
-            lines.append(f"{ROWS[choice.method].title} auto{same}: peak {found}.\n")
+            lines.append(f"{TITLES[choice.method]} auto{same}: peak {found}.\n")
         return lines
 
 

@@ -12,7 +12,8 @@ from transformers import RobertaConfig, ViTConfig
 from dp_grape_hf.accounting import Adjacency, compute_epsilon
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
-from dp_grape_hf.memory import METHODS
+from dp_grape_hf.comparison import TITLES
+from dp_grape_hf.memory import COMPARED
 from dp_grape_hf.tables import WIDTH, table
 from dp_grape_hf.timeline import KINDS
 
@@ -224,7 +225,7 @@ def test_memory_shows_every_method_side_by_side_in_aligned_columns(
     assert titles.startswith("peak memory, GiB  ")
     assert [row.split("  ")[0] for row in rows] == [*KINDS, "total", "reached in"]
     assert len({len(row) for row in [titles, *rows]}) == 1
-    for title in METHODS.values():
+    for title in (TITLES[name] for name in COMPARED):
         end = titles.index(title) + len(title)
         assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows)
 
@@ -300,7 +301,8 @@ def test_memory_simulates_images(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--gpu_memory 1", "gpu_memory=1 leaves no room"),
         ("--batch_size 0", "0 must be at least 1"),
         ("--head image-classification", "makes no AutoModelForImageClassification"),
-        ("--methods sgd", "invalid choice"),
+        ("--methods sgd", "method='sgd'"),
+        ("--head nothing", "head='nothing'"),
     ],
 )
 def test_memory_refuses_what_it_cannot_simulate(
@@ -317,4 +319,4 @@ def test_memory_needs_a_config_and_a_head(
     command = f"memory --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
     assert "has no config" in refusal(command, capsys)
     RobertaConfig(**TINY).save_pretrained(tmp_path)
-    assert "--head, one of: sequence-classification" in refusal(command, capsys)
+    assert "--head, for example sequence-classification" in refusal(command, capsys)

@@ -25,10 +25,10 @@ from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.fit import GIB, MOST_SAMPLES, largest_batch, turn_each, turn_until_it_fits
 from dp_grape_hf.memory import (
     ADAMW,
+    COMPARED,
     DP_ADAM,
     DP_ADAM_DENSE,
     DP_GRAPE,
-    METHODS,
     Setting,
     Step,
     cast,
@@ -127,7 +127,7 @@ def simulate(
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        *(("opt", compared(name, Setting(batch_size=8))) for name in METHODS),
+        *(("opt", compared(name, Setting(batch_size=8))) for name in COMPARED),
         ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
         ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
         ("opt", Setting(DP_GRAPE, 8, project_embeddings=True)),
@@ -247,7 +247,7 @@ def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
     setting = Setting(DP_GRAPE, 4, rank=8)
     cls, config = FAMILIES["opt"]
     numbers = sum(p.numel() for p in cls(config).parameters())
-    peaks = {m: simulate("opt", compared(m, setting), length=4) for m in METHODS}
+    peaks = {m: simulate("opt", compared(m, setting), length=4) for m in COMPARED}
     for method, peak in peaks.items():
         assert peak.kinds[WEIGHTS] == pytest.approx(4 * numbers, rel=0.03), method
         assert (peak.kinds[PROJECTIONS] > 0) == (method == DP_GRAPE)
@@ -432,6 +432,16 @@ def test_knobs_that_are_turned_or_do_not_apply_are_left_out() -> None:
     assert "projected embeddings" not in names(Setting(DP_ADAM))
     assert "a quarter of the rank" not in names(Setting(DP_GRAPE, rank=1))
     assert "clipping per layer" not in names(Setting(DP_GRAPE, clipping="per_layer"))
+    assert "clipping per layer" in names(Setting("d2p2"))  # private, whatever its name
+    assert "clipping per layer" not in names(Setting("galore"))
+    for method in ("d2p2", "galore"):
+        assert {"projected embeddings", "a quarter of the rank"} <= {*names(Setting(method))}
+
+
+def test_a_knob_that_no_run_of_the_method_can_have_is_left_out() -> None:
+    found = turn_each(lambda s: simulate("roberta", s), Setting("dpzero", 4))
+    assert "bfloat16 weights" not in [t.knob.name for t in found]  # refused by the method
+    assert found[0].knob.name == "gradient checkpointing"
 
 
 # ---- What the project promises ----

@@ -1,0 +1,136 @@
+"""A model of which there is only a configuration, and batches with the shapes of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.fakes import fake_tensors
+from dp_grape_hf.heads import choice, classification
+from dp_grape_hf.losses import loss_for
+
+_CHOICES = 4  # options of a multiple-choice question
+
+
+class ModelOfConfig:
+    """What a configuration describes: ``build`` makes the model, and ``batch`` its inputs.
+
+    Args:
+        config: of the model.
+        head: names a class ``AutoModelFor...``, as ``causal-lm``; None for the first architecture
+            of the config.
+        seq_len: T, of text.
+
+    Attributes:
+        name: of the model's class.
+        parameters: how many it has.
+        length: of a sample, in words.
+
+    Raises:
+        PrivacyError: no model with that head, no head, or a sample that is not known how to make.
+        UnsupportedModelError: if the head's loss is not known per sample.
+    """
+
+    def __init__(self, config: Any, head: str | None, seq_len: int) -> None:
+        self._config, self._seq_len = config, seq_len
+        most = getattr(config, "max_position_embeddings", None) or seq_len
+        if seq_len > most:
+            raise PrivacyError(f"{seq_len=} is more than the model's {most} positions.")
+        self._make = _from_architecture(config) if head is None else _from_head(config, head)
+        with fake_tensors():
+            model: Any = self.build(torch.float32)
+        self.name = type(model).__name__
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self._head = loss_for(model).head
+        if model.main_input_name not in _INPUTS:
+            raise PrivacyError(
+                f"{self.name} takes {model.main_input_name}, and it is known how to make "
+                f"{', '.join(_INPUTS)}."
+            )
+        self._inputs = _INPUTS[model.main_input_name]
+        self.length = f"{seq_len} tokens"
+        if model.main_input_name == "pixel_values":
+            self.length = "{}x{} pixels".format(*_sides(config))
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """Returns the model, with weights of that type."""
+        return self._make(dtype)
+
+    def batch(self, size: int) -> dict[str, Tensor]:
+        """Returns B = ``size`` samples, with labels as the head takes them."""
+        choices = (_CHOICES,) if self._head.loss is choice else ()
+        inputs = self._inputs(self._config, (size, *choices), self._seq_len)
+        return inputs | dict.fromkeys(self._head.labels, self._labels(size))
+
+    def _labels(self, size: int) -> Tensor:
+        if self._head.targets is not None:
+            return torch.zeros(size, self._seq_len, dtype=torch.long)
+        if self._head.loss is classification:
+            labels, problem = self._config.num_labels, self._config.problem_type
+            if problem == "multi_label_classification":
+                return torch.zeros(size, labels)
+            if labels == 1:
+                return torch.zeros(size)
+        return torch.zeros(size, dtype=torch.long)
+
+
+def _from_architecture(config: Any) -> Callable[[torch.dtype], nn.Module]:
+    name = (config.architectures or [""])[0]
+    cls = getattr(transformers, name, None) if name else None
+    if cls is None:
+        raise PrivacyError(
+            f"The config names the architecture {name!r}, from which no head follows. Give --head, "
+            "for example sequence-classification."
+        )
+    return lambda dtype: cls._from_config(config, dtype=dtype)
+
+
+def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
+    wanted = "automodelfor" + head.replace("-", "")
+    name = next((name for name in dir(transformers) if name.lower() == wanted), None)
+    if name is None:
+        raise PrivacyError(
+            f"{head=} is the end of no AutoModelFor... in Transformers; an example of one is "
+            "sequence-classification."
+        )
+    auto_class = getattr(transformers, name)
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        try:
+            model: nn.Module = auto_class.from_config(config, dtype=dtype)
+        except ValueError as error:
+            raise PrivacyError(f"{type(config).__name__} makes no {name}: {error}") from error
+        return model
+
+    return make
+
+
+# ---- What a model is given ----
+
+
+def _text(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
+    ids = torch.randint(getattr(config.get_text_config(), "vocab_size", 2), (*shape, seq_len))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _sides(config: Any) -> tuple[int, int]:
+    size = config.image_size
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _image(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.zeros(*shape, config.num_channels, *_sides(config))}
+
+
+def _speech(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
+    frames = 2 * config.max_source_positions
+    return {"input_features": torch.zeros(*shape, config.num_mel_bins, frames)}
+
+
+_INPUTS = {"input_ids": _text, "pixel_values": _image, "input_features": _speech}
+"""By the name of a model's main input."""
