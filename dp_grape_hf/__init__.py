@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from dp_grape_hf.methods import METHODS
     from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.plan import PrivacySpent
-    from dp_grape_hf.seq2seq import DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
+    from dp_grape_hf.seq2seq import (
+        DPGrapeSeq2SeqTrainer,
+        DPGrapeSeq2SeqTrainingArguments,
+    )
     from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
     from dp_grape_hf.trainer import DPGrapeTrainer
 

@@ -16,7 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from prv_accountant.composers import Heterogeneous
-from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
+from prv_accountant.discrete_privacy_random_variable import (
+    DiscretePrivacyRandomVariable,
+)
 from prv_accountant.domain import Domain
 from scipy.fft import next_fast_len
 from scipy.special import gammaln, logsumexp, ndtr

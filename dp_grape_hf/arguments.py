@@ -22,7 +22,11 @@ from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.placement import ProjectionSide
 from dp_grape_hf.projection import PROJECTIONS
-from dp_grape_hf.refusals import refuse_contradictions, refuse_host_options, refuse_machine
+from dp_grape_hf.refusals import (
+    refuse_contradictions,
+    refuse_host_options,
+    refuse_machine,
+)
 from dp_grape_hf.tuning import TrialsDistribution
 from dp_grape_hf.update_rules import UPDATE_RULES, AtRedraw
 

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.per_sample import GradSampleMode, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample import (
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+)
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 

@@ -9,9 +9,6 @@ from tqdm import tqdm
 
 from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import (
-    ACCOUNTANTS,
-    LEAST,
-    Adjacency,
     EpsilonCurve,
     Releases,
     expected_steps_per_epoch,
@@ -23,144 +20,6 @@ from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 
-_CALIBRATE = """\
-Turn a privacy budget into the noise that meets it, or noise into the budget it spends.
-
-  N      num_samples           examples in the training set
-  B      expected_batch_size   examples in a step, on average over steps
-  q      sample_rate = B / N   chance that a given example takes part in a given step
-  T      max_steps             noisy steps in all; an epoch is 1 / q of them, rounded up
-  delta  target_delta          how often the promise may fail; far below 1 / N
-  eps    target_epsilon        the promise: smaller is more private
-  C      max_grad_norm         bound on what one example adds to the sum of gradients
-  sigma  noise_multiplier      noise std on that sum is sigma * C, so sigma * C / B on the mean
-
-More noise, fewer steps or a smaller q make eps smaller. C has no effect on it.
-"""
-
-_EXAMPLES = """\
-What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --max_steps 1000 --delta 1e-5 --eps 2 6
-  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
-
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.0520            1.9994                0.06331         pld
-              6            1.6953            5.9985                0.02649         pld
-
-And if norms are estimated from 64 random directions, as dp_jl does?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --max_steps 1000 --delta 1e-5 --eps 2 6 --norm_directions 64
-  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one, norms from 64 directions
-
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.1239            1.9994                0.06444         pld
-              6            1.7315            5.9980                0.02705         pld
-
-What does a given noise spend, over 3 epochs of the same data?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --num_train_epochs 3 --delta 1e-5 --noise_multiplier 1
-  sample rate 0.0625, steps 48, delta 1e-05, adjacency add_or_remove_one
-
-  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-               1            3.2405                0.01562         pld
-
-And if the model published will be the best of several runs, 10 on average?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --max_steps 1000 --delta 1e-5 --eps 2 6 --num_trials 10
-  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
-  the best of a geometric number of trials, 10 on average
-
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  of one run
-              2            8.5849            1.9995                 0.1341         rdp      0.8550
-              6            2.9615            5.9984                0.04627         rdp      2.9016
-
-The guarantee covers everything computed from the noisy steps, however it is used, against someone
-who sees every step and knows every other example. Two datasets count as neighbours if one has one
-example more, or with --adjacency replace_one if one example of the one is another in the other; so
-it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
-only (each example drawn independently with probability q; batches vary in size), for noise nobody
-can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
-else learnt from it. With --num_trials it holds for the best of K runs with the same noise, q and T,
-where K is drawn once and kept secret (--draw_num_trials), the runs' other settings are drawn or
-fixed before, and the score that chooses is computed on public data. Every epsilon is an upper bound
-and every noise multiplier is rounded up.
-"""
-
-
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
-    parser.description, parser.epilog = _CALIBRATE, _EXAMPLES
-    parser.set_defaults(run=_calibrate)
-    parser.add_argument("--num_samples", type=int, metavar="N")
-    sampling = parser.add_mutually_exclusive_group(required=True)
-    sampling.add_argument("--expected_batch_size", type=float, metavar="B", help="with N: q = B/N")
-    sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--max_steps", type=int, metavar="T")
-    length.add_argument(
-        "--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up"
-    )
-    parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--target_epsilon",
-        "--eps",
-        type=float,
-        nargs="+",
-        metavar="eps",
-        help="budgets to find the noise for (default: a table from "
-        f"{DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})",
-    )
-    budget.add_argument(
-        "--noise_multiplier",
-        type=float,
-        nargs="+",
-        metavar="sigma",
-        help="noise to find the budget for",
-    )
-    parser.add_argument(
-        "--accountant",
-        default=LEAST,
-        metavar="name",
-        help=f"{', '.join(ACCOUNTANTS)} (default: of those installed, the one with the least eps)",
-    )
-    parser.add_argument(
-        "--adjacency",
-        default=Adjacency.ADD_OR_REMOVE_ONE.value,
-        metavar="name",
-        help=f"{' or '.join(Adjacency)}: which datasets are neighbours (default: the first)",
-    )
-    parser.add_argument(
-        "--norm_directions",
-        type=int,
-        metavar="k",
-        help="random directions that dp_jl estimates norms from (default: norms are exact)",
-    )
-    parser.add_argument(
-        "--num_trials",
-        type=float,
-        metavar="mean",
-        help="publish only the best of a random number of such runs, of this mean: eps is then "
-        "that of the best, found by rdp (Papernot and Steinke, 2022)",
-    )
-    parser.add_argument(
-        "--trials_distribution",
-        metavar="name",
-        help=f"{', '.join(TrialsDistribution)}: how that number is drawn (default: the first)",
-    )
-    parser.add_argument(
-        "--draw_num_trials",
-        action="store_true",
-        help="draw that number, once, and tell nobody: whoever draws again until it suits, or "
-        "makes another number of runs, has not the eps shown",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
 
 class _Row(NamedTuple):
     target_epsilon: float | None
@@ -171,7 +30,8 @@ class _Row(NamedTuple):
     epsilon_of_one_run: float | None
 
 
-def _calibrate(args: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> str:
+    """Returns the table, or JSON."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier

@@ -29,7 +29,14 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.forwards import Forward, LookUps, detached, first_tensor
 from dp_grape_hf.per_sample import Consume
 from dp_grape_hf.projection import Projector, Side
-from dp_grape_hf.representations import Dense, Factored, PerSampleGradient, Single, SparseRows, add
+from dp_grape_hf.representations import (
+    Dense,
+    Factored,
+    PerSampleGradient,
+    Single,
+    SparseRows,
+    add,
+)
 from dp_grape_hf.rows import Key, Shapes
 from dp_grape_hf.sites import Site, UnknownTensorError
 from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe

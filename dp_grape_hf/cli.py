@@ -5,22 +5,20 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
+from dp_grape_hf import options
 from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
-    "calibrate": ("calibrate_command", "noise multiplier from a privacy budget, and back"),
-    "memory": (
-        "memory_command",
-        "the memory of a training step, and which batch fits a card",
-    ),
-    "card": ("card_command", "the model card of a saved model, from its ledger"),
-    "audit": ("audit_command", "attack a training run, and compare with the epsilon it claims"),
-    "verify": ("ledger_command", "check a saved or published model against its privacy ledger"),
-    "ledger": ("ledger_command", "show what a run recorded, and the epsilon it spent"),
+    "calibrate": "noise multiplier from a privacy budget, and back",
+    "memory": "the memory of a training step, and which batch fits a card",
+    "card": "the model card of a saved model, from its ledger",
+    "audit": "attack a training run, and compare with the epsilon it claims",
+    "verify": "check a saved or published model against its privacy ledger",
+    "ledger": "show what a run recorded, and the epsilon it spent",
 }
-"""By name: the module whose ``add_NAME`` gives a parser its options, and the line of help.
+"""By name: a line of help. ``options.add_NAME`` has its options, ``NAME_command.run`` runs it.
 
-Only the command that was asked for is imported: some need torch, which takes seconds.
+Only the command that runs is imported: some need torch, which takes seconds.
 """
 
 
@@ -33,19 +31,17 @@ def main(argv: list[str] | None = None) -> int:
         prog="dp-grape", description="Private training with DP-GRAPE: the tools around it."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    words = sys.argv[1:] if argv is None else argv
-    asked = next((word for word in words if not word.startswith("-")), None)
-    for name, (module, text) in COMMANDS.items():
+    for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
             help=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name == asked:
-            getattr(import_module(f"dp_grape_hf.{module}"), f"add_{name}")(subparser)
-    args = parser.parse_args(words)
-    run: Callable[[argparse.Namespace], str | tuple[str, int]] = args.run
+        getattr(options, f"add_{name}")(subparser)
+    args = parser.parse_args(argv)
+    command = import_module(f"dp_grape_hf.{args.command}_command")
+    run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run
     try:
         result = run(args)
     except PrivacyError as error:

@@ -28,7 +28,13 @@ from dp_grape_hf.mechanism import (
     Clipping,
     refuse_estimates_by_layer,
 )
-from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
+from dp_grape_hf.norms import (
+    EstimatedNorms,
+    ExactNorms,
+    Gathered,
+    NormDirections,
+    Norms,
+)
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.processes import give_up, sum_over_processes_

@@ -1,16 +1,13 @@
-"""``dp-grape verify`` and ``dp-grape ledger``: a ledger compared with its model, and shown."""
+"""``dp-grape ledger``: what a run recorded, and the epsilon it spent."""
 
 from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from glob import escape
 from itertools import accumulate
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
 from dp_grape_hf.accountants import AccountantFailure, rounded_up
@@ -29,119 +26,12 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism, Release
 from dp_grape_hf.tables import table
-from dp_grape_hf.verify import ABSENT, MISMATCH, verify
-
-_VERIFY = """\
-Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
-statement of the model card (its claim and its table), the digests of all files of weights, and
-the tensors that transformers or PEFT load from them. No code of the model's own is run.
-
-  ok        both say the same
-  MISMATCH  they do not, and the exit code is 1
-  absent    there is nothing to compare, or a check does not apply, and why
-
-A part that was changed on its own is found: also weights beside those of the ledger, whatever
-their names, links, and entries of a config that name weights or code. On a card, what stands
-between the two marks below its title is compared byte for byte, and the tags must not claim more;
-all other words are its author's, are not read and may contradict it. So are the rest of the config
-and the tokenizer. Folders with a ledger of their own are verified by their paths. Whoever makes
-ledger, card and weights anew, digests included, has something that agrees with itself: only a
-digest noted before (--head, which dp-grape ledger shows) tells. Whether a run was made as it was
-recorded is its owner's word.
-"""
-
-_VERIFY_EXAMPLES = """\
-  $ dp-grape verify runs/digits
-  $ dp-grape verify runs/digits/checkpoint-100
-  $ dp-grape verify user/model --revision main
-"""
-
-_LEDGER = """\
-Show what a run recorded: its mechanism, its entries, and the epsilon spent by each accountant.
-
-Each entry's digest stands for all that comes before it. Note the last one where it is out of the
-reach of whoever keeps the ledger, and dp-grape verify --head tells later whether this was edited.
-"""
-
-_LEDGER_EXAMPLES = """\
-  $ dp-grape ledger runs/digits --plot epsilon.png
-"""
 
 _POINTS = 40  # of the curve
 
 
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape verify``: a model's ledger, card and weights compared."""
-    parser.description, parser.epilog = _VERIFY, _VERIFY_EXAMPLES
-    parser.set_defaults(run=_verify)
-    parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
-    parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
-    parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
-    _add_delta(parser)
-
-
-def add_ledger(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape ledger``: a ledger for people."""
-    parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
-    parser.set_defaults(run=_ledger)
-    parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw epsilon against the releases"
-    )
-    _add_delta(parser)
-
-
-def _add_delta(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target_delta", "--delta", type=float, metavar="delta", help="default: the ledger's"
-    )
-
-
-# ---- verify ----
-
-
-def _verify(args: argparse.Namespace) -> tuple[str, int]:
-    place = Path(args.place)
-    if not place.exists():
-        place = _downloaded(args.place, args.revision)
-    else:
-        require(args.revision is None, f"revision={args.revision!r} is for a repository on the Hub")
-    checks = verify(place, delta=args.target_delta, head=args.head)
-    wrong, absent = (
-        sum(check.status == status for check in checks) for status in (MISMATCH, ABSENT)
-    )
-    all_of_them = f"of {len(checks)} checks"
-    verdict = f"{wrong} {all_of_them} found a mismatch." if wrong else "Nothing disagrees."
-    if absent:
-        verdict += f" {absent} {all_of_them} had nothing to compare."
-    rows = [("check", "", "stated", "found"), *checks]
-    return f"{table(rows, most=(34, 8, 30))}\n{verdict}\n", int(wrong > 0)
-
-
-def _downloaded(repo_id: str, revision: str | None) -> Path:
-    """Returns a folder with what is to be verified of a repository on the Hub."""
-    try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[f"*/{LEDGER_NAME}"])
-        # Folders with a ledger of their own, such as copies of checkpoints, are verified by it.
-        others = [path.parent for path in Path(folder).rglob(f"*/{LEDGER_NAME}")]
-        folder = snapshot_download(
-            repo_id,
-            revision=Path(folder).name,  # the commit, should there be another by now
-            ignore_patterns=[
-                f"{escape(other.relative_to(folder).as_posix())}/*" for other in others
-            ],
-        )
-    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
-        raise PrivacyError(
-            f"{repo_id!r} is no path here, and as a repository it cannot be read: {error}"
-        ) from error
-    return Path(folder)
-
-
-# ---- ledger ----
-
-
-def _ledger(args: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> str:
+    """Returns the ledger in words, and draws the curve if that was asked for."""
     place: Path = args.place
     ledger = Ledger.load(place / LEDGER_NAME if place.is_dir() else place)
     delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta

@@ -15,80 +15,13 @@ from dp_grape_hf.comparison import every_method, simulate_all, sizes_of_model
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fit import GIB, Simulate, largest_batch, turn_each, turn_until_it_fits
 from dp_grape_hf.from_config import ModelOfConfig
-from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import COMPARED, DP_GRAPE, Setting, compared, simulate
 from dp_grape_hf.report import Comparison, Report
 from dp_grape_hf.timeline import Peak
 
-_DESCRIPTION = """\
-Simulate a training step and print its peak memory, by what the memory is for.
 
-The step is run, forward to update, by the code that trains, on tensors without contents: no GPU
-and no weights are needed, only the model's config.
-
-  AdamW           training without privacy, torch's fused kernel
-  DP-GRAPE        projected per-sample gradients
-  DP-Adam         unprojected, of each weight the form of its gradients that takes least
-  DP-Adam dense   unprojected, a gradient of every weight for every sample
-
---all_methods compares every method of the package instead, at one batch size.
-
-What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
-and temporary memory inside kernels. --reserve leaves room for it.
-"""
-
-_EXAMPLES = """\
-What does RoBERTa-large take, what fits a card of 24 GiB, and what would make more fit?
-
-  $ dp-grape memory --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
-      --gpu_memory 24 --knobs
-
-What do the methods take, beside the formulas of the paper?
-
-  $ dp-grape memory --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
-"""
-
-
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape memory``: the memory of a step, before there is a GPU."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    parser.set_defaults(run=_memory)
-    add = parser.add_argument
-    add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")
-    add(
-        "--head",
-        metavar="head",
-        help="an AutoModelFor... in small letters, as causal-lm (default: config's)",
-    )
-    add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
-    add("--batch_size", type=_positive, required=True, metavar="B", help="the physical batch")
-    add("--seq_len", type=_positive, default=128, metavar="T", help="tokens (default: 128)")
-    add(
-        "--methods",
-        nargs="+",
-        metavar="method",
-        help=f"of the package, or adamw, dp_adam_dense (default: {', '.join(COMPARED)})",
-    )
-    add("--all_methods", action="store_true", help="compare every method")
-    add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    add("--gradient_checkpointing", action="store_true", help="recompute activations")
-    add("--clipping", choices=Clipping, default=Clipping.FLAT, help="default: flat")
-    add("--project_embeddings", action="store_true", help="and vocabulary heads")
-    add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
-    add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
-    add("--knobs", action="store_true", help="show what saves memory also where the batch fits")
-    add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
-def _memory(args: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> str:
+    """Returns the tables, or JSON."""
     _refuse_combinations(args)
     model = _model(args)
     setting = Setting(

@@ -16,7 +16,15 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from dp_grape_hf.forms import Dense, Factored, PerSampleGradient, Single, SparseRows, bound, inner
+from dp_grape_hf.forms import (
+    Dense,
+    Factored,
+    PerSampleGradient,
+    Single,
+    SparseRows,
+    bound,
+    inner,
+)
 
 __all__ = [
     "Dense",

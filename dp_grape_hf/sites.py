@@ -21,7 +21,13 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.forwards import Forward, LookUps, detached, first_tensor, replaced_forwards
+from dp_grape_hf.forwards import (
+    Forward,
+    LookUps,
+    detached,
+    first_tensor,
+    replaced_forwards,
+)
 from dp_grape_hf.layer_rules import LayerRule, rule_for
 from dp_grape_hf.rows import Key, Rows, Shapes, has_rows, leading_sizes
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample import (
+    Consume,
+    Gradients,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+)
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import (
     Dense,

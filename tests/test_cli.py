@@ -1,21 +1,28 @@
 """The command line: what it prints is true, and what it refuses is explained in one line."""
 
+import argparse
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import RobertaConfig, ViTConfig
 
-from dp_grape_hf.accounting import Adjacency, compute_epsilon
+from dp_grape_hf import options
+from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, compute_epsilon
+from dp_grape_hf.audit import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
 from dp_grape_hf.comparison import TITLES
-from dp_grape_hf.memory import COMPARED
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
+from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.memory import COMPARED, Setting
 from dp_grape_hf.tables import WIDTH, table
 from dp_grape_hf.timeline import KINDS
+from dp_grape_hf.tuning import TrialsDistribution
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"
@@ -50,6 +57,35 @@ def test_a_table_has_aligned_columns_and_goes_on_below_what_does_not_fit() -> No
     assert lines[1] == " " * 62 + second
     assert max(map(len, lines)) <= WIDTH
     assert table([("a" * 99, words)]).splitlines()[0] == "a" * 99 + "  as many words as it"
+
+
+def options_of(command: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    getattr(options, f"add_{command}")(parser)
+    return {action.dest: action for action in parser._actions}
+
+
+def test_options_state_the_names_and_defaults_of_the_package() -> None:
+    calibrate, memory, card, audit = map(options_of, ("calibrate", "memory", "card", "audit"))
+    assert calibrate["accountant"].help.startswith(f"{', '.join(ACCOUNTANTS)} (")
+    assert calibrate["accountant"].default == LEAST
+    assert calibrate["adjacency"].help.startswith(f"{' or '.join(Adjacency)}: ")
+    assert calibrate["adjacency"].default == Adjacency.ADD_OR_REMOVE_ONE
+    assert calibrate["trials_distribution"].help.startswith(f"{', '.join(TrialsDistribution)}: ")
+    ends = f"from {DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})"
+    assert ends in calibrate["target_epsilon"].help
+    assert memory["clipping"].choices == audit["clipping"].choices == tuple(Clipping)
+    assert f"(default: {', '.join(COMPARED)})" in memory["methods"].help
+    for name in ("rank", "clipping"):
+        assert memory[name].default == getattr(Setting(), name)
+    assert audit["method"].choices == AUDITED_METHODS
+    settings = {field.name: field.default for field in fields(AuditSettings)}
+    assert settings.keys() - audit.keys() == {"tables"}
+    for name, value in settings.items():
+        if isinstance(value, float | int) and name in audit:
+            assert f"(default: {value:g})" in audit[name].help
+    assert LEDGER_NAME in card["folder"].help
+    assert CARD_NAME in card["write"].help
 
 
 def test_every_example_in_the_help_prints_what_the_help_says(

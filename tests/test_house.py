@@ -17,7 +17,7 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A module imports only from the lines above its own.
 TIERS = (
-    ("errors", "forms", "noise", "tables"),
+    ("errors", "forms", "noise", "tables", "options"),
     (
         *("randomness", "representations", "cross_entropy", "forwards", "timeline"),
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
@@ -52,7 +52,7 @@ TIERS = (
     ("comparison",),
     ("report",),
     ("memory_command", "card_command"),
-    ("audit_command", "ledger_command", "calibrate_command"),
+    ("audit_command", "ledger_command", "verify_command", "calibrate_command"),
     ("cli",),
     ("__init__",),
 )

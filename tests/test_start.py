@@ -44,9 +44,9 @@ def packages(modules: set[str]) -> set[str]:
         "import dp_grape_hf",
         "import dp_grape_hf; dir(dp_grape_hf); dp_grape_hf.__version__",
         "from dp_grape_hf import PrivacyError, UnsupportedModelError",
-        of_command("--help"),
+        *(of_command(f"{command} --help") for command in ("", *COMMANDS)),
     ],
-    ids=["import", "dir", "names", "help"],
+    ids=["import", "dir", "names", "help", *COMMANDS],
 )
 def test_nothing_heavy_is_imported_until_it_is_needed(code: str) -> None:
     loaded = packages(modules_after(code))
@@ -54,7 +54,7 @@ def test_nothing_heavy_is_imported_until_it_is_needed(code: str) -> None:
     assert not loaded & (HEAVY | {"numpy", "scipy", "prv_accountant", "dp_accounting"})
 
 
-@pytest.mark.parametrize("more", ["--help", "--eps 2", "--noise_multiplier 1 --num_trials 5"])
+@pytest.mark.parametrize("more", ["--eps 2", "--noise_multiplier 1 --num_trials 5"])
 def test_calibrate_needs_the_accountants_only(more: str) -> None:
     loaded = packages(modules_after(of_command(f"{CALIBRATE} {more}")))
     assert "scipy" in loaded

@@ -31,7 +31,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from dp_grape_hf import ledger_command
+from dp_grape_hf import ledger_command, verify_command
 from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
 from dp_grape_hf.accounting import Releases, compose_epsilon
 from dp_grape_hf.claims import BEGIN, END, TAG
@@ -928,7 +928,7 @@ def test_what_cannot_be_carried_out_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ledger_command, "snapshot_download", _offline)
+    monkeypatch.setattr(verify_command, "snapshot_download", _offline)
     assert main(["verify", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -948,7 +948,7 @@ def test_a_repository_is_downloaded_and_verified(
         asked.append((repo_id, options.pop("revision"), options))
         return str(trained)
 
-    monkeypatch.setattr(ledger_command, "snapshot_download", download)
+    monkeypatch.setattr(verify_command, "snapshot_download", download)
     assert main(["verify", "user/model", "--revision", "v1"]) == 0
     assert asked == [
         ("user/model", "v1", {"allow_patterns": [f"*/{LEDGER_NAME}"]}),

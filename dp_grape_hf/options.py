@@ -1,0 +1,383 @@
+"""What each command takes, and says of itself.
+
+Nothing of the package is imported here, so that ``--help`` and a wrong option are answered at once.
+The names and defaults that options state are those of the package; the tests compare them.
+"""
+
+import argparse
+from pathlib import Path
+
+_CLIPPING = ("flat", "per_layer", "automatic")
+
+# ---- calibrate ----
+
+_CALIBRATE = """\
+Turn a privacy budget into the noise that meets it, or noise into the budget it spends.
+
+  N      num_samples           examples in the training set
+  B      expected_batch_size   examples in a step, on average over steps
+  q      sample_rate = B / N   chance that a given example takes part in a given step
+  T      max_steps             noisy steps in all; an epoch is 1 / q of them, rounded up
+  delta  target_delta          how often the promise may fail; far below 1 / N
+  eps    target_epsilon        the promise: smaller is more private
+  C      max_grad_norm         bound on what one example adds to the sum of gradients
+  sigma  noise_multiplier      noise std on that sum is sigma * C, so sigma * C / B on the mean
+
+More noise, fewer steps or a smaller q make eps smaller. C has no effect on it.
+"""
+
+_CALIBRATE_EXAMPLES = """\
+What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+              2            4.0520            1.9994                0.06331         pld
+              6            1.6953            5.9985                0.02649         pld
+
+And if norms are estimated from 64 random directions, as dp_jl does?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6 --norm_directions 64
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one, norms from 64 directions
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+              2            4.1239            1.9994                0.06444         pld
+              6            1.7315            5.9980                0.02705         pld
+
+What does a given noise spend, over 3 epochs of the same data?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --num_train_epochs 3 --delta 1e-5 --noise_multiplier 1
+  sample rate 0.0625, steps 48, delta 1e-05, adjacency add_or_remove_one
+
+  noise multiplier  epsilon achieved  noise std on mean / C  accountant
+               1            3.2405                0.01562         pld
+
+And if the model published will be the best of several runs, 10 on average?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 1000 --delta 1e-5 --eps 2 6 --num_trials 10
+  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
+  the best of a geometric number of trials, 10 on average
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  of one run
+              2            8.5849            1.9995                 0.1341         rdp      0.8550
+              6            2.9615            5.9984                0.04627         rdp      2.9016
+
+The guarantee covers everything computed from the noisy steps, however it is used, against someone
+who sees every step and knows every other example. Two datasets count as neighbours if one has one
+example more, or with --adjacency replace_one if one example of the one is another in the other; so
+it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
+only (each example drawn independently with probability q; batches vary in size), for noise nobody
+can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
+else learnt from it. With --num_trials it holds for the best of K runs with the same noise, q and T,
+where K is drawn once and kept secret (--draw_num_trials), the runs' other settings are drawn or
+fixed before, and the score that chooses is computed on public data. Every epsilon is an upper bound
+and every noise multiplier is rounded up.
+"""
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
+    parser.description, parser.epilog = _CALIBRATE, _CALIBRATE_EXAMPLES
+    parser.add_argument("--num_samples", type=int, metavar="N")
+    sampling = parser.add_mutually_exclusive_group(required=True)
+    sampling.add_argument("--expected_batch_size", type=float, metavar="B", help="with N: q = B/N")
+    sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--max_steps", type=int, metavar="T")
+    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up")
+    parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--target_epsilon",
+        "--eps",
+        type=float,
+        nargs="+",
+        metavar="eps",
+        help="budgets to find the noise for (default: a table from 0.5 to 8)",
+    )
+    budget.add_argument(
+        "--noise_multiplier",
+        type=float,
+        nargs="+",
+        metavar="sigma",
+        help="noise to find the budget for",
+    )
+    parser.add_argument(
+        "--accountant",
+        default="least",
+        metavar="name",
+        help="prv, pld, rdp (default: of those installed, the one with the least eps)",
+    )
+    parser.add_argument(
+        "--adjacency",
+        default="add_or_remove_one",
+        metavar="name",
+        help="add_or_remove_one or replace_one: which datasets are neighbours (default: the first)",
+    )
+    parser.add_argument(
+        "--norm_directions",
+        type=int,
+        metavar="k",
+        help="random directions that dp_jl estimates norms from (default: norms are exact)",
+    )
+    parser.add_argument(
+        "--num_trials",
+        type=float,
+        metavar="mean",
+        help="publish only the best of a random number of such runs, of this mean: eps is then "
+        "that of the best, found by rdp (Papernot and Steinke, 2022)",
+    )
+    parser.add_argument(
+        "--trials_distribution",
+        metavar="name",
+        help="geometric, logarithmic, poisson: how that number is drawn (default: the first)",
+    )
+    parser.add_argument(
+        "--draw_num_trials",
+        action="store_true",
+        help="draw that number, once, and tell nobody: whoever draws again until it suits, or "
+        "makes another number of runs, has not the eps shown",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+# ---- memory ----
+
+_MEMORY = """\
+Simulate a training step and print its peak memory, by what the memory is for.
+
+The step is run, forward to update, by the code that trains, on tensors without contents: no GPU
+and no weights are needed, only the model's config.
+
+  AdamW           training without privacy, torch's fused kernel
+  DP-GRAPE        projected per-sample gradients
+  DP-Adam         unprojected, of each weight the form of its gradients that takes least
+  DP-Adam dense   unprojected, a gradient of every weight for every sample
+
+--all_methods compares every method of the package instead, at one batch size.
+
+What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
+and temporary memory inside kernels. --reserve leaves room for it.
+"""
+
+_MEMORY_EXAMPLES = """\
+What does RoBERTa-large take, what fits a card of 24 GiB, and what would make more fit?
+
+  $ dp-grape memory --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
+      --gpu_memory 24 --knobs
+
+What do the methods take, beside the formulas of the paper?
+
+  $ dp-grape memory --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
+"""
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape memory``: the memory of a step, before there is a GPU."""
+    parser.description, parser.epilog = _MEMORY, _MEMORY_EXAMPLES
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")
+    add(
+        "--head",
+        metavar="head",
+        help="an AutoModelFor... in small letters, as causal-lm (default: config's)",
+    )
+    add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
+    add("--batch_size", type=_positive, required=True, metavar="B", help="the physical batch")
+    add("--seq_len", type=_positive, default=128, metavar="T", help="tokens (default: 128)")
+    add(
+        "--methods",
+        nargs="+",
+        metavar="method",
+        help="of the package, or adamw, dp_adam_dense (default: adamw, dp_grape, dp_adam, "
+        "dp_adam_dense)",
+    )
+    add("--all_methods", action="store_true", help="compare every method")
+    add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add("--gradient_checkpointing", action="store_true", help="recompute activations")
+    add("--clipping", choices=_CLIPPING, default="flat", help="default: flat")
+    add("--project_embeddings", action="store_true", help="and vocabulary heads")
+    add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
+    add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
+    add("--knobs", action="store_true", help="show what saves memory also where the batch fits")
+    add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+# ---- card ----
+
+_CARD = """\
+Print the model card of a saved model, or write it beside the weights.
+
+Every number comes from the folder's privacy_ledger.json. What the ledger cannot know (license,
+language, metrics) is what you declare here, and metrics appear only with a word on whether the
+data they were computed on is public.
+"""
+
+_CARD_EXAMPLES = """\
+  $ dp-grape card runs/digits --license apache-2.0 --metric "test accuracy=0.908" \\
+      --metrics_data public --write
+"""
+
+
+def add_card(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape card``: the model card from the ledger."""
+    parser.description, parser.epilog = _CARD, _CARD_EXAMPLES
+    parser.add_argument("folder", type=Path, help="where weights and privacy_ledger.json lie")
+    parser.add_argument("--repo_id", metavar="user/model", help="where it is published")
+    parser.add_argument("--model_name", help="the title (default: Model card)")
+    parser.add_argument("--base_model", metavar="user/model", help="what training started from")
+    parser.add_argument("--license", help="the Hub's name of a licence, such as apache-2.0")
+    parser.add_argument("--language", nargs="+", metavar="code")
+    parser.add_argument("--pipeline_tag", help="the Hub's name of the task")
+    parser.add_argument("--datasets", nargs="+", metavar="name", help="names on the Hub")
+    parser.add_argument("--tags", nargs="+", default=[], metavar="tag")
+    parser.add_argument(
+        "--metric", action="append", default=[], metavar="name=value", help="may be repeated"
+    )
+    parser.add_argument(
+        "--metrics_data",
+        choices=("public", "private"),
+        help="what the metrics were computed on; needed with --metric",
+    )
+    parser.add_argument("--write", action="store_true", help="write FOLDER/README.md instead")
+
+
+# ---- audit ----
+
+_AUDIT = """\
+Attack one private training run on this machine, and compare with the epsilon that it claims.
+
+Canaries, examples whose gradient meets that of no other, are put into the training set by fair
+coins. From all the weights of the run it is then guessed of k of them, those that the weights say
+most about, whether they were in. A run that is (epsilon, delta)-private lets nobody be right too
+often (Steinke, Nasr and Jagielski 2023), so the number of correct guesses bounds epsilon from
+below.
+
+The bound has to stay below the claim. It does so for every sound run but a share of 1 - confidence
+at most; k is fixed in advance, so nothing was searched that the confidence would not cover. A bound
+below the claim does not prove it: one run cannot show all of epsilon, about half at the defaults.
+
+The exit code is 0 if the bound is at most the claim, and 1 if it exceeds it.
+"""
+
+_AUDIT_EXAMPLES = """\
+Audit DP-GRAPE as this package trains it here (about ten seconds on one CPU core), and DP-SGD with
+half of the canaries drawn in each step:
+
+  $ dp-grape audit
+  $ dp-grape audit --method dp_sgd --sample_rate 0.5 --max_steps 20
+"""
+
+
+def add_audit(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape audit``: an attack on a run. What is not given, ``AuditSettings`` decides."""
+    parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("--method", choices=("dp_grape", "dp_sgd", "dp_jl"))
+    parser.add_argument("--clipping", choices=_CLIPPING)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--target_epsilon",
+        "--eps",
+        type=float,
+        metavar="eps",
+        help="what the run claims (default: 2)",
+    )
+    budget.add_argument("--noise_multiplier", type=float, metavar="sigma", help="instead of eps")
+    numbers = (
+        ("--target_delta", "delta", float, "delta", "delta of the claim, below 1 / m", "1e-05"),
+        ("--max_steps", "steps", int, "T", "noisy steps of the run", "4"),
+        ("--sample_rate", "sample_rate", float, "q", "share drawn in a step; 1 shows most", "1"),
+        ("--canaries", "canaries", int, "m", "examples that may be in", "20000"),
+        ("--guesses", "guesses", int, "k", "how many are guessed", "m / 40"),
+        ("--confidence", "confidence", float, "c", "of the lower bound", "0.95"),
+        ("--projection_rank", "projection_rank", int, "r", "of dp_grape, 1 to 3", "2"),
+    )
+    for name, dest, kind, metavar, text, default in numbers:
+        parser.add_argument(
+            *((name, "--delta") if name == "--target_delta" else (name,)),
+            dest=dest,
+            type=kind,
+            metavar=metavar,
+            help=f"{text} (default: {default})",
+        )
+    parser.add_argument(
+        "--json", action="store_true", default=False, help="print JSON instead of a table"
+    )
+
+
+# ---- verify and ledger ----
+
+_VERIFY = """\
+Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
+statement of the model card (its claim and its table), the digests of all files of weights, and
+the tensors that transformers or PEFT load from them. No code of the model's own is run.
+
+  ok        both say the same
+  MISMATCH  they do not, and the exit code is 1
+  absent    there is nothing to compare, or a check does not apply, and why
+
+A part that was changed on its own is found: also weights beside those of the ledger, whatever
+their names, links, and entries of a config that name weights or code. On a card, what stands
+between the two marks below its title is compared byte for byte, and the tags must not claim more;
+all other words are its author's, are not read and may contradict it. So are the rest of the config
+and the tokenizer. Folders with a ledger of their own are verified by their paths. Whoever makes
+ledger, card and weights anew, digests included, has something that agrees with itself: only a
+digest noted before (--head, which dp-grape ledger shows) tells. Whether a run was made as it was
+recorded is its owner's word.
+"""
+
+_VERIFY_EXAMPLES = """\
+  $ dp-grape verify runs/digits
+  $ dp-grape verify runs/digits/checkpoint-100
+  $ dp-grape verify user/model --revision main
+"""
+
+_LEDGER = """\
+Show what a run recorded: its mechanism, its entries, and the epsilon spent by each accountant.
+
+Each entry's digest stands for all that comes before it. Note the last one where it is out of the
+reach of whoever keeps the ledger, and dp-grape verify --head tells later whether this was edited.
+"""
+
+_LEDGER_EXAMPLES = """\
+  $ dp-grape ledger runs/digits --plot epsilon.png
+"""
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape verify``: a model's ledger, card and weights compared."""
+    parser.description, parser.epilog = _VERIFY, _VERIFY_EXAMPLES
+    parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
+    parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
+    parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
+    _add_delta(parser)
+
+
+def add_ledger(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape ledger``: a ledger for people."""
+    parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
+    parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw epsilon against the releases"
+    )
+    _add_delta(parser)
+
+
+def _add_delta(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target_delta", "--delta", type=float, metavar="delta", help="default: the ledger's"
+    )

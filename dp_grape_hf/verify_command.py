@@ -1,0 +1,54 @@
+"""``dp-grape verify``: a saved or published model compared with its ledger."""
+
+from __future__ import annotations
+
+import argparse
+from glob import escape
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from dp_grape_hf.entries import LEDGER_NAME
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.tables import table
+from dp_grape_hf.verify import ABSENT, MISMATCH, verify
+
+
+def run(args: argparse.Namespace) -> tuple[str, int]:
+    """Returns what was compared, and 1 if something disagrees."""
+    place = Path(args.place)
+    if not place.exists():
+        place = _downloaded(args.place, args.revision)
+    else:
+        require(args.revision is None, f"revision={args.revision!r} is for a repository on the Hub")
+    checks = verify(place, delta=args.target_delta, head=args.head)
+    wrong, absent = (
+        sum(check.status == status for check in checks) for status in (MISMATCH, ABSENT)
+    )
+    all_of_them = f"of {len(checks)} checks"
+    verdict = f"{wrong} {all_of_them} found a mismatch." if wrong else "Nothing disagrees."
+    if absent:
+        verdict += f" {absent} {all_of_them} had nothing to compare."
+    rows = [("check", "", "stated", "found"), *checks]
+    return f"{table(rows, most=(34, 8, 30))}\n{verdict}\n", int(wrong > 0)
+
+
+def _downloaded(repo_id: str, revision: str | None) -> Path:
+    """Returns a folder with what is to be verified of a repository on the Hub."""
+    try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[f"*/{LEDGER_NAME}"])
+        # Folders with a ledger of their own, such as copies of checkpoints, are verified by it.
+        others = [path.parent for path in Path(folder).rglob(f"*/{LEDGER_NAME}")]
+        folder = snapshot_download(
+            repo_id,
+            revision=Path(folder).name,  # the commit, should there be another by now
+            ignore_patterns=[
+                f"{escape(other.relative_to(folder).as_posix())}/*" for other in others
+            ],
+        )
+    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
+        raise PrivacyError(
+            f"{repo_id!r} is no path here, and as a repository it cannot be read: {error}"
+        ) from error
+    return Path(folder)
