@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 DEMO_DIR := runs/digits
 TEST_JOBS ?= 2
 WHEELS := $(VENV)/transformers
+PIP_LOG := $(VENV)/pip.log
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
@@ -13,6 +14,9 @@ RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 # share, and several threads wait for each other many times over on a machine that is busy.
 LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu --num_processes 1 \
 	--num_machines 1 --mixed_precision no --dynamo_backend no --num_cpu_threads_per_process 1
+
+# While pip unpacks it says nothing, for minutes: the last that it said, and how much is there.
+HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(tail -n 1 $(PIP_LOG) | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test seams check benchmark clean
@@ -27,6 +31,8 @@ venv: $(VENV)/.installed-dev  ## make .venv with everything development needs
 demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half a minute
 	@rm -rf $(DEMO_DIR)
 	@$(LAUNCH) -m recipes.digits --output_dir $(DEMO_DIR)
+	@echo "Check what was saved against its ledger:  $(BIN)/dp-grape verify $(DEMO_DIR)"
+	@echo 'Train on your own data: see "Make your own script private" in README.md.'
 
 test: $(VENV)/.installed-test  ## run the tests and the examples in the docstrings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests
@@ -54,8 +60,10 @@ clean:  ## remove .venv, builds and caches; runs/ stays
 
 $(VENV)/.installed-%: setup.cfg pyproject.toml .ci/constraints.txt | $(BIN)/python
 	@echo "installing dp_grape_hf[$*] into $(VENV) (the first time takes a few minutes) ..."
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		--constraint .ci/constraints.txt --editable '.[$*]'
+	@while sleep 10; kill -0 $$$$ 2>/dev/null; do $(HOW_FAR); done 2>/dev/null & \
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint .ci/constraints.txt \
+		--editable '.[$*]' >$(PIP_LOG) 2>&1; failed=$$?; kill $$!; \
+		test $$failed -eq 0 || { tail -n 20 $(PIP_LOG); exit 1; }
 # A reference for the tests, alone: what it asks for is for its 8-bit optimizers.
 	$(if $(filter test dev,$*),@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--no-deps galore-torch==1.0)
