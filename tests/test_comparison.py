@@ -21,10 +21,10 @@ from dp_grape_hf.comparison import (
     sizes_of_model,
 )
 from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
+from dp_grape_hf.memory_command import Comparison, Report
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.placement import placements
-from dp_grape_hf.report import Comparison, Report
 from tests.models import only
 from tests.trainers import examples_of, make_trainer
 

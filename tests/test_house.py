@@ -50,7 +50,6 @@ TIERS = (
     ("memory",),
     ("fit", "from_config"),
     ("comparison",),
-    ("report",),
     ("memory_command", "card_command"),
     ("audit_command", "ledger_command", "verify_command", "calibrate_command"),
     ("cli",),
