@@ -50,15 +50,7 @@ def make_engine_of_run(
     if args.privacy_unit_column is not None:
         per_sample = UnitEngine(per_sample)
     return PrivateEngine(
-        per_sample,
-        max_grad_norm=args.max_grad_norm,
-        noise_multiplier=plan.mechanism.noise_multiplier,
-        expected_batch_size=args.logical_batch_size,
-        ledger=ledger,
-        noise_generator=noise_generator,
-        distributed=distributed,
-        clipping=args.clipping,
-        norm_directions=args.norm_directions,
+        per_sample, ledger=ledger, noise_generator=noise_generator, distributed=distributed
     )
 
 

@@ -12,7 +12,6 @@ coordinates. There is nothing to extend in this module: neither clip nor noise h
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,17 +23,8 @@ from torch import Tensor
 from dp_grape_hf.coins import guarding_streams
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import (
-    Clipping,
-    refuse_estimates_by_layer,
-)
-from dp_grape_hf.norms import (
-    EstimatedNorms,
-    ExactNorms,
-    Gathered,
-    NormDirections,
-    Norms,
-)
+from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.processes import give_up, sum_over_processes_
@@ -57,19 +47,18 @@ class PrivateEngine:
 
     Args:
         per_sample: computes losses and per-sample gradients.
-        max_grad_norm: C, the L2 bound on what one sample contributes; ``inf`` only without noise.
-        noise_multiplier: sigma; 0 adds no noise, and the ledger says that the run is not private.
-        expected_batch_size: q N, the constant that sums are divided by.
-        ledger: where each release is recorded before it is made.
+        ledger: where each release is recorded before it is made. What it records is what is done:
+            sigma, C, the constant q N that sums are divided by, the clipping and the number of
+            directions that norms are estimated from are those of ``ledger.mechanism``.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
-        clipping: ``flat`` clips the norm over all parameters to C. ``per_layer`` clips each of the
-            k modules that own parameters to ``C / sqrt(k)``, so that nothing per-sample outlives
-            the backward pass of its layer (McMahan et al. 2018). ``automatic`` scales every
-            gradient by ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then
-            and need not be tuned.
-        norm_directions: from how many random directions norms are estimated; None measures them.
-            With ``flat`` or ``automatic`` clipping.
+
+    Clipping:
+        ``flat`` clips the norm over all parameters to C. ``per_layer`` clips each of the k modules
+        that own parameters to ``C / sqrt(k)``, so that nothing per-sample outlives the backward
+        pass of its layer (McMahan et al. 2018). ``automatic`` scales every gradient by
+        ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
+        tuned.
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
@@ -87,51 +76,23 @@ class PrivateEngine:
         self,
         per_sample: PerSampleEngine,
         *,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        expected_batch_size: float,
         ledger: Ledger,
         noise_generator: torch.Generator,
         distributed: bool = False,
-        clipping: str = "flat",
-        norm_directions: int | None = None,
     ) -> None:
-        for name, value in (
-            ("max_grad_norm", max_grad_norm),
-            ("expected_batch_size", expected_batch_size),
-        ):
-            if not value > 0:
-                raise PrivacyError(f"{name}={value} must be greater than 0.")
-        if not 0 <= noise_multiplier < math.inf:
-            raise PrivacyError(f"{noise_multiplier=} must be 0 or a positive number.")
-        if noise_multiplier > 0 and math.isinf(max_grad_norm):
-            raise PrivacyError(
-                f"{max_grad_norm=} leaves nothing to calibrate the noise to; give a finite C."
-            )
-        if clipping == Clipping.AUTOMATIC and math.isinf(max_grad_norm):
-            raise PrivacyError(
-                f"{clipping=} scales gradients to {max_grad_norm=}; give a finite C."
-            )
-        if clipping not in Clipping:
-            raise PrivacyError(f"{clipping=} is not known; choose one of: {', '.join(Clipping)}.")
-        if clipping == Clipping.PER_LAYER and per_sample.grad_sample_mode == GradSampleMode.GHOST:
-            raise PrivacyError(
-                f"{clipping=} frees the gradients of each layer in one backward pass, so it has no "
-                f"use for the second one of grad_sample_mode='ghost'. Leave one of them out."
-            )
-        refuse_estimates_by_layer(norm_directions, clipping)
+        own = ledger.mechanism
         self.per_sample = per_sample
-        self.clipping = clipping
-        self._automatic = clipping == Clipping.AUTOMATIC
-        self.max_grad_norm = max_grad_norm
-        self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
+        self.clipping = own.clipping
+        self._automatic = own.clipping == Clipping.AUTOMATIC
+        self.max_grad_norm = own.max_grad_norm
+        self.noise_multiplier = own.noise_multiplier
+        self.expected_batch_size = own.expected_batch_size
         self.ledger = ledger
         self._noise_generator = noise_generator
         self._directions = (
             None
-            if norm_directions is None
-            else NormDirections(norm_directions, noise_generator, distributed)
+            if own.norm_directions is None
+            else NormDirections(own.norm_directions, noise_generator, distributed)
         )
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None

@@ -113,7 +113,12 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        refuse_estimates_by_layer(self.norm_directions, self.clipping)
+        require(
+            self.norm_directions is None or self.clipping != Clipping.PER_LAYER,
+            f"norm_directions={self.norm_directions!r} estimates the norm over all layers jointly, "
+            f"and clipping={self.clipping!r} needs one of each layer. Choose clipping='flat' or "
+            "'automatic', or a method that computes norms.",
+        )
         capped = self.sampling == Sampling.TRUNCATED_POISSON
         require(
             capped == (self.max_batch_size is not None),
@@ -173,15 +178,6 @@ class Release:
 
 
 # ---- Checks ----
-
-
-def refuse_estimates_by_layer(norm_directions: int | None, clipping: str) -> None:
-    """Refuses estimated norms with a norm per layer: `estimated_norms` bounds joint ones only."""
-    require(
-        norm_directions is None or clipping != Clipping.PER_LAYER,
-        f"{norm_directions=} estimates the norm over all layers jointly, and {clipping=} needs one "
-        "of each layer. Choose clipping='flat' or 'automatic', or a method that computes norms.",
-    )
 
 
 def kinds_of(f: Field[Any]) -> tuple[type, ...]:

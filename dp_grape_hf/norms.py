@@ -25,7 +25,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.per_sample import Gradients
 from dp_grape_hf.processes import from_first
 from dp_grape_hf.randomness import SecretGenerator, derived_generator
@@ -112,9 +111,6 @@ class NormDirections:
         shared: whether the ranks of the default process group share the first one's key; making
             it is then a collective call.
 
-    Raises:
-        PrivacyError: if k is not a whole number of at least 1.
-
     Guarantee:
         To who does not know the key, which never leaves the processes, directions of different
         logical batches and parameters are independent of each other and of the data. On all ranks
@@ -123,11 +119,6 @@ class NormDirections:
     """
 
     def __init__(self, count: int, source: torch.Generator, shared: bool = False) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise PrivacyError(
-                f"norm_directions={count!r} must be a whole number, at least 1: a norm is "
-                "estimated from so many random directions. Leave it out for exact norms."
-            )
         self.count = count
         self._device = source.device
         self._key = from_first(partial(_fresh_key, source)) if shared else _fresh_key(source)

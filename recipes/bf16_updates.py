@@ -137,9 +137,6 @@ def train_in(way: Way, setting: Setting, mechanism: Mechanism, train: Batch, tes
     ledger.mark_not_private("draws and noise are seeded, to compare runs")
     engine = PrivateEngine(
         make_engine("layerwise", model),
-        max_grad_norm=mechanism.max_grad_norm,
-        noise_multiplier=mechanism.noise_multiplier,
-        expected_batch_size=mechanism.expected_batch_size,
         ledger=ledger,
         noise_generator=torch.Generator().manual_seed(setting.seed + 1),
     )

@@ -233,12 +233,8 @@ def _engine(
     )
     return PrivateEngine(
         per_sample,
-        max_grad_norm=max_grad_norm,
-        noise_multiplier=SIGMA,
-        expected_batch_size=BATCH_SIZE,
         ledger=Ledger.start(mechanism, private=False, reason="a check whose noise is known"),
         noise_generator=torch.Generator(device).manual_seed(1),
-        clipping=clipping,
     )
 
 

@@ -124,12 +124,10 @@ def private_engine(
     loss = (lambda outputs, labels: outputs["logits"].sum(1)) if plain else None
     return PrivateEngine(
         make_engine("layerwise", model or Probe(), loss, grad_sample_mode=mode),
-        max_grad_norm=MECHANISM.max_grad_norm,
-        noise_multiplier=sigma,
-        expected_batch_size=MECHANISM.expected_batch_size,
-        ledger=Ledger.start(replace(MECHANISM, noise_multiplier=sigma), path=path),
+        ledger=Ledger.start(
+            replace(MECHANISM, noise_multiplier=sigma, clipping=clipping), path=path
+        ),
         noise_generator=noise_generator("cpu"),
-        clipping=clipping,
         distributed=distributed,
     )
 

@@ -28,18 +28,26 @@ B, C = 5, 0.5
 
 
 def private(
-    per_sample: Any, clipping: str = "per_layer", bound: float = C, **options: Any
+    per_sample: Any,
+    clipping: str = "per_layer",
+    bound: float = C,
+    noise_generator: torch.Generator | None = None,
+    norm_directions: int | None = None,
 ) -> PrivateEngine:
     """Returns an engine without noise, whose release is the clipped sum itself."""
-    settings: dict[str, Any] = {
-        "max_grad_norm": bound,
-        "noise_multiplier": 0.0,
-        "expected_batch_size": 1.0,
-        "ledger": Ledger.start(replace(MECHANISM, noise_multiplier=0.0)),
-        "noise_generator": torch.Generator(),
-        "clipping": clipping,
-    }
-    return PrivateEngine(per_sample, **settings | options)
+    mechanism = replace(
+        MECHANISM,
+        max_grad_norm=bound,
+        noise_multiplier=0.0,
+        expected_batch_size=1.0,
+        clipping=clipping,
+        norm_directions=norm_directions,
+    )
+    return PrivateEngine(
+        per_sample,
+        ledger=Ledger.start(mechanism),
+        noise_generator=noise_generator or torch.Generator(),
+    )
 
 
 def released(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.capture import Pass
-from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layerwise import LayerwiseEngine
@@ -361,11 +360,3 @@ def test_a_mode_that_an_engine_does_not_have_is_refused_with_those_it_has() -> N
     for mode in ("ghost", "book_keeping"):
         with pytest.raises(PrivacyError, match=rf"'{mode}' is not a mode of.*auto, materialise\."):
             make_engine("functorch", model, loss, mode)
-
-
-def test_two_passes_are_refused_where_one_suffices() -> None:
-    model, _, loss = MODELS["stack"]()
-    with pytest.raises(PrivacyError, match=r"clipping='per_layer'.*grad_sample_mode='ghost'"):
-        private(make_engine("layerwise", model, loss, "ghost"), "per_layer")
-    for mode in ("book_keeping", "materialise"):
-        assert isinstance(private(make_engine("layerwise", model, loss, mode)), PrivateEngine)

@@ -260,12 +260,6 @@ def test_no_more_than_a_few_directions_are_in_memory(monkeypatch: pytest.MonkeyP
 # ---- Refusals ----
 
 
-@pytest.mark.parametrize("k", [0, -1, 1.5, True])
-def test_a_number_of_directions_that_is_none_is_refused(k: Any) -> None:
-    with pytest.raises(PrivacyError, match=rf"norm_directions={k} must be a whole number"):
-        estimating(Given(a=(3,)), k)
-
-
 def test_estimates_for_each_layer_are_refused() -> None:
     with pytest.raises(PrivacyError, match=r"norm_directions=5.*clipping='per_layer'"):
         estimating(Given(a=(3,)), clipping="per_layer")

@@ -434,12 +434,8 @@ def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor
     )
     private = PrivateEngine(
         UnitEngine(make_engine("layerwise", model)),
-        max_grad_norm=bound,
-        noise_multiplier=0.0,
-        expected_batch_size=1,
         ledger=Ledger.start(mechanism),
         noise_generator=_coins(),
-        clipping=clipping,
     )
     private.begin({})
     private.accumulate(batch)

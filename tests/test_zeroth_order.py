@@ -62,12 +62,16 @@ def make_private(
     """Returns an engine whose release is the sum of the scalars, unless told otherwise."""
     return PrivateEngine(
         per_sample,
-        max_grad_norm=max_grad_norm,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=expected_batch_size,
-        ledger=Ledger.start(replace(MECHANISM, noise_multiplier=noise_multiplier)),
+        ledger=Ledger.start(
+            replace(
+                MECHANISM,
+                max_grad_norm=max_grad_norm,
+                noise_multiplier=noise_multiplier,
+                expected_batch_size=expected_batch_size,
+                clipping=clipping,
+            )
+        ),
         noise_generator=torch.Generator().manual_seed(seed),
-        clipping=clipping,
     )
 
 
