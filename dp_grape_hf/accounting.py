@@ -67,6 +67,7 @@ __all__ = [
     "compute_epsilon",
     "expected_steps_per_epoch",
     "find_noise_multiplier",
+    "refuse_large_delta",
     "smallest_batch_cap",
 ]
 
@@ -255,6 +256,19 @@ class EpsilonCurve:
         if steps == 0:
             return compose_epsilon(self._earlier, delta=self._delta, accountant=self.accountant)
         return self._composition.epsilon(self._all(steps)[1])
+
+
+def refuse_large_delta(delta: float, num_samples: int, unit: str = "example") -> None:
+    """Refuses a δ at which one unit in ``num_samples`` might be published as it is.
+
+    Raises:
+        PrivacyError: ``delta`` is not below 1 / ``num_samples``.
+    """
+    require(
+        delta < 1 / num_samples,
+        f"target_delta={delta:g} is not below 1/{num_samples}: publishing one random {unit} "
+        f"outright would satisfy it; choose a smaller one, for example {0.01 / num_samples:.0e}.",
+    )
 
 
 def smallest_batch_cap(

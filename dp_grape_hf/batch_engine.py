@@ -13,12 +13,7 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.per_sample import (
-    GradSampleMode,
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-)
+from dp_grape_hf.per_sample import Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 
@@ -32,7 +27,7 @@ class BatchEngine:
         distributed: whether the batch is spread over the ranks of the default process group.
 
     Raises:
-        PrivacyError: if the ledger would claim a guarantee, or there is a ``grad_sample_mode``.
+        PrivacyError: if the ledger would claim a guarantee.
     """
 
     noise_std = 0.0
@@ -42,11 +37,6 @@ class BatchEngine:
     ) -> None:
         if ledger.private:
             raise PrivacyError("A ledger that claims privacy cannot record releases without noise.")
-        if per_sample.grad_sample_mode != GradSampleMode.AUTO:
-            raise PrivacyError(
-                f"grad_sample_mode={per_sample.grad_sample_mode!r} is about gradients of samples, "
-                "which a method without privacy does not compute. Leave it out."
-            )
         self.per_sample = per_sample
         self.ledger = ledger
         self._distributed = distributed

@@ -13,6 +13,7 @@ from dp_grape_hf.accounting import (
     Releases,
     expected_steps_per_epoch,
     find_noise_multiplier,
+    refuse_large_delta,
 )
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.tables import table
@@ -123,12 +124,7 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
     if num_samples is not None:
         if num_samples < 1:
             raise PrivacyError(f"{num_samples=} must be positive; count the training examples.")
-        if args.target_delta >= 1 / num_samples:
-            raise PrivacyError(
-                f"target_delta={args.target_delta:g} is not below 1/{num_samples}: publishing one "
-                "random example outright would satisfy it; choose a smaller one, for example "
-                f"{0.01 / num_samples:.0e}."
-            )
+        refuse_large_delta(args.target_delta, num_samples)
     if batch_size is None:
         sample_rate = args.sample_rate
         batch_size = None if num_samples is None else sample_rate * num_samples

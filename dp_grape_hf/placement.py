@@ -45,9 +45,8 @@ def projected_dimension(
             (out, in); 0 for transformers' ``Conv1D`` and for an embedding, whose input is a word.
 
     Raises:
-        PrivacyError: for an unknown side or dimension.
+        PrivacyError: for another ``input_dim``.
     """
-    _require_side(side)
     require(input_dim in (0, 1), f"{input_dim=} must be 0 or 1, a dimension of a matrix.")
     if side == ProjectionSide.OUTPUT:
         return 1 - input_dim
@@ -105,7 +104,8 @@ def placements(
         PrivacyError: for an unknown side or dimension, a rank below 1, and ranks that name other
             parameters or leave out a matrix.
     """
-    _require_side(side)
+    known = list(ProjectionSide)
+    require(side in known, f"projection_side={side!r} must be one of {known}.")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     if isinstance(rank, Mapping):
         missing, unknown = set(matrices) - rank.keys(), rank.keys() - shapes.keys()
@@ -127,11 +127,6 @@ def placements(
             rows = shapes[name][0 if chosen is Side.LEFT else 1]
             found[name] = Placement(chosen, rows, ranks[name])
     return found
-
-
-def _require_side(side: str) -> None:
-    known = list(ProjectionSide)
-    require(side in known, f"projection_side={side!r} must be one of {known}.")
 
 
 # ---- How many columns each projection has: given by name patterns ----
@@ -159,11 +154,8 @@ def ranks_for(
         patterns: pattern -> r, in the order in which they are tried.
 
     Raises:
-        PrivacyError: for a rank below 1, and for a pattern that is never the first to match.
+        PrivacyError: for a pattern that is never the first to match.
     """
-    require(rank >= 1, f"projection_rank={rank} must be at least 1.")
-    for pattern, value in patterns.items():
-        require(value >= 1, f"projection_rank={value} of {pattern!r} must be at least 1.")
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     first = first_matches(matrices, patterns, "projection_rank", "the projected weights")
     return {name: rank if match is None else patterns[match] for name, match in first.items()}

@@ -20,6 +20,7 @@ from dp_grape_hf.accounting import (
     Releases,
     expected_steps_per_epoch,
     find_noise_multiplier,
+    refuse_large_delta,
     smallest_batch_cap,
 )
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -93,12 +94,8 @@ class PrivacyPlan:
                 "gradient_accumulation_steps, whose product with the number of processes it is."
             )
         delta = args.target_delta
-        if args.private and delta is not None and delta >= 1 / num_samples:
-            raise PrivacyError(
-                f"target_delta={delta} is not below 1/{num_samples}: releasing one random "
-                f"{self._units.removesuffix('s')} outright would satisfy it. Choose a smaller one, "
-                "for example 1e-5."
-            )
+        if args.private and delta is not None:
+            refuse_large_delta(delta, num_samples, self._units.removesuffix("s"))
         epoch = expected_steps_per_epoch(batch / num_samples)
         epochs = math.ceil(args.num_train_epochs * epoch)
         self.steps = args.max_steps if args.max_steps > 0 else epochs

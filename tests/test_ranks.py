@@ -49,8 +49,6 @@ def test_the_first_pattern_counts() -> None:
 @pytest.mark.parametrize(
     ("rank", "patterns", "message"),
     [
-        (0, {}, "projection_rank=0 must be at least 1"),
-        (4, {"query": 0}, "projection_rank=0 of 'query' must be at least 1"),
         (4, {"quer": 2}, "'quer': this pattern matches none .*layer.1.attention.self.query.weight"),
         (4, {"query": 2, "Attention": 2}, "'Attention': this pattern matches none"),
         (4, {"attention": 2, "query": 3}, "'query': all that .* put the narrower pattern first"),
