@@ -1,1 +1,1 @@
-"""Experiments, one script each: ``accelerate launch -m recipes.<name>``."""
+"""Experiments, a folder for each subject; README.md says which is where."""

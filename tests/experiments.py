@@ -1,4 +1,4 @@
-"""Made-up results of experiments, as ``recipes.experiment`` writes them."""
+"""Made-up results of experiments, as ``recipes.paper.experiment`` writes them."""
 
 import json
 from pathlib import Path

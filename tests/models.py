@@ -1,6 +1,6 @@
 """The models of the tests: a few that many suites iterate over, and the whole zoo.
 
-To check another family, add a row to ``FAMILIES`` in ``recipes/model_zoo.py``; ``ROWS`` has one
+To check another family, add a row to ``FAMILIES`` in ``recipes/models/zoo.py``; ``ROWS`` has one
 entry for each of its tasks. ``CASES`` stays small, because other suites multiply it.
 
 Shapes: B samples in the batch, T positions.
@@ -27,7 +27,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from recipes.model_zoo import (
+from recipes.models.zoo import (
     BERT,
     FIRST_WORD,
     GPT2,

@@ -12,7 +12,7 @@ from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.losses import LossFunction, loss_for
 from dp_grape_hf.per_sample import Gradients
 from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
-from recipes.model_matrix import worst_error
+from recipes.models.matrix import worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 

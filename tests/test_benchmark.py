@@ -19,11 +19,14 @@ from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.optimizer import ProjectedOptimizer
-from recipes import benchmark, benchmark_methods, benchmark_profile, benchmark_timing
-from recipes.benchmark_methods import METHODS, DoesNotRun, Prepared, opacus_error, prepare
-from recipes.benchmark_models import OPT, ROBERTA, TITLES, VIT, Setting
-from recipes.benchmark_profile import OVERHEAD, Clock, profile, profile_table
-from recipes.benchmark_timing import SWEEPS, Sweep, measure, ratio, sweep_table, table
+from recipes.benchmark import __main__ as benchmark
+from recipes.benchmark import methods as benchmark_methods
+from recipes.benchmark import profile as benchmark_profile
+from recipes.benchmark import timing as benchmark_timing
+from recipes.benchmark.methods import METHODS, DoesNotRun, Prepared, opacus_error, prepare
+from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
+from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
+from recipes.benchmark.timing import SWEEPS, Sweep, measure, ratio, sweep_table, table
 
 CPU = torch.device("cpu")
 TINY = Setting(hidden_size=32, layers=1, vocab_size=50, batch_size=3, length=4, rank=2, heads=2)

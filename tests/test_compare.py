@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from dp_grape_hf import METHODS
-from recipes import compare
+from recipes.digits import compare
 
-CONFIG = Path(compare.__file__).parent / "configs" / "compare_digits.yaml"
+CONFIG = compare.CONFIG
 
 
 def small(path: Path) -> Path:

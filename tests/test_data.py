@@ -8,8 +8,8 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
-from recipes import data
-from recipes.data import load_split, origin
+from recipes.paper import data
+from recipes.paper.data import load_split, origin
 
 ROWS = {
     "train": [{"text": f"a {i}", "label": i % 2} for i in range(3)],

@@ -14,8 +14,9 @@ from torch.nn import functional
 from transformers import default_data_collator
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments
-from recipes import experiment, opt, roberta, vit
-from recipes.experiment import (
+from recipes.digits import compare
+from recipes.paper import experiment, opt, roberta, vit
+from recipes.paper.experiment import (
     CONFIGS,
     UNKNOWN,
     Experiment,
@@ -250,10 +251,9 @@ PARTS = {"arguments", "methods", "tasks", "models"}
 
 
 def test_every_file_of_settings_is_tested() -> None:
-    """Those of sweeps in test_sweep, digits.yaml in test_recipes, the last below."""
+    """Those of sweeps in test_sweep, those of the digits in test_recipes and below."""
     others = {path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "sweeps"}
-    names = {path.name for path in others - {*PRESETS}}
-    assert names == {"digits.yaml", "compare_digits.yaml"}
+    assert others == {*PRESETS}
     assert len(PRESETS) == 11
 
 
@@ -289,7 +289,7 @@ def test_a_preset_sets_what_there_is(path: Path) -> None:
 
 
 def test_the_comparison_of_methods_sets_what_there_is() -> None:
-    config = yaml.safe_load((CONFIGS / "compare_digits.yaml").read_text())
+    config = yaml.safe_load(compare.CONFIG.read_text())
     known = {f.name for f in fields(DPGrapeTrainingArguments)}
     assert config["shared"].keys() <= known
     for row in config["rows"].values():

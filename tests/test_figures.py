@@ -8,10 +8,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes import figures
-from recipes.figures import FIGURES
-from recipes.findings import Findings, Run
-from recipes.panels import MANY, Panels, logarithmic
+from recipes.common.plots import MANY, Panels, logarithmic
+from recipes.report import figures
+from recipes.report.figures import FIGURES
+from recipes.report.findings import Findings, Run
 from tests.experiments import made_up, saved
 
 GPU = {"device": "H100", "rank": 64}

@@ -13,14 +13,14 @@ from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import engine, per_sample_gradients
 from dp_grape_hf.layer_rules import LinearRule
-from recipes import gpu_report
-from recipes.experiment import CONFIGS
-from recipes.findings import collect
-from recipes.gpu_report import DONE, FAILED, NO_DEVICE, UNFINISHED
-from recipes.gpu_report_checks import EXACT, checks
-from recipes.gpu_report_models import SHAPES, TINY, WORDS
-from recipes.gpu_report_table import render
-from recipes.model_zoo import rows
+from recipes.gpu_report import __main__ as gpu_report
+from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
+from recipes.gpu_report.checks import EXACT, checks
+from recipes.gpu_report.models import SHAPES, TINY, WORDS
+from recipes.gpu_report.table import render
+from recipes.models.zoo import rows
+from recipes.paper.experiment import CONFIGS
+from recipes.report.findings import collect
 
 CPU = torch.device("cpu")
 ROBERTA = "RoBERTa, sequence classification"

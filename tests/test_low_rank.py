@@ -22,7 +22,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.optimizer import ProjectedAdam
 from dp_grape_hf.projection import ProjectionSchedule, Projector, Side
-from recipes import bf16_updates
+from recipes.digits import bf16_updates
 from tests.models import only
 from tests.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from recipes import membership
+from recipes.attacks import membership
 
 SMALL = ["--pool", "120", "--models", "3", "--epochs", "12", "--steps", "3", "--batch", "30"]
 

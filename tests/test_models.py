@@ -2,7 +2,7 @@
 
 The oracle is autograd of the loss that the model itself returns for a batch of one with labels. It
 shares nothing with this package: neither losses nor engines. To check another model, add a row to
-``FAMILIES`` in ``recipes/model_zoo.py``, or to ``WIDE`` in ``recipes/model_zoo_wide.py``.
+``FAMILIES`` in ``recipes/models/zoo.py``, or to ``WIDE`` in ``recipes/models/zoo_wide.py``.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dp_grape_hf.engines import ENGINES, make_engine, per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.losses import IGNORE_INDEX
-from recipes.model_matrix import (
+from recipes.models.matrix import (
     CONDITIONS,
     ENGINE_NAMES,
     cell,
@@ -24,8 +24,8 @@ from recipes.model_matrix import (
     whole_error,
     worst_error,
 )
-from recipes.model_zoo import FAMILIES, rows
-from recipes.model_zoo_wide import WIDE
+from recipes.models.zoo import FAMILIES, rows
+from recipes.models.zoo_wide import WIDE
 from tests.models import ROWS, Batch, Row, row
 from tests.oracles import dense, projectors_for, relative_error
 

@@ -22,11 +22,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.engines import make_engine
-from recipes import opt
-from recipes.experiment import CONFIGS, UNKNOWN, main, parse
-from recipes.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
-from recipes.opt_scores import accuracy, f1, generate, mean_f1
-from recipes.opt_tasks import (
+from recipes.paper import opt
+from recipes.paper.experiment import CONFIGS, UNKNOWN, main, parse
+from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
+from recipes.paper.opt_scores import accuracy, f1, generate, mean_f1
+from recipes.paper.opt_tasks import (
     TASKS,
     Collator,
     Encoder,
@@ -482,7 +482,7 @@ def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.Mo
     questions = [Question("x" * n, (f" {n}\n",), golds=(str(n),)) for n in (9, 2, 30, 4)]
     told = {tuple(encoder.prompt(question)): question.golds[0] for question in questions}
     monkeypatch.setattr(
-        "recipes.opt_scores.generate",
+        "recipes.paper.opt_scores.generate",
         lambda model, tokenizer, prompts, *others: [told[tuple(prompt)] for prompt in prompts],
     )
     assert mean_f1(None, questions, encoder, PAD, 2, 4) == 100.0
@@ -530,7 +530,7 @@ def test_answers_may_be_scored_by_a_metric_of_evaluate(
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "metrics")
     script, args = parse(FAMILY, words(folder, tmp_path, "SQuAD", **ONE, metric_path=path))
     told = iter(["Ice", "ice", "Nothing", "no answer"])
-    monkeypatch.setattr("recipes.opt_scores.generate", lambda *others: [*told])
+    monkeypatch.setattr("recipes.paper.opt_scores.generate", lambda *others: [*told])
     golds = [("ice",), ("water", "ice"), ("ice",), ("no answer", "ice")]
     questions = [Question("?", (" ice\n",), golds=each) for each in golds]
     monkeypatch.setattr(

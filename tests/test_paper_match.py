@@ -8,10 +8,11 @@ import pytest
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
-from recipes.experiment import parse, recorded
-from recipes.findings import ZERO_SHOT, Findings, Run
-from recipes.paper_match import read_paper, unlike, variant
-from recipes.tables import render
+from recipes.common.provenance import recorded
+from recipes.paper.experiment import parse
+from recipes.report.findings import ZERO_SHOT, Findings, Run
+from recipes.report.paper_match import read_paper, unlike, variant
+from recipes.report.tables import render
 from tests.experiments import made_up
 from tests.test_tables import rows
 
@@ -21,7 +22,7 @@ PAPER = read_paper()
 def preset_run(name: str, method: str) -> Run:
     """What the preset ``paper`` would record, of a table's first task, with what it lacks given."""
     spec = PAPER["tables"][name]
-    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
+    family = importlib.import_module(f"recipes.paper.{spec['family']}").FAMILY
     column = next(iter(spec["columns"].values()))
     model = column.get("same", {}).get("model_name_or_path", spec["same"].get("model_name_or_path"))
     words = [f"--task={column['task']}", f"--method={method}", "--learning_rate=0.1"]
@@ -77,7 +78,7 @@ UNSEEN = {
 def test_whatever_else_is_changed_a_run_says_so(name: str) -> None:
     """A new option is compared, or is in the list above: what it is for has been decided."""
     spec = PAPER["tables"][name]
-    family = importlib.import_module(f"recipes.{spec['family']}").FAMILY
+    family = importlib.import_module(f"recipes.paper.{spec['family']}").FAMILY
     known: set[str] = {f.name for cls in (family.script, DPGrapeArguments) for f in fields(cls)}
     seen: set[str] = set()
     for method in ("dp_grape", "dp_lora", "dpzero"):  # projects, has an adapter, has directions

@@ -11,7 +11,7 @@ from transformers import ViTForImageClassification
 
 from dp_grape_hf import DPGrapeTrainingArguments, Ledger
 from dp_grape_hf.ledger import LEDGER_NAME
-from recipes import digits
+from recipes.digits import train as digits
 
 SMALL = {
     **{"hidden_size": 32, "num_hidden_layers": 1, "projection_rank": 8},

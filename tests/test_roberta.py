@@ -33,9 +33,9 @@ from transformers.utils import logging
 from dp_grape_hf import METHODS, per_sample_gradients
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.targets import projection_targets
-from recipes import roberta
-from recipes.experiment import main, parse
-from recipes.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
+from recipes.paper import roberta
+from recipes.paper.experiment import main, parse
+from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
 from tests.oracles import (
     Largest,
     assert_gradients_equal,
@@ -224,7 +224,7 @@ def test_labels_are_matched_by_name_and_rows_without_one_are_left_out(
             features=Features({**columns, "label": ClassLabel(names=names)}),
         )
 
-    monkeypatch.setattr("recipes.data.load_dataset", load_dataset)
+    monkeypatch.setattr("recipes.paper.data.load_dataset", load_dataset)
     script: Any = SimpleNamespace(dataset_path=None)
     rows = roberta.rows_of(TASKS["MNLI"], script, "validation_matched")
     assert rows[:] == {"texts": [["a", "e"], ["b", "f"], ["d", "h"]], "labels": [2, 0, 1]}

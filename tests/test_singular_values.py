@@ -12,9 +12,9 @@ from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
 from dp_grape_hf.losses import LossFunction
-from recipes import singular_values, vit
-from recipes.opt import AnswerScorer, choice_loss
-from recipes.opt_tasks import Collator
+from recipes.paper import singular_values, vit
+from recipes.paper.opt import AnswerScorer, choice_loss
+from recipes.paper.opt_tasks import Collator
 from tests import test_opt, test_vit
 from tests.models import only
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
-from recipes import opt, roberta, sweep, vit
-from recipes.experiment import CONFIGS, ExperimentArguments, Family, parse, recorded
-from recipes.markdown import score_text
-from recipes.sweep import Cell, Sweep
+from recipes.common.markdown import score_text
+from recipes.common.provenance import recorded
+from recipes.paper import opt, roberta, sweep, vit
+from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, parse
+from recipes.paper.sweep import Cell, Sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
@@ -42,7 +43,7 @@ class Runs:
         self.fail = ""
 
     def __call__(self, command: list[str], **kwargs: Any) -> Any:
-        assert command[1:3] == ["-m", "recipes.toy"]
+        assert command[1:3] == ["-m", "recipes.paper.toy"]
         words = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
         self.commands.append(words)
         if words["learning_rate"] == self.fail:
@@ -62,7 +63,7 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
     monkeypatch.setattr(subprocess, "run", runs)
-    monkeypatch.setitem(sys.modules, "recipes.toy", SimpleNamespace(FAMILY=runs.family))
+    monkeypatch.setitem(sys.modules, "recipes.paper.toy", SimpleNamespace(FAMILY=runs.family))
     return runs
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from dp_grape_hf import METHODS
-from recipes import tables
-from recipes.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
-from recipes.gpu_report import WAYS
-from recipes.gpu_report_models import SHAPES
-from recipes.paper_match import read_paper
-from recipes.sweep import Sweep
-from recipes.tables import render
-from recipes.tables_gpu import way_of
+from recipes.gpu_report.__main__ import WAYS
+from recipes.gpu_report.models import SHAPES
+from recipes.paper.sweep import Sweep
+from recipes.report import tables
+from recipes.report.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
+from recipes.report.paper_match import read_paper
+from recipes.report.tables import render
+from recipes.report.tables_gpu import way_of
 from tests.experiments import made_up, saved
 
 PAPER = read_paper()

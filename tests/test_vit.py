@@ -15,9 +15,9 @@ from PIL import Image as Picture
 from transformers import ViTConfig, ViTForImageClassification
 
 from dp_grape_hf.methods import METHODS
-from recipes import vit
-from recipes.experiment import CONFIGS, main, parse
-from recipes.images import Batches, Images, Source, accuracy, held_out, load_images
+from recipes.paper import vit
+from recipes.paper.experiment import CONFIGS, main, parse
+from recipes.paper.images import Batches, Images, Source, accuracy, held_out, load_images
 
 COLOUR = Source("someone/colour", "img", "fine_label", 10, {"train": 6, "test": 4})
 GREY = Source("someone/grey", "image", "label", 10, {"train": 6, "test": 4})
@@ -163,7 +163,7 @@ def test_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, split))
         return as_datasets(arrays)[split]
 
-    monkeypatch.setattr("recipes.data.load_dataset", hub)
+    monkeypatch.setattr("recipes.paper.data.load_dataset", hub)
     assert_loaded(load_images(COLOUR), arrays)
     assert_loaded(load_images(COLOUR, "someone/else"), arrays)
     assert asked == [

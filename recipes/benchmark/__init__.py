@@ -1,0 +1,1 @@
+"""The time of one private step next to its alternatives."""

@@ -1,0 +1,368 @@
+"""The methods that ``benchmark`` and ``gpu_report`` measure: each makes one step.
+
+A step is everything between two batches: forward, backward, clip, noise, record, update. To add a
+method, add a row to ``METHODS``.
+
+Shapes: B samples in the batch, T positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.sampling import LogicalBatch
+from recipes.benchmark.models import Batch, Setting
+from recipes.models.matrix import own_gradients
+
+Step = Callable[[], None]
+
+STEPS = 10_000  # of the run that a timed step is part of: sets sigma and the schedule, not the time
+DATASET_SIZE = 1_000
+LEARNING_RATE = 1e-4
+WRONG = 1e-2  # relative error above which a clipped sum is called another quantity
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the tables.
+
+    Args:
+        title: what tables call it.
+        make: ``(model, setting, batch, folder) -> step``.
+        opacus: how Opacus computes gradients, if it does: ``hooks``, ``functorch`` or ``ghost``.
+        materialises: whether it forms the gradient of every weight for every sample.
+    """
+
+    title: str
+    make: Callable[[nn.Module, Setting, Batch, Path], Step]
+    opacus: str | None = None
+    materialises: bool = False
+
+
+def now(device: torch.device) -> tuple[float, float]:
+    """Returns seconds on the clock and of processor time, when the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
+class DoesNotRun(Exception):
+    """A method cannot do this setting; the message is what the table says."""
+
+
+# ---- Ours, and what it is compared with ----
+
+
+class PlainTraining:
+    """Steps of the plain Hugging Face Trainer with its default optimizer, AdamW."""
+
+    def __init__(self, model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> None:
+        self.trainer = Trainer(model, TrainingArguments(**_common(setting, batch, folder)))
+        self.trainer.create_optimizer_and_scheduler(STEPS)
+        accelerator = self.trainer.accelerator
+        self.model, self.optimizer = accelerator.prepare(model, self.trainer.optimizer)
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.batch = batch
+
+    def differentiate(self) -> None:
+        """Runs forward and backward pass."""
+        self.trainer.training_step(self.model, self.batch)
+
+    def clip(self) -> None:
+        """Clips the norm of the batch's gradient."""
+        norm = self.trainer.args.max_grad_norm
+        self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), norm)
+
+    def update(self) -> None:
+        """Updates the weights."""
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        """Does what is left to do."""
+        self.trainer.lr_scheduler.step()
+        self.model.zero_grad()
+
+    def step(self) -> None:
+        """Runs one step."""
+        self.differentiate()
+        self.clip()
+        self.update()
+        self.finish()
+
+
+class PrivateTraining:
+    """Steps of ``DPGrapeTrainer``, with noise and with the record in the ledger."""
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
+    ) -> None:
+        args = DPGrapeTrainingArguments(
+            **_common(setting, batch, folder),
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            accountant="rdp",  # the fastest to start; no step asks it
+            projection_rank=setting.rank,
+            **options,
+        )
+        dataset = [{key: value[0] for key, value in batch.items()}] * DATASET_SIZE
+        self.trainer = DPGrapeTrainer(model, args, train_dataset=dataset)
+        self.model, _ = self.trainer._prepare_for_training(STEPS, None, None)
+        self.batch = LogicalBatch([batch], [setting.batch_size])
+
+    def release(self) -> None:
+        """Runs forward and backward pass, clips and adds noise."""
+        self.trainer.training_step(self.model, self.batch)
+
+    def update(self) -> None:
+        """Updates the weights."""
+        self.trainer.optimizer.step()
+
+    def finish(self) -> None:
+        """Does what is left to do."""
+        self.trainer.lr_scheduler.step()
+        self.model.zero_grad()
+        self.trainer.state.global_step += 1  # the projection is redrawn every F steps
+
+    def step(self) -> None:
+        """Runs one step."""
+        self.release()
+        self.update()
+        self.finish()
+
+
+def _plain(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
+    return PlainTraining(model, setting, batch, folder).step
+
+
+def _private(**options: Any) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
+    def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
+        return PrivateTraining(model, setting, batch, folder, **options).step
+
+    return make
+
+
+def _common(setting: Setting, batch: Batch, folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": setting.batch_size,
+        "max_steps": STEPS,
+        "learning_rate": LEARNING_RATE,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": next(iter(batch.values())).device.type == "cpu",
+    }
+
+
+# ---- Opacus ----
+
+
+class OpacusTraining:
+    """Steps of Opacus' DP-Adam.
+
+    Args:
+        mode: how gradients are computed. ``hooks`` has a rule per layer and ``functorch`` none, and
+            both form every sample's gradient; ``ghost`` needs two backward passes, and does not.
+        noise_multiplier: sigma.
+        max_grad_norm: C.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        model: nn.Module,
+        setting: Setting,
+        batch: Batch,
+        noise_multiplier: float = 1.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        from opacus import optimizers
+        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+        self.batch = batch
+        self._inputs = {key: value for key, value in batch.items() if key != "labels"}
+        self._texts = setting.model == "opt"
+        if mode == "ghost":
+            wrapper, make = (
+                GradSampleModuleFastGradientClipping,
+                optimizers.DPOptimizerFastGradientClipping,
+            )
+            options = {"max_grad_norm": max_grad_norm, "use_ghost_clipping": True}
+        else:
+            wrapper, make = GradSampleModule, optimizers.DPOptimizer
+            options = {"force_functorch": mode == "functorch"}
+        self.model = wrapper(model, loss_reduction="mean", **options)
+        self.adamw = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = make(
+            self.adamw,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=setting.batch_size,
+        )
+        self._criterion = None
+        if mode == "ghost":
+            criterion = nn.CrossEntropyLoss(reduction="mean")
+            self._criterion = DPLossFastGradientClipping(
+                self.model, self.optimizer, criterion, loss_reduction="mean"
+            )
+
+    def step(self) -> None:
+        """Runs one step."""
+        self._loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self) -> Any:
+        if self._criterion is None:
+            return self.model(**self.batch).loss
+        logits, labels = self.model(**self._inputs).logits, self.batch["labels"]
+        if not self._texts:
+            return self._criterion(logits, labels)
+        logits, labels = logits[:, :-1], labels[:, 1:]  # (B, T - 1, vocabulary) and (B, T - 1)
+        return self._criterion(logits.flatten(0, 1), labels.flatten(), shape=labels.shape)
+
+
+def _opacus(mode: str) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
+    def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
+        return OpacusTraining(mode, model, setting, batch).step
+
+    return make
+
+
+def opacus_error(mode: str, setting: Setting) -> float:
+    """Returns the relative error of Opacus' clipped gradient on a tiny model of the family.
+
+    The exact value is what autograd says of the loss of each sample alone, clipped to half of the
+    smallest norm, so that a wrong norm shows.
+
+    Raises:
+        DoesNotRun: if Opacus refuses the model or fails.
+    """
+    tiny = replace(
+        setting, hidden_size=32, layers=1, vocab_size=50, batch_size=3, length=4, heads=2
+    )
+    tiny = replace(tiny, dtype="float32", gradient_checkpointing=False, dropout=0.0)
+    model, batch = tiny.build(), tiny.inputs()
+    _, gradients = own_gradients(model, batch)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)  # (B,)
+    bound = norms.min().item() / 2
+    expected = _joined([(bound / norms) @ g.flatten(1) for g in gradients.values()])
+    found: list[Tensor] = []
+
+    def look(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        found[:] = [torch.zeros(()) if g is None else g.detach().clone() for g in gradients]
+
+    with told_why(), quiet():
+        training = OpacusTraining(mode, model, tiny, batch, 0.0, bound)
+        training.adamw.register_step_pre_hook(look)
+        training.step()
+    actual = tiny.batch_size * _joined(found)
+    if actual.shape != expected.shape:
+        return float("inf")
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+# ---- The table ----
+
+ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
+METHODS = {
+    ADAMW: Method("Trainer, AdamW (not private)", _plain),
+    DP_GRAPE: Method("DPGrapeTrainer", _private()),
+    FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch")),
+    DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
+    "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),
+    "opacus_functorch": Method(
+        "Opacus, functorch", _opacus("functorch"), "functorch", materialises=True
+    ),
+    "opacus_ghost": Method("Opacus, ghost clipping", _opacus("ghost"), "ghost"),
+}
+"""Name -> method. DP-Adam is our own engine without a projection (``projection="identity"``)."""
+
+
+@contextmanager
+def told_why() -> Iterator[None]:
+    """Turns whatever another library raises into ``DoesNotRun`` with one line of text."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Opacus fails in many ways; none of them may end the benchmark
+        text = " ".join(str(error).split()) or "no message"
+        shown = text if len(text) <= 160 else f"{text[:157]}..."
+        raise DoesNotRun(f"{type(error).__name__}: {shown}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the warnings of other libraries off the screen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Opacus reports its non-secure generator and its hooks
+        yield
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A method that has run a step of a setting, and what is to be known about it."""
+
+    step: Step
+    note: str = ""
+
+
+def prepare(
+    name: str, original: nn.Module, setting: Setting, batch: Batch, folder: Path
+) -> Prepared:
+    """Returns a method's step on a copy of the model, after the first one has been run.
+
+    Opacus is first tried on a tiny model, where its result is compared with the definition.
+
+    Raises:
+        DoesNotRun: if the method refuses the model, fails, or has not the memory.
+    """
+    method, note = METHODS[name], ""
+    if method.opacus is not None:
+        error = opacus_error(method.opacus, setting)
+        if error > WRONG:
+            note = f"its clipped sum is not the definition's (relative error {error:.2g})"
+    if method.materialises:
+        _require_memory(original, setting, next(iter(batch.values())).device)
+    try:
+        with quiet(), told_why() if method.opacus is not None else nullcontext():
+            step = method.make(copy.deepcopy(original), setting, batch, folder / name)
+            step()
+    except UnsupportedModelError as error:
+        raise DoesNotRun(f"refused: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise DoesNotRun("out of memory") from error
+    return Prepared(step, note)
+
+
+def _require_memory(model: nn.Module, setting: Setting, device: torch.device) -> None:
+    """Refuses what would have the machine end the process: a CPU has no out-of-memory error."""
+    if device.type != "cpu":
+        return
+    needed = setting.batch_size * sum(4 * p.numel() for p in model.parameters())
+    free = psutil.virtual_memory().available
+    if 1.25 * needed > free:
+        raise DoesNotRun(
+            f"per-sample gradients of {needed / 2**30:.1f} GiB do not fit into "
+            f"{free / 2**30:.1f} GiB"
+        )

@@ -1,0 +1,1 @@
+"""What several recipes use: where a result comes from, tables, plots."""

@@ -1,0 +1,84 @@
+"""Where a result comes from: settings, versions, the commit; and the model that a method trains."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, get_peft_model
+
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacySpent
+from dp_grape_hf.arguments import DPGrapeArguments
+
+
+def settings(args: DPGrapeTrainingArguments) -> dict[str, Any]:
+    """Returns the arguments that the result depends on."""
+    names = (
+        *("target_epsilon", "target_delta", "accountant", "max_grad_norm", "expected_batch_size"),
+        *("method", "max_steps", "num_train_epochs", "projection", "projection_rank"),
+        *("projection_update_steps", "projection_seed", "engine", "learning_rate", "weight_decay"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
+        *("per_device_train_batch_size", "world_size", "seed"),
+    )
+    scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
+    return {name: getattr(args, name) for name in names} | scheduler
+
+
+def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
+    """Returns every argument of ours, and those of the host that a result depends on."""
+    own = {f.name: getattr(args, f.name) for f in fields(DPGrapeArguments)}
+    names = ("bf16", "gradient_checkpointing", "optim_target_modules")
+    others = {name: getattr(args, name) for name in names}
+    return own | settings(args) | others
+
+
+def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
+    """What a run spent, and the numbers of its mechanism that a result needs to be read."""
+    own = ("noise_multiplier", "sample_rate", "expected_batch_size", "max_grad_norm")
+    return {
+        **{name: getattr(spent, name) for name in ("epsilon", "delta", "steps")},
+        **{name: getattr(spent.mechanism, name) for name in (*own, "adjacency", "privacy_unit")},
+        "private": spent.private,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the software that made the result."""
+    packages = ("torch", "transformers", "accelerate", "scikit-learn", "prv-accountant")
+    return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+
+
+def git_commit() -> str | None:
+    """Returns the commit of the code, marked if the files differ from it; None outside git."""
+    here = str(Path(__file__).parent)
+    command = ["git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def with_adapter(model: Any, method: str, rank: int, head: Sequence[str] = ()) -> Any:
+    """Returns the model, in a LoRA adapter on all its linear layers if the method trains one.
+
+    Args:
+        model: a pretrained model of transformers.
+        method: a name in ``METHODS``.
+        rank: of the adapter, and its alpha.
+        head: names of modules that are new, and trained whole beside the adapter.
+    """
+    if not METHODS[method].adapter:
+        return model
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        target_modules="all-linear",
+        modules_to_save=list(head) or None,
+    )
+    return get_peft_model(model, config)

@@ -1,0 +1,1 @@
+"""A small Vision Transformer on handwritten digits: the demo, and every method beside it."""

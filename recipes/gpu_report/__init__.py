@@ -1,0 +1,1 @@
+"""What a GPU measures: gradients, memory, time."""

@@ -1,0 +1,270 @@
+"""Renders which models, heads and conditions have exact per-sample gradients, as a table.
+
+    python -m recipes.models.matrix
+    python -m recipes.models.matrix --only "BERT|Llama" --conditions full --output table.md
+    python -m recipes.models.matrix --conditions full projected --summary
+
+Every family of ``recipes.models.zoo`` and ``recipes.models.zoo_wide`` runs with every task of its
+row through both engines. A cell is the worst relative error of one sample's gradient of one
+parameter, compared with autograd of the loss that the model itself returns for that sample alone;
+or it names the reason why the model is refused. Under bfloat16 it is the error of a sample's whole
+gradient: what should be zero there is rounding. Takes five minutes of one CPU core, needs no
+network and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.engines import ENGINES
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from recipes.models.zoo import FAMILIES, Batch, Row, rows
+from recipes.models.zoo_wide import WIDE
+
+RANK = 4
+BATCH_SIZE = 4
+ENGINE_NAMES = sorted(ENGINES, reverse=True)  # the default one first
+
+
+def own_gradients(
+    model: nn.Module, inputs: Batch, projectors: Mapping[str, Projector] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns losses (B,) and gradients (B, ...) of the loss that the model itself computes.
+
+    Each sample is a batch of its own, with its labels, through ordinary autograd.
+    """
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses: list[Tensor] = []
+    found: dict[str, list[Tensor]] = {name: [] for name in weights}
+    for i in range(len(next(iter(inputs.values())))):
+        loss = model(**{key: value[i : i + 1] for key, value in inputs.items()}).loss
+        losses.append(loss.detach())
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            gradient = torch.zeros_like(weight) if gradient is None else gradient
+            projector = (projectors or {}).get(name)
+            found[name].append(projector.project(gradient) if projector else gradient)
+    return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
+
+
+def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest relative error of one sample's gradient of one parameter.
+
+    A gradient below 1e-2 of the sample's total counts as that: the rounding of the larger terms
+    that it is computed from does not shrink with it, and is all that there is of a gradient that is
+    zero in exact arithmetic, as that of a key's bias. NaN counts as infinite.
+    """
+    totals = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).norm(dim=0)  # (B,)
+    worst = torch.zeros(())
+    for name, gradient in expected.items():
+        errors = (found[name] - gradient).flatten(1).norm(dim=1)
+        scale = gradient.flatten(1).norm(dim=1).maximum(1e-2 * totals).clamp(min=1e-20)
+        worst = worst.maximum((errors / scale).nan_to_num(nan=torch.inf).max())
+    return worst.item()
+
+
+def whole_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest relative error of one sample's gradient of all parameters together."""
+    everything = (
+        torch.cat([values[name].float().flatten(1) for name in expected], 1)
+        for values in (found, expected)
+    )
+    return worst_error(*({"all": values} for values in everything))
+
+
+# ---- Conditions ----
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a model is made and run; ``full`` is how it comes, all parameters unprojected."""
+
+    rank: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)  # changes to the configuration
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] = lambda model: None
+    autocast: torch.dtype | None = None
+    applies: Callable[[Row], bool] = lambda row: True
+
+
+def _reads_texts(row: Row) -> bool:
+    return "attention_mask" in row.batch(1)
+
+
+CONDITIONS = {
+    "full": Condition(),
+    "projected": Condition(rank=RANK),
+    "eager attention": Condition(model={"attn_implementation": "eager"}),
+    "left padding": Condition(batch={"padding": "left"}, applies=_reads_texts),
+    "checkpointing": Condition(
+        model={"use_cache": False},
+        prepare=lambda model: model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        ),
+        applies=lambda row: (
+            row.family.adapter is None and row.model().supports_gradient_checkpointing
+        ),
+    ),
+    "bf16 autocast": Condition(autocast=torch.bfloat16),
+}
+
+
+def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
+    """Returns the worst error, or why there is none, or None where the condition does not apply.
+
+    A text is ``refused: `` and the reason, or ``fails: `` and an error that nobody expected.
+    """
+    if not condition.applies(row):
+        return None
+    model = row.model(**condition.model)
+    inputs = row.batch(BATCH_SIZE, **condition.batch)
+    projectors: Mapping[str, Projector] = {}
+    if condition.rank is not None:
+        names = default_targets(model, MATRIX_LAYERS)
+        shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+        projectors = ProjectionSchedule(shapes, rank=condition.rank, update_steps=1, seed=0).at(0)
+    condition.prepare(model)
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if condition.autocast is not None:
+        context = torch.autocast("cpu", condition.autocast)
+    try:
+        with context:
+            _, gradients = per_sample_gradients(
+                model, inputs, projections=projectors, engine=engine
+            )
+    except UnsupportedModelError as error:
+        return f"refused: {error}"
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"fails: {type(error).__name__}: {error}".split("\n")[0]
+    _, expected = own_gradients(row.model(**condition.model), inputs, projectors)
+    one_hot = torch.eye(BATCH_SIZE)
+    found = {
+        name: torch.stack([gradient.weighted_sum(factors) for factors in one_hot])
+        for name, gradient in gradients.items()
+    }
+    return (worst_error if condition.autocast is None else whole_error)(found, expected)
+
+
+# ---- The table ----
+
+
+def render(
+    cells: Mapping[tuple[str, str, str], float | str | None],
+    entries: Sequence[Row],
+    conditions: Sequence[str],
+    engines: Sequence[str],
+) -> str:
+    """Returns the table as Markdown, one row per model and head, with the reasons below it."""
+    columns = [(condition, engine) for condition in conditions for engine in engines]
+    titles = [f"{condition}, {engine}" for condition, engine in columns]
+    lines = [
+        "| model | head | " + " | ".join(titles) + " |",
+        "|---|---|" + "---|" * len(columns),
+    ]
+    reasons: list[str] = []
+
+    def text(value: float | str | None) -> str:
+        if isinstance(value, str):
+            outcome, _, reason = value.partition(": ")
+            if reason not in reasons:
+                reasons.append(reason)
+            return f"{outcome} ({reasons.index(reason) + 1})"
+        return "" if value is None else f"{value:.0e}"
+
+    for row in entries:
+        values = (text(cells[str(row), *column]) for column in columns)
+        lines.append(f"| {row.family.name} | {row.task} | " + " | ".join(values) + " |")
+    lines += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, start=1))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def summarise(
+    cells: Mapping[tuple[str, str, str], float | str | None],
+    entries: Sequence[Row],
+    engines: Sequence[str],
+) -> str:
+    """Returns one row per family: its heads, and the worst error over all of its cells."""
+    families: dict[str, list[Row]] = {}
+    for row in entries:
+        families.setdefault(row.family.name, []).append(row)
+    lines = ["| model | heads | " + " | ".join(engines) + " |", "|---|---|" + "---|" * len(engines)]
+
+    def text(family: Sequence[Row], engine: str) -> str:
+        of_head = {
+            row.task: [v for (r, _, e), v in cells.items() if (r, e) == (str(row), engine)]
+            for row in family
+        }
+        refused = [
+            task for task, found in of_head.items() if any(isinstance(v, str) for v in found)
+        ]
+        errors = [v for found in of_head.values() for v in found if isinstance(v, float)]
+        worst = [f"{max(errors):.0e}"] if errors else []
+        some = [f"refused: {', '.join(refused)}"] if refused else []
+        return "; ".join(worst + some)
+
+    for name, family in families.items():
+        heads = ", ".join(row.task for row in family)
+        values = (text(family, engine) for engine in engines)
+        lines.append(f"| {name} | {heads} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="Regular expression for 'family, head'.")
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINE_NAMES, default=ENGINE_NAMES)
+    parser.add_argument("--output", type=Path, help="Also write the table to this file.")
+    parser.add_argument("--summary", action="store_true", help="One row per family of models.")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Renders the table to the standard output, with a progress bar on the standard error."""
+    options = parse(arguments)
+    entries = [row for row in rows(FAMILIES + WIDE) if re.search(options.only, str(row))]
+    wanted = [
+        (row, condition, engine)
+        for row in entries
+        for condition in options.conditions
+        for engine in options.engines
+    ]
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    cells = {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for row, condition, engine in tqdm(wanted, file=sys.stderr, unit="cell"):
+                cells[str(row), condition, engine] = cell(row, CONDITIONS[condition], engine)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    if options.summary:
+        table = summarise(cells, entries, options.engines)
+    else:
+        table = render(cells, entries, options.conditions, options.engines)
+    sys.stdout.write(table)
+    if options.output is not None:
+        options.output.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

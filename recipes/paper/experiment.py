@@ -1,0 +1,368 @@
+"""What the recipes of the paper's experiments have in common: settings, a run, and its result.
+
+A recipe (``roberta``, ``opt``, ``vit``) is a ``Family``: it loads a task and scores a model. Which
+method trains it is an option like any other, and all options have defaults in a YAML file, a
+preset:
+
+    arguments: {max_steps: 1000, ...}                 # of every run
+    methods:
+      dp_grape: {learning_rate: 1.0e-4, ...}          # of a method
+    tasks:
+      SST-2:
+        arguments: {...}                              # of a task
+        methods: {dp_grape: {max_grad_norm: 0.5}}     # of a method on a task
+    models:
+      roberta-base: {methods: {...}, tasks: {...}}    # all of these again, of a model of that name
+
+The later wins, and the command line wins over all. A value ``unknown`` stands for a setting that
+was not published: a run that needs it stops, and asks for it.
+
+A result is a JSON file of its own, which is never overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import HfArgumentParser, TrainerCallback, set_seed
+from transformers.utils import logging
+
+from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
+from recipes.common.provenance import git_commit, recorded, spent_as_json, versions
+
+CONFIGS = Path(__file__).with_name("configs")
+UNKNOWN = "unknown"
+"""What a preset says of a setting that its source does not tell."""
+NOISE = ("target_epsilon", "noise_multiplier")
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
+
+Scores = dict[str, float]
+
+
+@dataclass
+class ExperimentArguments:
+    """What is trained on what; a family adds its own."""
+
+    task: str = field(metadata={"help": "The name of the task."})
+    model_name_or_path: str = field(metadata={"help": "A model of the Hub, or a folder."})
+    config: str = field(
+        default="ours", metadata={"help": "A preset by name, or a YAML file of settings."}
+    )
+    dataset_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder with the task's data, or the name of a data set of the Hub, as in "
+            "nyu-mll/glue:sst2. Default: the task's own of the Hub."
+        },
+    )
+    result_dir: str = field(
+        default="runs/results", metadata={"help": "Where the result goes, as a file of its own."}
+    )
+    curve_steps: int = field(
+        default=0, metadata={"help": "Score the dev split every so many steps; 0: at the end only."}
+    )
+    zero_shot: bool = field(
+        default=False, metadata={"help": "Score the model as it is, without training."}
+    )
+    selection_runs: int = field(
+        default=0,
+        metadata={"help": "From how many runs the settings were chosen; for the record."},
+    )
+    frozen: str | None = field(
+        default=None,
+        metadata={"help": "A regular expression; parameters with such names are not trained."},
+    )
+    lora_rank: int = field(
+        default=16, metadata={"help": "The rank of the adapter, of methods that train one."}
+    )
+
+
+Script = TypeVar("Script", bound=ExperimentArguments)
+
+
+@dataclass
+class Experiment:
+    """A task, ready to train and to score.
+
+    Args:
+        model: what is trained.
+        train: its training examples; their number is N.
+        collator: makes a batch of examples.
+        score: (model, name of a split) -> metrics in percent, the first of which counts.
+        splits: how many examples each split has.
+        loss: ``(outputs, labels) -> (B,)``; None for the model's own head.
+        notes: what differs from the experiment that is reproduced.
+    """
+
+    model: nn.Module
+    train: Any
+    collator: Callable[[list[Any]], Any]
+    score: Callable[[nn.Module, str], Scores]
+    splits: Mapping[str, int]
+    loss: Callable[..., Tensor] | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Family(Generic[Script]):
+    """A family of experiments.
+
+    Args:
+        name: of the recipe; its presets are ``configs/<name>_<preset>.yaml``.
+        script: the class of its arguments.
+        tasks: the names of its tasks.
+        load: makes the experiment, the seed being set.
+    """
+
+    name: str
+    script: type[Script]
+    tasks: tuple[str, ...]
+    load: Callable[[Script, DPGrapeTrainingArguments], Experiment]
+
+
+# ---- One run ----
+
+
+def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) -> dict[str, Any]:
+    """Trains, scores, and writes the result; returns it.
+
+    Raises:
+        FileExistsError: if there is a result of this name; nothing is trained then.
+    """
+    path = result_path(family, script, args)
+    if path.exists():
+        raise FileExistsError(
+            f"{path} exists, and results are not overwritten: move it, or give --result_dir."
+        )
+    origin = {"versions": versions(), "git_commit": git_commit()}  # files may change meanwhile
+    set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
+    experiment = family.load(script, args)
+    freeze(experiment.model, script.frozen)
+    curve = Curve(experiment, script.curve_steps)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    spent = None
+    model: nn.Module = experiment.model
+
+    def scores() -> dict[str, Scores]:
+        return {split: experiment.score(model, split) for split in experiment.splits}
+
+    if script.zero_shot:
+        metrics = scores()
+    else:
+        trainer = DPGrapeTrainer(
+            model,
+            args,
+            data_collator=experiment.collator,
+            train_dataset=experiment.train,
+            compute_loss_func=experiment.loss,
+            callbacks=[curve] if script.curve_steps else None,
+        )
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if not trainer.is_world_process_zero():
+            return {}
+        spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
+    # Of training alone where there is any, otherwise of the scores.
+    seconds, peak = time.perf_counter() - start, peak_memory()
+    if not script.zero_shot:
+        metrics = scores()
+    result = {
+        "family": family.name,
+        "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
+        "settings": recorded(args),
+        "metrics": metrics,
+        "curve": curve.points,
+        "privacy": spent,
+        "parameters": sum(p.numel() for p in experiment.model.parameters()),
+        "splits": {"train": len(experiment.train), **experiment.splits},
+        "seconds": round(seconds, 2),
+        "peak_memory": peak,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **origin,
+        "date": time.strftime("%Y-%m-%d"),
+        "notes": list(experiment.notes),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.stem}-{uuid4().hex}.part")
+    whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    try:
+        os.link(whole, path)  # at once, and never over another
+    finally:
+        whole.unlink()
+    sys.stdout.write(f"{report(result)}\n{path}\n")
+    return result
+
+
+def freeze(model: nn.Module, pattern: str | None) -> None:
+    """Freezes the parameters whose names the pattern occurs in.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if pattern is None:
+        return
+    found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+    if not found:
+        raise ValueError(f"frozen={pattern!r} occurs in no parameter's name.")
+    for parameter in found:
+        parameter.requires_grad_(False)
+
+
+class Curve(TrainerCallback):
+    """Scores the dev split while training goes on; nothing is decided by it.
+
+    Args:
+        experiment: what is scored.
+        every: how many steps lie between two scores.
+    """
+
+    def __init__(self, experiment: Experiment, every: int) -> None:
+        self._experiment, self._every = experiment, every
+        self.points: list[dict[str, Any]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Scores, if it is time."""
+        if state.global_step % self._every == 0 and state.is_world_process_zero:
+            model = kwargs["model"]
+            scores = self._experiment.score(model, "dev")
+            model.train()
+            self.points.append({"step": state.global_step, **scores})
+
+
+def result_path(
+    family: Family[Script], script: ExperimentArguments, args: DPGrapeTrainingArguments
+) -> Path:
+    """Returns where the result of a run belongs; its name has any preset in it but ``ours``."""
+    what = "zero-shot" if script.zero_shot else args.method
+    if not script.zero_shot and args.target_epsilon is not None:
+        what += f"-eps{args.target_epsilon:g}"
+    preset = Path(script.config).stem.removeprefix(f"{family.name}_")
+    start = family.name if preset == "ours" else f"{family.name}-{preset}"
+    model = Path(script.model_name_or_path).name
+    name = f"{start}-{model}-{script.task}-{what}-seed{args.seed}.json"
+    return Path(script.result_dir) / name
+
+
+def peak_memory() -> dict[str, int]:
+    """Returns peaks in bytes: of the CUDA allocator, or of the process."""
+    if torch.cuda.is_available():
+        return {
+            "max_memory_allocated": torch.cuda.max_memory_allocated(),
+            "max_memory_reserved": torch.cuda.max_memory_reserved(),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"max_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Returns what a person wants to know of a result, in a few lines."""
+    lines = [
+        f"{split:<5} " + "  ".join(f"{name} {value:.2f}" for name, value in scores.items())
+        for split, scores in result["metrics"].items()
+    ]
+    spent = result["privacy"]
+    if spent is not None:
+        promise = f"({spent['epsilon']:.4g}, {spent['delta']})" if spent["private"] else "none"
+        lines.append(f"privacy {promise}, {spent['adjacency']}, {spent['steps']} steps")
+    return "\n".join([*lines, f"{result['seconds']:.0f} s"])
+
+
+# ---- Settings ----
+
+
+def main(family: Family[Script], argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs what the command line asks for."""
+    script, args = parse(family, argv)
+    if args.disable_tqdm:
+        logging.set_verbosity_error()
+    return run(family, script, args)
+
+
+def parse(
+    family: Family[Script], argv: Sequence[str] | None = None
+) -> tuple[Script, DPGrapeTrainingArguments]:
+    """Returns the arguments of a run: the command line over the preset over defaults.
+
+    Raises:
+        ValueError: if the preset sets what is no option, or does not know what the run needs.
+    """
+    parser = HfArgumentParser((family.script, DPGrapeTrainingArguments))
+    first = parser.parse_known_args(_with_placeholders(family, argv))[0]
+    if first.task not in family.tasks:
+        raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
+    path = preset_path(family.name, first.config)
+    preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
+    known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
+    if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
+        preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])
+    if wrong := sorted(preset.keys() - known):
+        raise ValueError(f"{path} sets {wrong}, which are no options of this recipe.")
+    row = METHODS.get(first.method)
+    if row is not None and not row.private:  # a budget or a clip would contradict it
+        for name in ("target_epsilon", "max_grad_norm"):
+            preset.pop(name, None)
+    for name, other in (NOISE, NOISE[::-1]):  # of which exactly one says how much noise there is
+        if getattr(first, name) is not None:
+            preset.pop(other, None)
+    if first.zero_shot:
+        preset = {name: value for name, value in preset.items() if value != UNKNOWN}
+    for action in parser._actions:  # what the preset has need not be given
+        if action.dest in preset:
+            action.required = False
+    missing = object()
+    parser.set_defaults(**{k: missing if v == UNKNOWN else v for k, v in preset.items()})
+    given = vars(parser.parse_known_args(argv)[0])
+    if asked := sorted(name for name, value in given.items() if value is missing):
+        options = " ".join(f"--{name}" for name in asked)
+        raise ValueError(
+            f"{path} does not know {', '.join(asked)} of method={first.method!r} on "
+            f"task={first.task!r}: its source does not say. Give {options}."
+        )
+    script, args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    return script, args
+
+
+def _with_placeholders(family: Family[Script], argv: Sequence[str] | None) -> list[str]:
+    """Returns the words of the command line, after values for what a preset may set."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return ["--model_name_or_path", UNKNOWN, *words]
+
+
+def preset_path(family: str, name: str) -> Path:
+    """Returns the file of a preset, by its name or its path.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    for path in (CONFIGS / f"{family}_{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    known = sorted(p.stem.removeprefix(f"{family}_") for p in CONFIGS.glob(f"{family}_*.yaml"))
+    raise FileNotFoundError(f"config={name!r} is no file, and no preset: {', '.join(known)}.")
+
+
+def preset_for(path: Path, method: str, task: str, model: str = "") -> dict[str, Any]:
+    """Returns the options that a preset has for a method on a task, of a model of that name."""
+    preset = yaml.safe_load(path.read_text(encoding="utf-8"))
+    size = preset.get("models", {}).get(model, {})
+    layers = [
+        layer
+        for part in (preset, size)
+        for here in (part, part.get("tasks", {}).get(task, {}))
+        for layer in (here.get("arguments"), here.get("methods", {}).get(method))
+    ]
+    return {name: value for layer in layers for name, value in (layer or {}).items()}

@@ -1,0 +1,276 @@
+"""Labelled images: from the Hub or from files, kept as bytes, and made into batches for a model.
+
+Data come from the Hub or from a folder as ``recipes.paper.data`` reads them, or from a folder with
+
+* the four IDX files of MNIST and Fashion-MNIST, gzipped or not (``train-images-idx3-ubyte.gz``);
+* ``[name_]train.npz`` and ``[name_]test.npz`` with ``label`` and either ``img``, (N, H, W[, C])
+  uint8, or ``jpeg`` and ``offsets``: image i is the file ``jpeg[offsets[i]:offsets[i + 1]]``.
+
+Nothing is computed from the images but each batch from itself: means and deviations of a private
+data set would be a release of their own.
+
+Shapes: N images in a data set, B in a batch, C channels, H x W pixels, S the model's image size.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from recipes.paper.data import load_split
+
+SPLITS = ("train", "test")
+_IDX_NAMES = {"train": "train", "test": "t10k"}
+_IDX_BYTES = 0x08  # the third byte of an IDX file whose numbers are unsigned bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set comes from, and what it holds.
+
+    Args:
+        hub: its name on the Hub.
+        image: the column of the images there.
+        label: the column of the labels there.
+        classes: how many labels there are; they are counted from 0.
+        sizes: how many images each split has.
+    """
+
+    hub: str
+    image: str
+    label: str
+    classes: int
+    sizes: Mapping[str, int]
+
+
+class Images(Dataset[dict[str, Tensor]]):
+    """Images and labels in memory; an example has the names that a model calls them.
+
+    Args:
+        pixels: (N, C, H, W), uint8, with one or three channels.
+        labels: (N,), int64.
+        lossy: whether they were stored in a form that changed them.
+
+    Raises:
+        ValueError: for another shape or type.
+    """
+
+    def __init__(self, pixels: Tensor, labels: Tensor, lossy: bool = False) -> None:
+        if pixels.dtype is not torch.uint8 or pixels.dim() != 4 or pixels.shape[1] not in (1, 3):
+            raise ValueError(
+                f"Images must be (N, 1 or 3, H, W) of type uint8, not {tuple(pixels.shape)} of "
+                f"{pixels.dtype}."
+            )
+        if labels.shape != pixels.shape[:1]:
+            raise ValueError(f"{len(pixels)} images have labels of shape {tuple(labels.shape)}.")
+        self.pixels, self.labels, self.lossy = pixels, labels, lossy
+
+    def __len__(self) -> int:
+        """Returns N."""
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Returns an image, (C, H, W) uint8, with its label."""
+        return {"pixel_values": self.pixels[index], "labels": self.labels[index]}
+
+    def select(self, indices: Tensor) -> Images:
+        """Returns some of the images, in the order of the indices."""
+        return Images(self.pixels[indices], self.labels[indices], self.lossy)
+
+
+# ---- Loading ----
+
+
+def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
+    """Returns the training and the test split.
+
+    Args:
+        source: the data set.
+        path: a folder with it, or a folder and the name in front of ``train.npz``, as in
+            ``data/full_jpeg``, or the name of another data set of the Hub; None for its own.
+
+    Raises:
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the files do not hold what they should.
+    """
+    splits = _load(source, path)
+    for split, images in splits.items():
+        found = int(images.labels.min()), int(images.labels.max())
+        if found[0] < 0 or found[1] >= source.classes:
+            raise ValueError(
+                f"The labels of {path or source.hub} ({split}) go from {found[0]} to {found[1]}, "
+                f"and those of the task from 0 to {source.classes - 1}."
+            )
+    return splits
+
+
+def _load(source: Source, path: str | None) -> dict[str, Images]:
+    if path is not None:
+        folder = Path(path)
+        if any(folder.glob("*-images-idx3-ubyte*")):
+            return {split: _from_idx(folder, name) for split, name in _IDX_NAMES.items()}
+        if files := _archives(folder):
+            return {split: _from_npz(file) for split, file in files.items()}
+    return {split: _from_datasets(load_split(split, path, source.hub), source) for split in SPLITS}
+
+
+def is_local(path: str) -> bool:
+    """Returns whether a path leads to files here, and not to the Hub."""
+    folder = Path(path)
+    return folder.is_dir() or bool(_archives(folder))
+
+
+def _from_datasets(data: Any, source: Source) -> Images:
+    """Reads a split of a library whose images are decoded when they are asked for."""
+    images = [_to_array(image) for image in data[source.image]]
+    return _images(images, np.asarray(data[source.label]))
+
+
+def _from_idx(folder: Path, name: str) -> Images:
+    pixels = _read_idx(_only(folder, f"{name}-images-idx3-ubyte*"))
+    labels = _read_idx(_only(folder, f"{name}-labels-idx1-ubyte*"))
+    return _images(pixels, labels)
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        raise FileNotFoundError(f"{folder} must hold one {pattern}, and holds {len(found)}.")
+    return found[0]
+
+
+def _read_idx(path: Path) -> np.ndarray[Any, Any]:
+    """Reads an IDX file of bytes: two zeros, the type, the number of dimensions, sizes, numbers."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    if data[:3] != bytes([0, 0, _IDX_BYTES]):
+        raise ValueError(f"{path} is no IDX file of unsigned bytes: it starts with {data[:4]!r}.")
+    start = 4 + 4 * data[3]
+    sizes = tuple(np.frombuffer(data[4:start], dtype=">u4").tolist())
+    numbers = np.frombuffer(data, dtype=np.uint8, offset=start)
+    if numbers.size != math.prod(sizes):
+        raise ValueError(f"{path} says {sizes}, and holds {numbers.size} numbers.")
+    return numbers.reshape(sizes)
+
+
+def _archives(path: Path) -> dict[str, Path]:
+    """Returns the .npz file of each split, or nothing if the path leads to none."""
+    names = {split: path.with_name(f"{path.name}_{split}.npz") for split in SPLITS}
+    if all(file.is_file() for file in names.values()):
+        return names
+    choices = sorted(path.glob(f"*{SPLITS[0]}.npz"))
+    if len(choices) > 1:
+        names_in_front = [str(p).removesuffix(f"_{SPLITS[0]}.npz") for p in choices]
+        raise ValueError(
+            f"dataset_path={str(path)!r} holds several data sets; give one of: "
+            f"{', '.join(names_in_front)}."
+        )
+    if not choices:
+        return {}
+    front = choices[0].name.removesuffix(f"{SPLITS[0]}.npz")
+    return {split: path / f"{front}{split}.npz" for split in SPLITS}
+
+
+def _from_npz(path: Path) -> Images:
+    with np.load(path) as archive:
+        labels = archive["label"]
+        if "img" in archive:
+            return _images(archive["img"], labels)
+        files, offsets = archive["jpeg"], archive["offsets"]
+    ends = itertools.pairwise(offsets.tolist())
+    pictures = [Image.open(io.BytesIO(files[start:end].tobytes())) for start, end in ends]
+    lossy = any(picture.format == "JPEG" for picture in pictures)
+    return _images([_to_array(picture) for picture in pictures], labels, lossy)
+
+
+def _to_array(picture: Image.Image) -> np.ndarray[Any, Any]:
+    """Returns (H, W) of a grey picture, and (H, W, 3) of any other."""
+    return np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB"))
+
+
+def _images(pixels: Any, labels: np.ndarray[Any, Any], lossy: bool = False) -> Images:
+    """Returns images from arrays (N, H, W) or (N, H, W, C), or a list of N such arrays."""
+    if isinstance(pixels, list):
+        if len(shapes := {array.shape for array in pixels}) != 1:
+            raise ValueError(f"Images must all have one shape, and these have {sorted(shapes)}.")
+        pixels = np.stack(pixels)
+    tensor = torch.tensor(pixels)
+    tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2).contiguous()
+    return Images(tensor, torch.tensor(labels.astype(np.int64)), lossy)
+
+
+# ---- Batches ----
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Collates examples of ``Images``: resizes and normalises whole batches.
+
+    A channel of a pixel is ``(byte / 255 - mean) / std``. Resizing interpolates linearly, and
+    averages first where it makes images smaller. Nothing mixes one image with another.
+
+    Args:
+        size: S; images are resized to S x S.
+        channels: of the model; a grey image is repeated in all of them.
+        mean: what is subtracted, a constant of the model and never of private images.
+        std: what is divided by, likewise.
+
+    Raises:
+        ValueError: for colour images where the model has one channel.
+    """
+
+    size: int
+    channels: int
+    mean: float
+    std: float
+
+    def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns ``pixel_values``, (B, C, S, S) float32, and ``labels``, (B,)."""
+        pixels = torch.stack([example["pixel_values"] for example in examples]).float() / 255
+        if pixels.shape[1] not in (1, self.channels):
+            raise ValueError(
+                f"Images of {pixels.shape[1]} channels do not fit num_channels={self.channels}."
+            )
+        if pixels.shape[2:] != (self.size, self.size):
+            pixels = functional.interpolate(
+                pixels, (self.size, self.size), mode="bilinear", antialias=True
+            )
+        pixels = ((pixels - self.mean) / self.std).expand(-1, self.channels, -1, -1)
+        labels = torch.stack([example["labels"] for example in examples])
+        return {"pixel_values": pixels.contiguous(), "labels": labels}
+
+
+def held_out(images: Images, share: float, seed: int) -> tuple[Images, Images]:
+    """Returns a random split of images: the rest, and the given share of them."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=generator)
+    count = round(share * len(images))
+    return images.select(order[count:]), images.select(order[:count])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Images, batches: Batches, batch_size: int) -> float:
+    """Returns how many percent of the images a model labels right."""
+    device = next(model.parameters()).device
+    model.eval()
+    right = 0
+    for start in range(0, len(images), batch_size):
+        examples = [images[i] for i in range(start, min(start + batch_size, len(images)))]
+        batch = batches(examples)
+        logits = model(pixel_values=batch["pixel_values"].to(device)).logits
+        right += int((logits.argmax(-1).cpu() == batch["labels"]).sum())
+    return 100 * right / len(images)

@@ -1,0 +1,163 @@
+"""How the OPT recipe scores a model: the accuracy of its choices, the F1 of its answers.
+
+Both are those of Malladi et al. (2023): no calibration, greedy decoding, and the F1 of SQuAD, for
+DROP as well. ``f1`` here is what the metric ``squad`` of evaluate computes, but for questions whose
+first right answer says that there is none. That metric is a script of the Hub's, to be downloaded
+and run; with ``--metric_path`` it is used for all other questions.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from recipes.paper.opt_tasks import Collator, Encoder, Question, left_padded
+
+UNANSWERABLE = ("CANNOTANSWER", "no answer")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+Item = TypeVar("Item")
+
+
+@torch.no_grad()
+def accuracy(
+    model: Any,
+    questions: Sequence[Question],
+    encoder: Encoder,
+    collator: Collator,
+    batch_size: int,
+) -> float:
+    """Returns for how many percent of the questions the right option has the highest score."""
+    model.eval()
+    device = next(model.parameters()).device
+    examples = sorted(map(encoder.example, questions), key=lambda e: len(e["input_ids"][0]))
+    right = 0
+    for some in batches(examples, batch_size):
+        batch = collator(some)
+        labels = batch.pop("labels")
+        scores = model(**{name: x.to(device) for name, x in batch.items()})["scores"]
+        right += int((scores.argmax(1).cpu() == labels).sum())
+    return 100 * right / len(examples)
+
+
+def mean_f1(
+    model: Any,
+    questions: Sequence[Question],
+    encoder: Encoder,
+    pad: int,
+    batch_size: int,
+    max_new_tokens: int,
+    metric: Any = None,
+) -> float:
+    """Returns the mean F1, in percent, of the answers that a model generates.
+
+    Args:
+        model: has a ``generate`` as transformers' models do.
+        questions: what is asked.
+        encoder: makes the prompts.
+        pad: the id of the padding.
+        batch_size: how many answers are generated at once.
+        max_new_tokens: where an answer is broken off.
+        metric: of evaluate, as ``squad`` is; None for ``f1``.
+    """
+    ordered = sorted(questions, key=lambda question: len(question.prompt))
+    answers = generate(
+        model,
+        encoder.tokenizer,
+        [encoder.prompt(question) for question in ordered],
+        pad,
+        batch_size,
+        max_new_tokens,
+    )
+    pairs = [(a, question.golds) for a, question in zip(answers, ordered, strict=True)]
+    own = [pair for pair in pairs if metric is None or pair[1][0] in UNANSWERABLE]
+    total = 100 * sum(f1(answer, golds) for answer, golds in own)
+    if len(own) < len(pairs):
+        usual = [pair for pair in pairs if pair[1][0] not in UNANSWERABLE]
+        total += len(usual) * metric_f1(metric, usual)
+    return total / len(pairs)
+
+
+def metric_f1(metric: Any, pairs: Sequence[tuple[str, Sequence[str]]]) -> float:
+    """Returns the mean F1, in percent, that a metric of evaluate gives to answers."""
+    predictions, references = [], []
+    for i, (answer, golds) in enumerate(pairs):
+        answers = {"text": list(golds), "answer_start": [0] * len(golds)}  # where does not count
+        predictions.append({"id": str(i), "prediction_text": answer})
+        references.append({"id": str(i), "answers": answers})
+    return float(metric.compute(predictions=predictions, references=references)["f1"])
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    pad: int,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[str]:
+    """Returns the text that a model continues each prompt with, to the end of the line.
+
+    Args:
+        model: has a ``generate`` as transformers' models do.
+        tokenizer: of the model.
+        prompts: ids, of any lengths.
+        pad: the id of the padding, which is on the left.
+        batch_size: how many prompts run at once.
+        max_new_tokens: where an answer is broken off.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
+    ends = [line_break, tokenizer.eos_token_id]
+    texts = []
+    for some in batches(prompts, batch_size):
+        ids, mask = (x.to(device) for x in left_padded(some, pad))
+        tokens = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=[token for token in ends if token is not None],
+            pad_token_id=pad,
+        )
+        new = tokens[:, ids.shape[1] :]
+        texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return texts
+
+
+def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yields the items in order, so many at once."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def f1(answer: str, golds: Sequence[str]) -> float:
+    """Returns the F1 of an answer's words, that with the right answer it fits best; from 0 to 1.
+
+    Where the first right answer says that there is none, only the same words count.
+
+    >>> f1("The 12 apples!", ["ten apples", "12 apples"])
+    1.0
+    """
+    if golds[0] in UNANSWERABLE:
+        return float(words(answer) == words(golds[0]))
+    return max(_f1(words(answer), words(gold)) for gold in golds)
+
+
+def words(text: str) -> list[str]:
+    """Returns the words of a text in lower case, without articles and punctuation."""
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    common = (Counter(found) & Counter(wanted)).total()
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0

@@ -1,0 +1,198 @@
+"""Singular values of a model's gradients, before and after they are made private.
+
+    python -m recipes.paper.singular_values --family vit --config paper --task CIFAR-10 \\
+        --per_device_train_batch_size 50
+    python -m recipes.paper.singular_values --family opt --config paper --task SST2 \\
+        --model_name_or_path facebook/opt-1.3b --expected_batch_size 500
+
+reproduce the numbers of the two halves of the paper's Figure fig:vit-svals: at the first step, the
+largest 64 singular values of the gradient of each projected layer, averaged over layers, for
+several bounds C and noise multipliers sigma, and without either. Noise fills the spectrum, which is
+why a random projection loses no more than one computed by a singular value decomposition. The paper
+names neither its grids nor OPT's batch: the defaults, and 500, are what its authors' code has for
+OPT-1.3B. Hardware: any; with ViT-Base, 0.15 GB for each image of a physical batch, and of any model
+its weights once more for each bound.
+
+It writes functions of the training data without noise among them: for data that may be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import set_seed
+
+from dp_grape_hf import DPGrapeTrainingArguments, per_sample_gradients
+from dp_grape_hf.engine import add_clipped_sum_
+from dp_grape_hf.losses import LossFunction
+from dp_grape_hf.targets import projection_targets
+from recipes.common.provenance import git_commit, recorded, versions
+from recipes.paper import opt, vit
+from recipes.paper.experiment import Experiment, Family, parse
+
+Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
+
+FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (vit.FAMILY, opt.FAMILY)}
+WHOLE = ["--method", "dp_adam", "--noise_multiplier", "0"]
+"""Gradients that nothing is projected of; nothing is trained. The command line wins over it."""
+SAMPLING = "Poisson draws"
+"""What a family's note on sampling has in it; here a batch has exactly the expected size."""
+
+
+@dataclass
+class SpectrumArguments:
+    """Which gradients are looked at; beside what a family asks for."""
+
+    bounds: list[float] = field(
+        default_factory=lambda: [0.01, 0.1, 1.0, 10.0, 100.0],
+        metadata={"help": "The values of C, beside no clipping."},
+    )
+    noise_multipliers: list[float] = field(
+        default_factory=lambda: [0.01, 0.1, 0.5, 1.0, 2.0, 5.0],
+        metadata={"help": "The values of sigma at each C, beside no noise."},
+    )
+    top: int = field(
+        default=64, metadata={"help": "How many singular values, from the largest on."}
+    )
+    spectrum_path: str | None = field(
+        default=None,
+        metadata={"help": "The file that is written. Default: in runs, by family, model and task."},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Computes what the command line asks for, writes it, and returns it.
+
+    Raises:
+        FileExistsError: if the file is there.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--family", choices=FAMILIES, required=True)
+    chosen, words = first.parse_known_args(argv)
+    known = FAMILIES[chosen.family]
+    both = make_dataclass("Arguments", [], bases=(SpectrumArguments, known.script))
+    script, args = parse(Family(known.name, both, known.tasks, known.load), [*WHOLE, *words])
+    name = f"{known.name}-{Path(script.model_name_or_path).name}-{script.task}"
+    path = Path(script.spectrum_path or f"runs/singular_values-{name}.json")
+    if path.exists():
+        raise FileExistsError(f"{path} exists: move it, or give another --spectrum_path.")
+    set_seed(args.seed)
+    experiment = known.load(script, args)
+    model = experiment.model.to(args.device).train()
+    bounds = [math.inf, *script.bounds]
+    sums = clipped_sums(model, first_batch(experiment, args), bounds, experiment.loss)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    spectra = [
+        {"C": bound if math.isfinite(bound) else None, "sigma": sigma}
+        | mean_spectrum(sums[bound], bound, sigma, args.logical_batch_size, script.top, generator)
+        for bound in sums
+        for sigma in ([0.0, *script.noise_multipliers] if math.isfinite(bound) else [0.0])
+    ]
+    result = {
+        "family": known.name,
+        "script": asdict(script),
+        "settings": recorded(args),
+        "spectra": spectra,
+        "device": torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu",
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "notes": [
+            "not private: raw gradients are among these",
+            *(note for note in experiment.notes if SAMPLING not in note),
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{path}\n")
+    return result
+
+
+def first_batch(
+    experiment: Experiment, args: DPGrapeTrainingArguments
+) -> Iterator[dict[str, Tensor]]:
+    """Yields the physical batches of one logical batch, of exactly the expected size."""
+    generator = torch.Generator().manual_seed(args.seed)
+    order = torch.randperm(len(experiment.train), generator=generator)[: args.logical_batch_size]
+    for chosen in order.split(args.per_device_train_batch_size):
+        batch = experiment.collator([experiment.train[int(i)] for i in chosen])
+        yield {name: value.to(args.device) for name, value in batch.items()}
+
+
+@torch.no_grad()
+def clipped_sums(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    bounds: Sequence[float],
+    loss: LossFunction | None = None,
+) -> dict[float, Sums]:
+    """Returns the sum of clipped per-sample gradients of the projected weights, for each bound.
+
+    Args:
+        model: with the trainable parameters that norms are taken over.
+        batches: inputs with labels.
+        bounds: the values of C; ``inf`` for no clipping.
+        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+    """
+    targets = projection_targets(model, {n: p for n, p in model.named_parameters()})
+    sums: dict[float, Sums] = {bound: {} for bound in bounds}
+    for inputs in batches:
+        with torch.enable_grad():
+            _, gradients = per_sample_gradients(model, inputs, loss=loss)
+        for bound, total in sums.items():
+            add_clipped_sum_(total, dict(gradients), bound)
+    return {bound: {name: total[name] for name in targets} for bound, total in sums.items()}
+
+
+def privatised(
+    clipped_sum: Tensor, bound: float, sigma: float, size: int, generator: torch.Generator
+) -> Tensor:
+    """Returns ``(sum + N(0, (sigma C)^2)) / B``, or the plain mean if sigma is zero."""
+    if sigma:
+        device = clipped_sum.device
+        noise = torch.randn(clipped_sum.shape, generator=generator, device=device)
+        clipped_sum = clipped_sum + sigma * bound * noise
+    return clipped_sum / size
+
+
+def singular_values(gradient: Tensor, top: int) -> Tensor:
+    """Returns the largest singular values of a matrix, in falling order.
+
+    They are the roots of eigenvalues of its smaller Gram matrix in float64, which takes a fraction
+    of the time of a decomposition and keeps what float32 tells.
+
+    Raises:
+        ValueError: if it has fewer.
+    """
+    if top > min(gradient.shape):
+        raise ValueError(
+            f"top={top}: a matrix of {tuple(gradient.shape)} has fewer singular values."
+        )
+    tall = gradient.double() if gradient.shape[0] >= gradient.shape[1] else gradient.T.double()
+    eigenvalues = torch.linalg.eigvalsh(tall.T @ tall)  # in rising order
+    return eigenvalues[-top:].flip(0).clamp(min=0).sqrt().to(gradient.dtype)
+
+
+def mean_spectrum(
+    sums: Sums, bound: float, sigma: float, size: int, top: int, generator: torch.Generator
+) -> dict[str, list[float]]:
+    """Returns singular values averaged over layers, at one setting."""
+    values = [
+        singular_values(privatised(clipped, bound, sigma, size, generator), top).cpu()
+        for clipped in sums.values()
+    ]
+    return {"singular_values": [float(f"{v:.6g}") for v in torch.stack(values).mean(0).tolist()]}
+
+
+if __name__ == "__main__":
+    main()

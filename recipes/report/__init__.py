@@ -1,0 +1,1 @@
+"""Tables and figures of committed results, the paper's beside ours."""

@@ -1,0 +1,366 @@
+"""Finds the results of experiments below folders, and tells which runs repeat each other.
+
+A result counts if it is one of a sweep's final runs, or lies outside sweeps. The runs that a sweep
+chose its settings from do not: they were looked at. Runs that differ in nothing but seeds, and in
+what only a machine notices, are repetitions of each other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dp_grape_hf import METHODS
+from dp_grape_hf.arguments import DPGrapeArguments
+from recipes.common.markdown import mean_and_error
+from recipes.paper.sweep import Sweep, first_score
+
+T = TypeVar("T")
+
+ZERO_SHOT = "zero_shot"
+TUNED = ("learning_rate", "max_grad_norm")
+"""What searches choose: it may vary along a line of a table or a figure."""
+
+MACHINE = frozenset(
+    {
+        *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
+        *("grad_sample_mode", "self_check"),
+        "regenerate_projections",  # an option that is gone, which earlier results have
+        *("log_unnoised_statistics", "eval_data_is_public"),
+        *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
+    }
+)
+"""What has no influence on a score but that of rounding, or says nothing of how it came about."""
+
+PROJECTION = frozenset(
+    {
+        *("projection", "projection_rank", "projection_ranks", "projection_side"),
+        *("projection_update_steps", "project_embeddings", "moments_at_redraw"),
+        "optim_target_modules",
+    }
+)
+DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"})
+"""What means nothing without projections, or without random directions."""
+
+PRIVACY = frozenset(
+    {
+        *("target_epsilon", "target_delta", "accountant", "adjacency", "max_grad_norm"),
+        "noise_multiplier",
+    }
+)
+"""What means nothing without privacy."""
+
+SINCE = {f.name: f.default for f in fields(DPGrapeArguments) if f.default is not MISSING}
+"""How code that did not have an option yet behaved: as the option does by default."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One result of an experiment.
+
+    Args:
+        result: what the recipe wrote.
+        row: the name that its sweep has for it, if any.
+    """
+
+    result: Mapping[str, Any]
+    row: str = ""
+
+    @property
+    def family(self) -> str:
+        """The name of the recipe."""
+        return str(self.result["family"])
+
+    @property
+    def task(self) -> str:
+        """The name of the task."""
+        return str(self.result["script"]["task"])
+
+    @property
+    def model(self) -> str:
+        """The last part of the model's name or path."""
+        return Path(self.result["script"]["model_name_or_path"]).name
+
+    @property
+    def method(self) -> str:
+        """A name in ``METHODS``, or ``zero_shot``."""
+        if self.result["script"][ZERO_SHOT]:
+            return ZERO_SHOT
+        return str(self.result["settings"]["method"])
+
+    @property
+    def epsilon(self) -> float | None:
+        """The budget, or what was spent if none was given; None of what is not private."""
+        if not is_private(self.method):
+            return None
+        asked = self.result["settings"]["target_epsilon"]
+        return float(asked or round(self.result["privacy"]["epsilon"], 2))
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return int(self.result["settings"]["seed"])
+
+    @property
+    def curve(self) -> dict[float, float]:
+        """The metric that counts by step, as far as it was scored during training."""
+        metric = next(iter(self.result["metrics"]["test"]))
+        return {point["step"]: point[metric] for point in self.result["curve"]}
+
+    @cached_property
+    def silent(self) -> frozenset[str]:
+        """The names of options that the score does not depend on, or on their seed alone."""
+        script, settings = self.result["script"], self.result["settings"]
+        seeds = {name for name in (*script, *settings) if name.endswith("seed")}
+        if self.method == ZERO_SHOT:
+            return MACHINE | seeds | SINCE.keys() | settings.keys() | {"lora_rank", "frozen"}
+        row, silent = METHODS[self.method], MACHINE | seeds
+        silent |= frozenset() if row.private else PRIVACY
+        silent |= frozenset() if row.projected else PROJECTION
+        silent |= frozenset() if row.zeroth_order else DIRECTIONS
+        return silent | (frozenset() if row.adapter else {"lora_rank"})
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What the score depends on, but for the seed."""
+        script, settings = self.result["script"], self.result["settings"]
+        data = script["dataset_path"]
+        found = {
+            **SINCE,
+            **script,
+            **settings,
+            "family": self.family,
+            "model_name_or_path": self.model,
+            "dataset_path": None if data is None else Path(data).name,
+            "examples": [self.result["splits"].get(split) for split in ("train", "test")],
+        }
+        silent = self.silent
+        found = {k: v for k, v in found.items() if v is not None and k not in silent}
+        return found | {"method": self.method}
+
+
+class Group(tuple[Run, ...]):
+    """Runs that repeat each other."""
+
+    __slots__ = ()
+
+    def score(self, split: str = "test") -> tuple[float, float, int]:
+        """Returns the mean, its standard error (NaN of one run) and the number of runs."""
+        return mean_and_error([first_score(run.result, split) for run in self])
+
+    def best(self) -> tuple[float, float, int] | None:
+        """Returns the same of the best score of a run, its last or one of its curve.
+
+        None if a run has no curve. It is biased: whatever the curve scores has chosen the step.
+        """
+        if not all(run.result["curve"] for run in self):
+            return None
+        return mean_and_error(
+            [max(*run.curve.values(), first_score(run.result, "test")) for run in self]
+        )
+
+    def curve(self) -> dict[float, tuple[float, float, int]]:
+        """Returns the scores during training by step, at steps that all runs have."""
+        steps = set.intersection(*(set(run.curve) for run in self))
+        return {step: mean_and_error([run.curve[step] for run in self]) for step in sorted(steps)}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Groups that belong together, with a name: a line of a table or of a figure."""
+
+    label: str
+    groups: tuple[Group, ...]
+
+
+@dataclass
+class Findings:
+    """What was found below some folders.
+
+    Args:
+        runs: the results of experiments, each once.
+        reports: of ``gpu_report``, each with its path.
+        spectra: of ``singular_values``.
+        left_out: runs of sweeps that are not finished: some of them chose settings.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    reports: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
+    spectra: list[Mapping[str, Any]] = field(default_factory=list)
+    left_out: list[Path] = field(default_factory=list)
+
+
+def is_private(method: str) -> bool:
+    """Returns whether a method has a budget."""
+    return method != ZERO_SHOT and METHODS[method].private
+
+
+def title_of(method: str) -> str:
+    """Returns what people call a method."""
+    if method == ZERO_SHOT:
+        return "Zero-shot"
+    title = METHODS[method].title
+    return title if METHODS[method].private else f"{title} (non-private)"
+
+
+# ---- Files ----
+
+
+def collect(folders: Iterable[Path]) -> Findings:
+    """Returns what lies below folders; what is no result is passed over.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        ValueError: if a file is no JSON.
+    """
+    findings = Findings()
+    runs: dict[str, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"--results {folder} is no folder.")
+        sweeps = {path.parent: _load(path) for path in sorted(folder.rglob("sweep.json"))}
+        for where, summary in sweeps.items():
+            for run in _final_runs(where, summary):
+                runs[_key(run.result)] = run  # before the same file is found as one of its own
+        for path in sorted(folder.rglob("*.json")):
+            if sweeps.keys() & {*path.parents}:
+                continue
+            found = _load(path)
+            if not isinstance(found, dict):
+                continue
+            if {"family", "script", "settings", "metrics"} <= found.keys():
+                if (path.parent / "command.txt").exists() and "-run-" in path.parent.name:
+                    findings.left_out.append(path)
+                else:
+                    runs.setdefault(_key(found), Run(found))
+            elif {"cells", "simulations"} <= found.keys():
+                findings.reports[path] = found
+            elif {"spectra"} <= found.keys():
+                findings.spectra.append(found)
+    findings.runs = list(runs.values())
+    return findings
+
+
+def _final_runs(folder: Path, summary: Mapping[str, Any]) -> Iterator[Run]:
+    sweep = Sweep(summary["config"], folder)
+    for cell in sweep.final():
+        result = sweep.result(cell)
+        if result is not None:
+            yield Run(result, cell.row)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}. Move it, or make it again.") from error
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+# ---- Order among runs ----
+
+
+def groups_of(runs: Iterable[Run]) -> list[Group]:
+    """Returns the runs, those together that repeat each other."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(_key(run.facts), []).append(run)
+    return [Group(sorted(runs, key=lambda run: run.seed)) for runs in found.values()]
+
+
+def differing(groups: Sequence[Group], ignoring: Iterable[str] = ()) -> list[str]:
+    """Returns the names of the facts that are not the same in all groups."""
+    facts = [group[0].facts for group in groups]
+    names = dict.fromkeys(name for own in facts for name in own)
+    for name in ignoring:
+        names.pop(name, None)
+    return [name for name in names if len({_key(own.get(name)) for own in facts}) > 1]
+
+
+def lines_of(groups: Sequence[Group], along: Sequence[str], loose: bool = False) -> list[Line]:
+    """Returns the groups as lines, none of which has two groups at the same place.
+
+    Args:
+        groups: what is to be shown together.
+        along: the facts that vary along a line: a task, a budget, a rank. They and what was tuned
+            for them do not make another line, unless nothing else tells two groups apart.
+        loose: whether other facts may vary along a line too, as those of tasks do.
+    """
+    lines = []
+    by_method: dict[str, list[Group]] = {}
+    for group in groups:
+        by_method.setdefault(group[0].method, []).append(group)
+    for method, own in by_method.items():
+        lines += [
+            Line(_label(method, line, parts), tuple(line))
+            for parts, line in _split(own, along, loose)
+        ]
+    rows = [line.groups[0][0].row for line in lines]
+    named = [
+        Line(row, line.groups)
+        if row and rows.count(row) == 1 and all(run.row == row for g in line.groups for run in g)
+        else line
+        for row, line in zip(rows, lines, strict=True)
+    ]
+    return sorted(named, key=lambda line: natural(line.label))
+
+
+def natural(text: str) -> list[tuple[float, str]]:
+    """Returns what text is sorted by, numbers in it by their size.
+
+    >>> sorted(["r = 16", "r = 4"], key=natural)
+    ['r = 4', 'r = 16']
+    """
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(float(part), "") if part[:1].isdigit() else (math.inf, part) for part in parts]
+
+
+Parts = tuple[tuple[str, Any], ...]
+
+
+def _split(
+    groups: Sequence[Group], along: Sequence[str], loose: bool
+) -> Iterator[tuple[Parts, list[Group]]]:
+    def place(group: Group) -> str:
+        return _key([group[0].facts.get(name) for name in along])
+
+    places = [[*same] for _, same in groupby(sorted(groups, key=place), key=place)]
+    names: list[str] = []
+    for same in places if loose else [groups]:
+        names += [n for n in differing(same, (*along, *TUNED)) if n not in names]
+    lines = _by(groups, names)
+    if any(len({place(group) for group in line}) < len(line) for line in lines.values()):
+        tuned = [n for same in places for n in differing(same, along) if n in TUNED]
+        names += dict.fromkeys(tuned)
+        lines = _by(groups, names)
+    for line in lines.values():
+        yield tuple((name, line[0][0].facts.get(name)) for name in names), line
+
+
+def _by(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(_key([group[0].facts.get(name) for name in names]), []).append(group)
+    return found
+
+
+def _label(method: str, line: Sequence[Group], parts: Parts) -> str:
+    return ", ".join([title_of(method), *(f"{name} = {value}" for name, value in parts)])
+
+
+def partition(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Returns what is to be grouped by what a function says of each, in order of appearance."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
