@@ -17,7 +17,7 @@ from recipes.common.markdown import score_text
 from recipes.common.provenance import recorded
 from recipes.paper import opt, roberta, sweep, vit
 from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, parse
-from recipes.paper.sweep import Cell, Sweep
+from recipes.paper.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {
@@ -139,9 +139,11 @@ def test_a_sweep_without_grids_says_that_nothing_was_searched(
 
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
-    found = sorted((tmp_path / "out").rglob("result.json"))
-    assert len(found) == len(runs.commands) == 8
-    found[0].unlink()
+    path = tmp_path / "out" / "runs.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == len(runs.commands) == 8
+    assert not [*(tmp_path / "out").rglob("result.json")]
+    path.write_text("".join(lines[1:]))
     runs.commands.clear()
     run(tmp_path)
     assert len(runs.commands) == 1
@@ -149,6 +151,26 @@ def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     runs.commands.clear()
     run(tmp_path, other)
     assert len(runs.commands) == 8
+
+
+def test_half_a_line_of_a_crash_is_ignored_and_its_run_made_again(
+    tmp_path: Path, runs: Runs
+) -> None:
+    run(tmp_path)
+    path = tmp_path / "out" / "runs.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    (left,) = (tmp_path / "out").glob("points/adam/*-seed21-*")
+    (left / "result.json").write_text("of the run that crashed")
+    last = runs.commands[-1]
+    runs.commands.clear()
+    with pytest.warns(UserWarning, match=r"runs\.jsonl ends in half a line"):
+        assert run(tmp_path) == 0
+    assert [command["seed"] for command in runs.commands] == [last["seed"]]
+    assert path.read_text() == whole
+    path.write_text(whole.replace("{", "", 1))
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no JSON"):
+        run(tmp_path)
 
 
 def test_a_run_that_fails_is_named_and_tried_again(
@@ -230,16 +252,11 @@ def test_results_of_a_preset_that_was_changed_are_not_mixed_with_new_ones(
     assert "another --output_dir" in lines[-1]
     assert sorted((tmp_path / "out").rglob("*.*")) == files
     assert runs.commands == []
-    for path in (tmp_path / "out" / "points" / "dp-grape").rglob("result.json"):
-        path.unlink()
+    path = tmp_path / "out" / "runs.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"row": "Adam"' in line]
+    path.write_text("\n".join([*kept, ""]))
     assert run(tmp_path, max_grad_norm=2.0) == 0
     assert len(runs.commands) == 6
-
-
-def test_a_folder_keeps_its_name() -> None:
-    """Results that were committed lie in folders of such names: SHA-256 of [["a", 1]]."""
-    cell = Cell("DP-Adam, head only", "SST-2", 6, 100, (("a", 1),))
-    assert cell.folder == Path("SST-2", "dp-adam-head-only", "eps6-seed100-run-21cba725")
 
 
 @pytest.mark.parametrize(
@@ -395,13 +412,13 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     monkeypatch.setattr(subprocess, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep.main(words)
-    (first,) = out.rglob("vit-*.json")
-    before = first.stat().st_mtime_ns
+    first = (out / "runs.jsonl").read_text()
     assert sweep.main(words) == 0
-    assert first.stat().st_mtime_ns == before
+    assert (out / "runs.jsonl").read_text().startswith(first)
     assert started[1] == started[2]
     assert len(started) == 4
-    results = [json.loads(found.read_text()) for found in out.rglob("vit-*.json")]
+    lines = (out / "runs.jsonl").read_text().splitlines()
+    results = [json.loads(line)["result"] for line in lines]
     assert sorted((r["settings"]["seed"], r["script"]["selection_runs"]) for r in results) == [
         *((13, 2), (100, 0), (100, 0))
     ]

@@ -311,11 +311,9 @@ def test_of_a_sweep_only_the_final_runs_count(
     sweep = Sweep(config, tmp_path / "sweep")
     for stage, score in ((sweep.search, 11.0), (sweep.final, 90.0)):
         for number, cell in enumerate(stage()):
-            folder = sweep.folder / cell.folder
             options = {**dict(cell.settings), "seed": cell.seed}
-            saved(folder, made_up(score + number, **options, selection_runs=cell.selection_runs))
-            (folder / "command.txt").write_text("python")
-    assert len(collect([tmp_path]).left_out) == 2  # until it is finished
+            cost = {"selection_runs": cell.selection_runs}
+            sweep.add(cell, made_up(score + number, **options, **cost))
     (sweep.folder / "sweep.json").write_text(json.dumps(sweep.summary()))
     tables.main(["--results", str(tmp_path), "--output_dir", str(tmp_path / "out")])
     text = capsys.readouterr().out
@@ -334,7 +332,7 @@ def test_a_summary_may_have_no_error_of_one_run(tmp_path: Path, error: float | N
     }
     sweep = Sweep(config, tmp_path)
     (cell,) = sweep.final()
-    saved(tmp_path / cell.folder, made_up(90.0, seed=1))
+    sweep.add(cell, made_up(90.0, seed=1))
     scores = {"SST-2": {"ours": {"settings": {}, "search_runs": 0, "scores": [90.0, error, 1]}}}
     (tmp_path / "sweep.json").write_text(json.dumps({"config": config, "tasks": scores}))
     text = render(collect([tmp_path]), PAPER)

@@ -36,6 +36,7 @@ from transformers.utils import logging
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.common.markdown import mean_and_error
 from recipes.common.provenance import versions, with_adapter
+from recipes.common.runs import append_line, read_lines
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
 
 CONFIG = Path(__file__).with_name("compare.yaml")
@@ -123,8 +124,7 @@ def _complete(
 
     What the log has of other options under the same name does not count.
     """
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    logged = {(e["run"], _as_text(e["options"])): e["result"] for e in map(json.loads, lines)}
+    logged = {(e["run"], _as_text(e["options"])): e["result"] for e in read_lines(log)}
     known, missing = {}, []
     for run in runs:
         result = logged.get((run.key, _as_text(run.options(config))))
@@ -132,13 +132,9 @@ def _complete(
             missing.append(run)
         else:
             known[run.key] = result
-    with log.open("a", encoding="utf-8") as file:
-        finished = tqdm(_trained(config, missing, jobs), "runs", len(missing), disable=None)
-        for run, result in finished:
-            known[run.key] = result
-            entry = {"run": run.key, "options": run.options(config), "result": result}
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
+    for run, result in tqdm(_trained(config, missing, jobs), "runs", len(missing), disable=None):
+        known[run.key] = result
+        append_line(log, {"run": run.key, "options": run.options(config), "result": result})
     return known
 
 

@@ -25,11 +25,11 @@ search; the one with the best score on the dev split is run at every budget with
 without a grid is run as it is. The search is not covered by any epsilon: every result says how many
 runs it cost, those of a grid that was changed since included.
 
-Each run is a process with a folder of its own, which holds its command, its log and its result. A
-run that has a result is not run again; one that fails is named at the end, and tried again the next
-time. A result whose preset was changed since stops the sweep, before anything is mixed.
-``sweep.json`` and ``sweep.md`` have the means and standard errors of what is there, and the scores
-of the search.
+Each run is a process with a folder of its own, which holds its command and its log. When it ends,
+its result is a line of ``runs.jsonl``. A run that has a line is not run again; one that fails is
+named at the end, and tried again the next time. A result whose preset was changed since stops the
+sweep, before anything is mixed. ``sweep.json`` and ``sweep.md`` have the means and standard errors
+of what is there, and the scores of the search.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import yaml
@@ -57,9 +58,11 @@ from tqdm import tqdm
 from dp_grape_hf import METHODS
 from recipes.common.markdown import counted, mean_and_error, score_text
 from recipes.common.provenance import recorded
+from recipes.common.runs import append_line, read_lines
 from recipes.paper.experiment import parse
 
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
+RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,22 @@ class Cell:
     seed: int
     settings: tuple[tuple[str, Any], ...]
     selection_runs: int = 0
+
+    @property
+    def key(self) -> str:
+        """What tells runs of one sweep apart: all but how many runs the settings cost."""
+        return _key(self.entry())
+
+    def entry(self) -> dict[str, Any]:
+        """Returns the line of the run, but for its result."""
+        return {
+            "row": self.row,
+            "task": self.task,
+            "epsilon": None if self.epsilon is None else float(self.epsilon),
+            "seed": self.seed,
+            "final": self.selection_runs > 0,
+            "settings": dict(self.settings),
+        }
 
     @property
     def folder(self) -> Path:
@@ -113,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sweep.write_summary()  # so that what is there can be shown before all is
         failed += sweep.complete(stage())
     summary = sweep.write_summary()
-    text = "\n".join(filter(None, (table(summary), search_table(summary))))
+    text = as_markdown(summary)
     (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
     for folder in failed:
@@ -150,6 +169,8 @@ class Sweep:
 
     def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
         self.config, self.folder, self.jobs = config, folder, jobs
+        self._runs = {_key(line): line for line in read_lines(folder / RUNS)}
+        self._writing = Lock()
 
     def search(self) -> Iterator[Cell]:
         """Yields the runs that settings are chosen from."""
@@ -181,10 +202,11 @@ class Sweep:
             if result is not None:
                 score = first_score(result, "dev")
                 if best is None or score > best[0]:
-                    best = score, settings, (self.folder / cell.folder).parent
+                    best = score, settings
         if best is None:
             return (None if self.config["rows"][name].get("grid") else {}), 0
-        return best[1], len({path.parent for path in best[2].glob("*-run-*/*.json")})
+        looked_at = [run for run in self._runs.values() if not run["final"]]
+        return best[1], sum((run["row"], run["task"]) == (name, task) for run in looked_at)
 
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
@@ -221,14 +243,14 @@ class Sweep:
     def refuse_changed(self, cells: Iterable[Cell]) -> None:
         """Refuses results that were made with other settings than their runs would have today.
 
-        A folder is named for what the file of the sweep says, and not for what a preset does.
+        A line is known by what the file of the sweep says, and not by what a preset does.
 
         Raises:
             ValueError: if there are any.
         """
         found = [(cell, self.result(cell)) for cell in cells]
         wrong = [
-            f"{self.folder / cell.folder}: {', '.join(changes)}"
+            f"{cell.folder}: {', '.join(changes)}"
             for cell, result in found
             if result is not None and (changes := self._changes(cell, result))
         ]
@@ -237,8 +259,8 @@ class Sweep:
                 "Results would be mixed that were made with different settings. What was changed, "
                 "in a preset or in a default, since these were made:\n  "
                 + "\n  ".join(wrong)
-                + "\nUndo the change, or move or delete these folders so that they are run again, "
-                "or give another --output_dir."
+                + f"\nUndo the change, or delete their lines in {self.folder / RUNS} so that they "
+                "are run again, or give another --output_dir."
             )
 
     def _changes(self, cell: Cell, result: Mapping[str, Any]) -> list[str]:
@@ -272,7 +294,8 @@ class Sweep:
 
     def _run(self, cell: Cell) -> int:
         folder = self.folder / cell.folder
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what a run left that did not end
+        folder.mkdir(parents=True)
         command = cell.command(self.config["recipe"], folder)
         (folder / "command.txt").write_text(" ".join(command) + "\n")
         threads = max(1, (os.cpu_count() or 1) // self.jobs)
@@ -280,12 +303,25 @@ class Sweep:
         with (folder / "log.txt").open("w") as log:
             done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         shutil.rmtree(folder / "run", ignore_errors=True)  # the result is what is wanted
-        return done.returncode
+        if done.returncode != 0:
+            return done.returncode
+        (path,) = folder.glob("*.json")
+        self.add(cell, json.loads(path.read_text(encoding="utf-8")))
+        path.unlink()
+        return 0
+
+    def add(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        """Writes the result of a run that has ended, as a line of its own."""
+        line = cell.entry() | {"result": result}
+        with self._writing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            append_line(self.folder / RUNS, line)
+            self._runs[cell.key] = line
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
         """Returns the result of a run; None if it has none."""
-        found = sorted((self.folder / cell.folder).glob("*.json"))
-        return json.loads(found[0].read_text(encoding="utf-8")) if found else None
+        line = self._runs.get(cell.key)
+        return None if line is None else line["result"]
 
     # ---- What was found ----
 
@@ -326,6 +362,10 @@ class Sweep:
         return scores
 
 
+def _key(entry: Mapping[str, Any]) -> str:
+    return json.dumps({k: v for k, v in entry.items() if k != "result"}, sort_keys=True)
+
+
 def first_score(result: Mapping[str, Any], split: str) -> float:
     """Returns the metric that counts, the first, of a split."""
     return float(next(iter(result["metrics"][split].values())))
@@ -334,6 +374,11 @@ def first_score(result: Mapping[str, Any], split: str) -> float:
 def _finite(values: Iterable[float]) -> list[float | None]:
     """Returns the values, with None for what JSON has no number for."""
     return [value if math.isfinite(value) else None for value in values]
+
+
+def as_markdown(summary: Mapping[str, Any]) -> str:
+    """Returns what ``sweep.md`` says: the scores, and those of the search."""
+    return "\n".join(filter(None, (table(summary), search_table(summary))))
 
 
 def table(summary: Mapping[str, Any]) -> str:

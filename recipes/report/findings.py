@@ -188,13 +188,11 @@ class Findings:
         runs: the results of experiments, each once.
         reports: of ``gpu_report``, each with its path.
         spectra: of ``singular_values``.
-        left_out: runs of sweeps that are not finished: some of them chose settings.
     """
 
     runs: list[Run] = field(default_factory=list)
     reports: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     spectra: list[Mapping[str, Any]] = field(default_factory=list)
-    left_out: list[Path] = field(default_factory=list)
 
 
 def is_private(method: str) -> bool:
@@ -236,10 +234,7 @@ def collect(folders: Iterable[Path]) -> Findings:
             if not isinstance(found, dict):
                 continue
             if {"family", "script", "settings", "metrics"} <= found.keys():
-                if (path.parent / "command.txt").exists() and "-run-" in path.parent.name:
-                    findings.left_out.append(path)
-                else:
-                    runs.setdefault(_key(found), Run(found))
+                runs.setdefault(_key(found), Run(found))
             elif {"cells", "simulations"} <= found.keys():
                 findings.reports[path] = found
             elif {"spectra"} <= found.keys():

@@ -97,8 +97,6 @@ def render(findings: Findings, paper: Spec) -> str:
         f"{len(rest)} belong to no table of the paper: {families}.": len(rest),
         f"{untested} have no test score: what they score was held out of the training data, to "
         "choose settings by, or as the authors' code for ViT does in its final runs.": untested,
-        f"{len(findings.left_out)} are of sweeps without a `sweep.json`, so that it is not known "
-        "which of their runs only chose settings.": len(findings.left_out),
     }
     if any(left_out.values()):
         lines += ["", "## Results that are not shown", ""]
