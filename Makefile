@@ -19,7 +19,7 @@ LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu -
 HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(tail -n 1 $(PIP_LOG) | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test seams check benchmark clean
+.PHONY: help venv demo test seams check benchmark tables clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -53,6 +53,9 @@ check: $(VENV)/.installed-dev  ## lint, formatting and types
 
 benchmark: $(VENV)/.installed-benchmark  ## time one private step next to its alternatives
 	HF_HUB_OFFLINE=1 $(BIN)/python -m recipes.benchmark
+
+tables: $(VENV)/.installed-recipes  ## render the tables of results in the pages; fails if one was stale
+	HF_HUB_OFFLINE=1 $(BIN)/python -m recipes.report
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

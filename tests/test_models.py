@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from dp_grape_hf.engines import ENGINES, make_engine, per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.losses import IGNORE_INDEX
+from recipes.common.runs import read_lines
 from recipes.models.matrix import (
     CONDITIONS,
     ENGINE_NAMES,
     cell,
     main,
     own_gradients,
+    render,
     whole_error,
     worst_error,
 )
@@ -311,7 +313,7 @@ def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entr
 def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "matrix.md"
+    path = tmp_path / "matrix.jsonl"
     main(
         [
             "--only",
@@ -324,7 +326,7 @@ def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
         ]
     )
     table, progress = capsys.readouterr()
-    assert path.read_text() == table
+    assert render(read_lines(path)) == table
     assert "8/8" in progress
     titles, _, vit, mixture = (
         [value.strip() for value in line.split("|")[1:-1]] for line in table.splitlines()[:4]

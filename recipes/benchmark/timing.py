@@ -26,6 +26,7 @@ from recipes.benchmark.methods import (
     quiet,
 )
 from recipes.benchmark.models import VIT, Setting
+from recipes.common.markdown import header, row
 
 Results = dict[str, Any]  # title of a method -> what was measured, as JSON has it
 
@@ -177,6 +178,22 @@ def table(results: Results, setting: Setting) -> str:
             f"{_times(speeds):>23}{_times(over):>27}"
         )
     return "\n".join([*lines, *remarks]) + "\n"
+
+
+def as_markdown(results: Results) -> str:
+    """Returns the methods that run as a table in Markdown, times of the processor in brackets."""
+    private = results[METHODS[DP_GRAPE].title]
+    cells = ["One step of", "Median (CPU)", "Speed relative to AdamW", "DPGrapeTrainer is"]
+    lines = header(cells)
+    for title, result in results.items():
+        if "error" in result:
+            continue
+        speeds = (result["speed_of_plain_adamw"], result["cpu_speed_of_plain_adamw"])
+        over = _times([ratio(result, private, of) for of in ("seconds", "cpu_seconds")])
+        seconds = f"{result['median_seconds']:.3f} s ({result['median_cpu_seconds']:.3f} s)"
+        faster = "" if result is private else over.replace("x (", "x faster (")
+        lines.append(row([title, seconds, _times(speeds), faster]))
+    return "\n".join(lines) + "\n"
 
 
 def _times(pair: Sequence[float | None]) -> str:

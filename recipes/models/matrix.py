@@ -1,8 +1,8 @@
 """Renders which models, heads and conditions have exact per-sample gradients, as a table.
 
     python -m recipes.models.matrix
-    python -m recipes.models.matrix --only "BERT|Llama" --conditions full --output table.md
-    python -m recipes.models.matrix --conditions full projected --summary
+    python -m recipes.models.matrix --only "BERT|Llama" --conditions full projected
+    python -m recipes.models.matrix --output recipes/models/results/model_matrix.jsonl
 
 Every family of ``recipes.models.zoo`` and ``recipes.models.zoo_wide`` runs with every task of its
 row through both engines. A cell is the worst relative error of one sample's gradient of one
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import sys
 import warnings
@@ -124,6 +125,9 @@ CONDITIONS = {
     "bf16 autocast": Condition(autocast=torch.bfloat16),
 }
 
+EXACT = ("full", "projected")
+"""What the summary is of: conditions in float32 that every row has."""
+
 
 def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     """Returns the worst error, or why there is none, or None where the condition does not apply.
@@ -164,17 +168,15 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
 # ---- The table ----
 
 
-def render(
-    cells: Mapping[tuple[str, str, str], float | str | None],
-    entries: Sequence[Row],
-    conditions: Sequence[str],
-    engines: Sequence[str],
-) -> str:
+Line = Mapping[str, Any]
+"""A model and a head, and its cells by condition and engine: a line of what ``main`` writes."""
+
+
+def render(matrix: Sequence[Line]) -> str:
     """Returns the table as Markdown, one row per model and head, with the reasons below it."""
-    columns = [(condition, engine) for condition in conditions for engine in engines]
-    titles = [f"{condition}, {engine}" for condition, engine in columns]
+    columns = list(matrix[0]["cells"])
     lines = [
-        "| model | head | " + " | ".join(titles) + " |",
+        "| model | head | " + " | ".join(columns) + " |",
         "|---|---|" + "---|" * len(columns),
     ]
     reasons: list[str] = []
@@ -187,31 +189,28 @@ def render(
             return f"{outcome} ({reasons.index(reason) + 1})"
         return "" if value is None else f"{value:.0e}"
 
-    for row in entries:
-        values = (text(cells[str(row), *column]) for column in columns)
-        lines.append(f"| {row.family.name} | {row.task} | " + " | ".join(values) + " |")
+    for found in matrix:
+        values = " | ".join(map(text, found["cells"].values()))
+        lines.append(f"| {found['model']} | {found['head']} | {values} |")
     lines += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, start=1))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def summarise(
-    cells: Mapping[tuple[str, str, str], float | str | None],
-    entries: Sequence[Row],
-    engines: Sequence[str],
-) -> str:
-    """Returns one row per family: its heads, and the worst error over all of its cells."""
-    families: dict[str, list[Row]] = {}
-    for row in entries:
-        families.setdefault(row.family.name, []).append(row)
-    lines = ["| model | heads | " + " | ".join(engines) + " |", "|---|---|" + "---|" * len(engines)]
+def summarise(matrix: Sequence[Line]) -> str:
+    """Returns one row per family: its heads, and its worst error with all weights and projected."""
+    families: dict[str, list[Line]] = {}
+    for found in matrix:
+        families.setdefault(found["model"], []).append(found)
+    lines = [
+        "| model | heads | " + " | ".join(ENGINE_NAMES) + " |",
+        "|---|---|" + "---|" * len(ENGINE_NAMES),
+    ]
 
-    def text(family: Sequence[Row], engine: str) -> str:
-        of_head = {
-            row.task: [v for (r, _, e), v in cells.items() if (r, e) == (str(row), engine)]
-            for row in family
-        }
+    def text(family: Sequence[Line], engine: str) -> str:
+        columns = [f"{condition}, {engine}" for condition in EXACT]
+        of_head = {found["head"]: [found["cells"][c] for c in columns] for found in family}
         refused = [
-            task for task, found in of_head.items() if any(isinstance(v, str) for v in found)
+            head for head, found in of_head.items() if any(isinstance(v, str) for v in found)
         ]
         errors = [v for found in of_head.values() for v in found if isinstance(v, float)]
         worst = [f"{max(errors):.0e}"] if errors else []
@@ -219,8 +218,8 @@ def summarise(
         return "; ".join(worst + some)
 
     for name, family in families.items():
-        heads = ", ".join(row.task for row in family)
-        values = (text(family, engine) for engine in engines)
+        heads = ", ".join(found["head"] for found in family)
+        values = (text(family, engine) for engine in ENGINE_NAMES)
         lines.append(f"| {name} | {heads} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
 
@@ -231,8 +230,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="Regular expression for 'family, head'.")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--engines", nargs="+", choices=ENGINE_NAMES, default=ENGINE_NAMES)
-    parser.add_argument("--output", type=Path, help="Also write the table to this file.")
-    parser.add_argument("--summary", action="store_true", help="One row per family of models.")
+    parser.add_argument("--output", type=Path, help="Also write the cells, to this JSONL file.")
     return parser.parse_args(arguments)
 
 
@@ -249,21 +247,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    cells = {}
+    cells: dict[str, dict[str, float | str | None]] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for row, condition, engine in tqdm(wanted, file=sys.stderr, unit="cell"):
-                cells[str(row), condition, engine] = cell(row, CONDITIONS[condition], engine)
+                own = cells.setdefault(str(row), {})
+                own[f"{condition}, {engine}"] = cell(row, CONDITIONS[condition], engine)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    if options.summary:
-        table = summarise(cells, entries, options.engines)
-    else:
-        table = render(cells, entries, options.conditions, options.engines)
-    sys.stdout.write(table)
+    lines = [
+        {"model": row.family.name, "head": row.task, "cells": cells[str(row)]} for row in entries
+    ]
+    sys.stdout.write(render(lines))
     if options.output is not None:
-        options.output.write_text(table, encoding="utf-8")
+        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

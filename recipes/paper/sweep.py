@@ -56,6 +56,7 @@ import yaml
 from tqdm import tqdm
 
 from dp_grape_hf import METHODS
+from recipes.common import markdown
 from recipes.common.markdown import counted, mean_and_error, score_text
 from recipes.common.provenance import recorded
 from recipes.common.runs import append_line, read_lines
@@ -329,7 +330,7 @@ class Sweep:
         """Writes ``sweep.json``, and returns what is in it."""
         summary = self.summary()
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "sweep.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (self.folder / "sweep.json").write_text(as_json(summary))
         return summary
 
     def summary(self) -> dict[str, Any]:
@@ -376,6 +377,11 @@ def _finite(values: Iterable[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
+def as_json(summary: Mapping[str, Any]) -> str:
+    """Returns what ``sweep.json`` holds."""
+    return json.dumps(summary, indent=1) + "\n"
+
+
 def as_markdown(summary: Mapping[str, Any]) -> str:
     """Returns what ``sweep.md`` says: the scores, and those of the search."""
     return "\n".join(filter(None, (table(summary), search_table(summary))))
@@ -410,6 +416,35 @@ def table(summary: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def wide_table(summary: Mapping[str, Any]) -> str:
+    """Returns the scores as a table in Markdown: a line for each task and row, budgets beside."""
+    config, several = summary["config"], len(summary["config"]["tasks"]) > 1
+    private = {
+        name: METHODS[row["arguments"]["method"]].private for name, row in config["rows"].items()
+    }
+    budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]]
+    budgets += ["inf"] * (not all(private.values()))
+    searched = f"search, dev, at ε = {config['search']['epsilon']:g}"
+    titles = ["Task"] * several + ["Method"] + [f"ε = {b}".replace("inf", "∞") for b in budgets]
+    best: dict[tuple[str, str], float] = {}
+    for cell in summary["search"]:
+        for task, score in cell["scores"].items():
+            if score is not None:
+                key = task, cell["row"]
+                best[key] = max(score, best.get(key, score))
+    lines = markdown.header([*titles, *([searched] if best else [])])
+    for task, name in product(config["tasks"], config["rows"]):
+        scores = summary["tasks"].get(task, {}).get(name, {"scores": {}})["scores"]
+        cells = [
+            score_text(scores.get(budget)) if private[name] is (budget != "inf") else ""
+            for budget in budgets
+        ]
+        found = best.get((task, name))
+        seen = "" if found is None else f"{found:.1f}"
+        lines.append(markdown.row([*[task] * several, name, *cells, *([seen] if best else [])]))
+    return "\n".join(lines) + "\n"
 
 
 def search_table(summary: Mapping[str, Any]) -> str:

@@ -1,0 +1,158 @@
+"""Renders every table of results in the committed pages from the committed results.
+
+    make tables                        # python -m recipes.report
+    python -m recipes.report --check
+
+``PAGES`` are rendered whole. In any other page, what stands between two lines of its own,
+``<!-- table: NAME -->`` and ``<!-- end -->``, is the table of that name in ``TABLES``. Pages that
+were not what the results say are written anew and named, and the exit status is 1; ``--check``
+writes nothing. Nothing is trained or measured: the recipes do that, README.md says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.attacks import membership
+from recipes.benchmark import timing
+from recipes.common.runs import read_lines
+from recipes.digits import compare
+from recipes.models import matrix
+from recipes.paper import sweep
+from recipes.report import tables
+from recipes.report.findings import collect
+from recipes.report.paper_match import read_paper
+
+ROOT = Path(__file__).parents[2]
+PAPER = Path("recipes/paper/results")
+MARKED = re.compile(r"^<!-- table: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+BEGIN = re.compile(r"^<!-- table: ", re.MULTILINE)
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return sweep.Sweep(_json(folder / "sweep.json")["config"], folder).summary()
+
+
+def _digits(root: Path) -> str:
+    record = _json(root / "recipes/digits/results/compare.json")
+    return compare.table(record["config"], record)
+
+
+def _membership(root: Path) -> str:
+    return membership.as_markdown(_json(root / "recipes/attacks/results/membership.json"))
+
+
+def _benchmark(root: Path) -> str:
+    return timing.as_markdown(_json(root / "recipes/benchmark/results/cpu.json")["results"])
+
+
+def _matrix(root: Path) -> list[dict[str, Any]]:
+    return read_lines(root / "recipes/models/results/model_matrix.jsonl")
+
+
+def _first(text: str) -> str:
+    """Returns what stands before the first empty line: the table without what is said below it."""
+    return text.split("\n\n")[0]
+
+
+TESTED = ("text", "text_rte", "text_trec", "vision")
+ABLATION = "text_ablation"  # a search alone
+SWEEPS = (*TESTED, ABLATION)
+
+TABLES: Mapping[str, Callable[[Path], str]] = {
+    "benchmark": _benchmark,
+    "digits": lambda root: _first(_digits(root)),
+    "membership": lambda root: _first(_membership(root)),
+    "models": lambda root: matrix.summarise(_matrix(root)),
+    **{
+        name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
+        for name in TESTED
+    },
+    ABLATION: lambda root: _first(sweep.search_table(_summary(root / PAPER / ABLATION))),
+}
+"""What a page may have between markers, by name: each from the root of the repository."""
+
+PAGES: Mapping[str, Callable[[Path], str]] = {
+    "recipes/digits/results/compare.md": _digits,
+    "recipes/attacks/results/membership.md": _membership,
+    "recipes/models/results/model_matrix.md": lambda root: matrix.render(_matrix(root)),
+    "recipes/paper/results/paper_tables.md": lambda root: tables.render(
+        collect([root / PAPER]), read_paper()
+    ),
+    **{
+        f"{PAPER}/{name}/sweep.json": lambda root, name=name: sweep.as_json(
+            _summary(root / PAPER / name)
+        )
+        for name in SWEEPS
+    },
+    **{
+        f"{PAPER}/{name}/sweep.md": lambda root, name=name: sweep.as_markdown(
+            _summary(root / PAPER / name)
+        )
+        for name in SWEEPS
+    },
+}
+"""What is rendered as a whole, by path."""
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Renders the pages of a repository; returns 1 if one was stale."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    changed = dict(stale(root))
+    for path, text in changed.items():
+        if options.check:
+            sys.stderr.write(f"{path} is not what the results say: renew it with `make tables`\n")
+        else:
+            (root / path).write_text(text, encoding="utf-8")
+            sys.stderr.write(f"{path} was not what the results say, and is written anew\n")
+    return 1 if changed else 0
+
+
+def stale(root: Path) -> Iterator[tuple[str, str]]:
+    """Yields the path of each page that is not what the results say, and what it should be.
+
+    Raises:
+        ValueError: if a page asks for a table that is not known, or does not end one.
+    """
+    for path, render in PAGES.items():
+        text = render(root)
+        page = root / path
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            yield path, text
+    rendered: dict[str, str] = {}
+    for page in pages_of(root):
+        path, old = str(page.relative_to(root)), page.read_text(encoding="utf-8")
+        if len(MARKED.findall(old)) != len(BEGIN.findall(old)):
+            raise ValueError(f"{path}: each <!-- table: NAME --> needs an <!-- end --> of its own.")
+        for name, _ in MARKED.findall(old):
+            if name not in TABLES:
+                known = ", ".join(TABLES)
+                raise ValueError(f"{path} asks for the table {name!r}; there are: {known}.")
+            rendered.setdefault(name, TABLES[name](root).rstrip("\n"))
+        new = MARKED.sub(
+            lambda found: f"<!-- table: {found[1]} -->\n{rendered[found[1]]}\n<!-- end -->", old
+        )
+        if new != old:
+            yield path, new
+
+
+def pages_of(root: Path) -> list[Path]:
+    """Returns the Markdown pages of the repository, without what lies in hidden folders."""
+    below = (folder.rglob("*.md") for folder in root.glob("[!.]*") if folder.is_dir())
+    return sorted([*root.glob("*.md"), *(page for pages in below for page in pages)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
