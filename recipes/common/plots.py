@@ -49,22 +49,18 @@ class Panels:
         self._styles: dict[str, dict[str, Any]] = {}
         self._numbers = count()
 
-    def line(self, panel: Axes, label: str, points: Points, beside: str = "") -> None:
+    def line(self, panel: Axes, label: str, points: Points) -> None:
         """Draws a line through points, with bars, or a band along many, for standard errors.
 
         Args:
             panel: one of ``axes``.
             label: for the legend.
             points: what is drawn.
-            beside: the label of a line that this one is compared with: it has its colour, and is
-                dashed and hollow.
         """
         places = sorted(points)
         means = [points[place][0] for place in places]
         errors = [0.0 if math.isnan(points[place][1]) else points[place][1] for place in places]
-        style = {**self._style(beside or label)}
-        if beside:
-            style |= {"ls": "--", "mfc": "white"}
+        style = {**self._style(label)}
         if len(places) > MANY:
             style["marker"] = ""
         panel.plot(places, means, label=label, **style)

@@ -166,11 +166,6 @@ class Group(tuple[Run, ...]):
             [max(*run.curve.values(), first_score(run.result, "test")) for run in self]
         )
 
-    def curve(self) -> dict[float, tuple[float, float, int]]:
-        """Returns the scores during training by step, at steps that all runs have."""
-        steps = set.intersection(*(set(run.curve) for run in self))
-        return {step: mean_and_error([run.curve[step] for run in self]) for step in sorted(steps)}
-
 
 @dataclass(frozen=True)
 class Line:
