@@ -77,7 +77,7 @@ ONLY_IN = {
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 
 TOP_LEVEL = {
-    *(".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md"),
+    *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
     *("pyproject.toml", "setup.cfg"),
     *("dp_grape_hf", "model_cards", "recipes", "tests"),
 }
