@@ -59,9 +59,9 @@ from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.units import UNIT_OF_ROW
 from dp_grape_hf.verify import MISMATCH, verify
 from dp_grape_hf.weight_files import Tree, digests, is_weights
-from tests.models import only
-from tests.oracles import assert_gradients_equal, single_sample_gradients
-from tests.trainers import make_trainer, no_loss, spy_releases
+from tests.support.models import only
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.trainers import make_trainer, no_loss, spy_releases
 
 TOKENS, HIDDEN, WIDTH, POSITIONS = 12, 24, 40, 3
 MECHANISM = Mechanism(

@@ -29,7 +29,7 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.bad_data import described, explaining_bad_data
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from tests.trainers import FEATURES, Examples, make_trainer, points
+from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
 

@@ -4,62 +4,24 @@ Shapes: B samples in a batch.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.capture import Pass, Stream
-from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.projection import Projector
-from tests.models import CASES, Case, only
-from tests.oracles import projectors_for, single_sample_gradients
-from tests.test_engine import MECHANISM
+from tests.support.mechanism import joint_norm, make_private, released
+from tests.support.models import CASES, Case, only
+from tests.support.networks import Twice, total
+from tests.support.oracles import projectors_for, single_sample_gradients
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 B, C = 5, 0.5
-
-
-def private(
-    per_sample: Any,
-    clipping: str = "per_layer",
-    bound: float = C,
-    noise_generator: torch.Generator | None = None,
-    norm_directions: int | None = None,
-) -> PrivateEngine:
-    """Returns an engine without noise, whose release is the clipped sum itself."""
-    mechanism = replace(
-        MECHANISM,
-        max_grad_norm=bound,
-        noise_multiplier=0.0,
-        expected_batch_size=1.0,
-        clipping=clipping,
-        norm_directions=norm_directions,
-    )
-    return PrivateEngine(
-        per_sample,
-        ledger=Ledger.start(mechanism),
-        noise_generator=noise_generator or torch.Generator(),
-    )
-
-
-def released(
-    engine: PrivateEngine, batch: Mapping[str, Any], projectors: Mapping[str, Projector]
-) -> dict[str, Tensor]:
-    engine.begin(projectors)
-    engine.accumulate(batch)
-    return engine.release()
-
-
-def norm(tensors: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
+per_layer = partial(make_private, clipping="per_layer", max_grad_norm=C)
 
 
 def test_groups_are_the_modules_that_own_parameters_and_share_none() -> None:
@@ -88,7 +50,7 @@ def test_the_release_equals_its_definition(case: Case, engine: str, rank: int | 
     model, batch = case.model(), case.batch(B, case.positions)
     projectors = projectors_for(model, rank)
     per_sample = make_engine(engine, model)
-    found = released(private(per_sample), batch, projectors)
+    found = released(per_layer(per_sample), [batch], projectors)
     gradients = single_sample_gradients(model, batch, projectors)[1]
     bound = C / math.sqrt(len(per_sample.groups))
     for group in per_sample.groups:
@@ -104,30 +66,30 @@ def test_the_release_equals_its_definition(case: Case, engine: str, rank: int | 
 def test_one_sample_moves_the_release_by_at_most_c(engine: str) -> None:
     case = only("gpt2")
     model, batch = case.model(), case.batch(B)
-    mechanism = private(make_engine(engine, model))
-    all_of_them = released(mechanism, batch, {})
+    mechanism = per_layer(make_engine(engine, model))
+    all_of_them = released(mechanism, [batch])
     for i in range(B):
         rest = {key: torch.cat([v[:i], v[i + 1 :]]) for key, v in batch.items()}
-        without = released(mechanism, rest, {})
-        assert norm({n: all_of_them[n] - without[n] for n in without}) <= C * (1 + 1e-5)
+        without = released(mechanism, [rest])
+        assert joint_norm({n: all_of_them[n] - without[n] for n in without}) <= C * (1 + 1e-5)
 
 
 def test_a_sample_that_is_large_everywhere_contributes_c() -> None:
     case = only("roberta-classifier")
     model, batch = case.model(), case.batch(1)
-    found = released(private(make_engine("layerwise", model), bound=1e-4), batch, {})
-    assert norm(found) == pytest.approx(1e-4, rel=2e-2)
+    found = released(per_layer(make_engine("layerwise", model), max_grad_norm=1e-4), [batch])
+    assert joint_norm(found) == pytest.approx(1e-4, rel=2e-2)
 
 
 @each_engine
 def test_a_broken_sample_contributes_nothing_where_it_is_broken(engine: str) -> None:
     case = only("vit")
     model, batch = case.model(), case.batch(B, 5)
-    mechanism = private(make_engine(engine, model))
+    mechanism = per_layer(make_engine(engine, model))
     batch["pixel_values"][2, 0, 0, 0] = math.nan
-    found = released(mechanism, batch, {})
+    found = released(mechanism, [batch])
     good = {key: value[[0, 1, 3, 4]] for key, value in batch.items()}
-    expected = released(mechanism, good, {})
+    expected = released(mechanism, [good])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -136,10 +98,10 @@ def test_an_infinite_bound_makes_both_kinds_of_clipping_the_same() -> None:
     case = only("opt")
     model, batch = case.model(), case.batch(B)
     per_sample = make_engine("layerwise", model)
-    flat = released(private(per_sample, "flat", math.inf), batch, {})
-    per_layer = released(private(per_sample, "per_layer", math.inf), batch, {})
+    flat = released(make_private(per_sample, max_grad_norm=math.inf), [batch])
+    grouped = released(per_layer(per_sample, max_grad_norm=math.inf), [batch])
     for name, value in flat.items():
-        torch.testing.assert_close(per_layer[name], value, msg=name)
+        torch.testing.assert_close(grouped[name], value, msg=name)
 
 
 def test_nothing_per_sample_outlives_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,30 +127,10 @@ def test_nothing_per_sample_outlives_its_layer(monkeypatch: pytest.MonkeyPatch) 
     assert max(held) == 1, "a layer's gradients wait for those of other layers"
 
 
-class Twice(nn.Module):
-    """Runs its layer once, and later twice."""
-
-    times = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = self.layer(x).tanh()
-        return x
-
-
-def total(outputs: Tensor, labels: Tensor | None) -> Tensor:
-    return outputs.flatten(1).sum(1)
-
-
 def test_a_use_that_comes_after_the_group_was_clipped_is_refused() -> None:
     model = Twice()
-    mechanism = private(make_engine("layerwise", model, total))
-    released(mechanism, {"x": torch.randn(B, 4)}, {})
+    mechanism = per_layer(make_engine("layerwise", model, total))
+    released(mechanism, [{"x": torch.randn(B, 4)}])
     model.times = 2
     mechanism.begin({})
     with pytest.raises(PrivacyError, match=r"layer\.(weight|bias) is used more often"):
@@ -199,13 +141,13 @@ def test_a_use_that_comes_after_the_group_was_clipped_is_refused() -> None:
 
 def test_a_layer_left_out_contributes_nothing_and_the_others_as_before() -> None:
     model = Twice()
-    mechanism = private(make_engine("layerwise", model, total))
-    released(mechanism, {"x": torch.randn(B, 4)}, {})
+    mechanism = per_layer(make_engine("layerwise", model, total))
+    released(mechanism, [{"x": torch.randn(B, 4)}])
     model.times = 0
-    found = released(mechanism, {"x": torch.randn(B, 4)}, {})
+    found = released(mechanism, [{"x": torch.randn(B, 4)}])
     assert found["layer.weight"].norm() == 0 < found["first.weight"].norm()
 
 
 def test_an_unknown_clipping_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PrivacyError, match=r"clipping='global'.*flat, per_layer"):
-        private(make_engine("layerwise", Twice(), total), "global")
+        make_private(make_engine("layerwise", Twice(), total), clipping="global")

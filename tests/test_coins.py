@@ -32,9 +32,9 @@ from transformers import (
 from dp_grape_hf import PrivacyError, per_sample_gradients
 from dp_grape_hf.coins import refuse_shared_collation
 from dp_grape_hf.engines import make_engine
-from tests.models import only
-from tests.test_engine import make_private
-from tests.trainers import examples_of, make_trainer
+from tests.support.mechanism import make_private
+from tests.support.models import only
+from tests.support.trainers import examples_of, make_trainer
 
 both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 

@@ -25,8 +25,8 @@ from dp_grape_hf.memory_command import Comparison, Report
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.placement import placements
-from tests.models import only
-from tests.trainers import examples_of, make_trainer
+from tests.support.models import only
+from tests.support.trainers import examples_of, make_trainer
 
 BLOCK = 512  # bytes that a tensor is rounded up to
 TINY = {

@@ -32,10 +32,15 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.verify import MISMATCH, verify
-from tests.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
-from tests.ledgers import MECHANISM
-from tests.models import only
-from tests.trainers import TinyForSequenceClassification, examples_of, make_args, make_trainer
+from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
+from tests.support.ledgers import MECHANISM
+from tests.support.models import only
+from tests.support.trainers import (
+    TinyForSequenceClassification,
+    examples_of,
+    make_args,
+    make_trainer,
+)
 
 NAME = "bert-classifier"
 DATA = examples_of(NAME, 24)

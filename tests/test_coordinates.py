@@ -22,7 +22,7 @@ from dp_grape_hf.representations import (
     SparseRows,
     add,
 )
-from tests.oracles import Largest, dense, relative_error
+from tests.support.oracles import Largest, dense, relative_error
 
 B, T, N = 3, 5, 6  # samples, positions, features
 ROWS = 7  # of a table

@@ -11,9 +11,9 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, defau
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import make_engine
-from tests.models import only
-from tests.test_engine import make_private
-from tests.trainers import TinyForSequenceClassification, make_trainer, points
+from tests.support.mechanism import make_private
+from tests.support.models import only
+from tests.support.trainers import TinyForSequenceClassification, make_trainer, points
 
 
 class Small(nn.Module):

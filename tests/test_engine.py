@@ -4,8 +4,7 @@ Shapes: B samples in a batch, T positions, m x n a weight.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_, private_norm
+from dp_grape_hf.engine import add_clipped_sum_, private_norm
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.heads import next_tokens, tokens
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine
-from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.projection import ProjectionSchedule, default_targets
 from dp_grape_hf.representations import (
     Dense,
     Factored,
@@ -33,97 +32,21 @@ from dp_grape_hf.representations import (
     SparseRows,
     add,
 )
-from tests.models import FIRST_WORD, IGNORED, LABELS, PAD, VOCABULARY, Batch, only
-from tests.oracles import projectors_for, single_sample_gradients
-
-MECHANISM = Mechanism(
-    noise_multiplier=1.0,
-    sample_rate=0.5,
-    max_grad_norm=1.0,
-    expected_batch_size=4,
-    num_samples=8,
-    target_epsilon=None,
-    target_delta=1e-5,
-    accountant="rdp",
-    engine="layerwise",
-    projection="gaussian",
-    projection_rank=8,
-    projection_update_steps=100,
-    projection_seed=0,
+from tests.support.mechanism import (
+    MECHANISM,
+    ROUNDING,
+    Given,
+    distance,
+    joint_norm,
+    make_private,
+    released,
+    sample_norms,
+    split,
 )
-ROUNDING = 1e-6  # relative, by which float32 may exceed a bound
+from tests.support.models import FIRST_WORD, IGNORED, LABELS, PAD, VOCABULARY, Batch, only
+from tests.support.oracles import projectors_for, single_sample_gradients
+
 INF, NAN = math.inf, math.nan
-
-
-class Given(PerSampleEngine):
-    """Hands out the gradients that the inputs hold, for parameters of the given shapes."""
-
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
-        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
-        super().__init__(model, lambda outputs, labels: outputs)
-
-    def __call__(
-        self, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
-        gradients = {name: inputs[name] for name in self.trainable}
-        return next(iter(gradients.values())).squared_norm(), gradients
-
-
-def make_private(
-    per_sample: PerSampleEngine,
-    *,
-    noise_multiplier: float = 0.0,
-    max_grad_norm: float = 1.0,
-    expected_batch_size: float = 1.0,
-    seed: int = 0,
-    distributed: bool = False,
-) -> PrivateEngine:
-    """Returns an engine whose release is the clipped sum itself, unless told otherwise."""
-    return PrivateEngine(
-        per_sample,
-        ledger=Ledger.start(
-            replace(
-                MECHANISM,
-                max_grad_norm=max_grad_norm,
-                noise_multiplier=noise_multiplier,
-                expected_batch_size=expected_batch_size,
-            )
-        ),
-        noise_generator=torch.Generator().manual_seed(seed),
-        distributed=distributed,
-    )
-
-
-def released(
-    engine: PrivateEngine,
-    batches: Sequence[Mapping[str, Any]],
-    projectors: Mapping[str, Projector] | None = None,
-) -> dict[str, Tensor]:
-    """Returns the release of one logical batch, given its physical batches."""
-    engine.begin(projectors or {})
-    for batch in batches:
-        engine.accumulate(batch)
-    return engine.release()
-
-
-def joint_norm(tensors: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
-
-
-def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    assert left.keys() == right.keys()
-    return joint_norm({name: left[name] - right[name] for name in left})
-
-
-def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    parts = {key: value.split(list(sizes)) for key, value in batch.items()}
-    return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
-
-
-def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Returns the norms (B,) over all parameters jointly."""
-    squared = [g.double().flatten(1).square().sum(1) for g in gradients.values()]
-    return torch.stack(squared).sum(0).sqrt()
 
 
 # ---- The release and its definition ----
@@ -717,12 +640,8 @@ def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
 
 @pytest.mark.parametrize("clipping", Clipping)
 def test_what_the_ledger_records_is_what_is_done(clipping: str) -> None:
-    mechanism = replace(
-        MECHANISM, noise_multiplier=0.5, max_grad_norm=3.0, expected_batch_size=6, clipping=clipping
-    )
-    engine = PrivateEngine(
-        Given(a=(3,)), ledger=Ledger.start(mechanism), noise_generator=torch.Generator()
-    )
+    own = {"noise_multiplier": 0.5, "max_grad_norm": 3.0, "expected_batch_size": 6}
+    engine = make_private(Given(a=(3,)), clipping=clipping, **own)
     assert (engine.noise_std, engine.max_grad_norm) == (0.25, 3.0)
     assert (engine.expected_batch_size, engine.clipping) == (6.0, clipping)
 

@@ -17,8 +17,8 @@ from dp_grape_hf.probing import refuse_mixing_collator
 from dp_grape_hf.sampling import EmptyDrawDataset, LogicalBatch, PoissonBatchSampler
 from dp_grape_hf.unit_engine import _split
 from dp_grape_hf.units import UNIT_OF_ROW, UnitBatchSampler, read_units, refuse_large_unit
-from tests.models import only
-from tests.trainers import make_trainer, points
+from tests.support.models import only
+from tests.support.trainers import make_trainer, points
 
 ODD = re.compile(r"37|41|43")  # every size below is one of them
 ROWS = torch.zeros(37, 2)

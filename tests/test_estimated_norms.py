@@ -27,7 +27,7 @@ from dp_grape_hf.accounting import (
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.estimated_norms import sensitivities
 from dp_grape_hf.plan import PrivacyPlan
-from tests.trainers import make_args
+from tests.support.trainers import make_args
 
 VALID: dict[str, Any] = {
     "noise_multiplier": 2.0,

@@ -28,7 +28,7 @@ from recipes.paper.experiment import (
     result_path,
     run,
 )
-from tests.trainers import TinyForSequenceClassification, points
+from tests.support.trainers import TinyForSequenceClassification, points
 
 PRESET: dict[str, Any] = {
     "arguments": {

@@ -29,7 +29,7 @@ from dp_grape_hf.checkpoints import (
     saving_a_checkpoint,
 )
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from tests.trainers import (
+from tests.support.trainers import (
     FEATURES,
     Examples,
     Watch,

@@ -12,7 +12,7 @@ from recipes.common.plots import MANY, Panels, logarithmic
 from recipes.report import figures
 from recipes.report.figures import FIGURES
 from recipes.report.findings import Findings, Run
-from tests.experiments import made_up, saved
+from tests.support.experiments import made_up, saved
 
 
 def drawn(name: str, *results: dict[str, Any], **others: Any) -> dict[str, Figure]:

@@ -15,8 +15,8 @@ from dp_grape_hf.engines import make_engine
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.vectorise import vmap_safe
-from tests.models import CASES, VOCABULARY, Batch, Case, only
-from tests.oracles import (
+from tests.support.models import CASES, VOCABULARY, Batch, Case, only
+from tests.support.oracles import (
     Largest,
     assert_gradients_equal,
     dense,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dp_grape_hf.capture import Pass
 from dp_grape_hf.engines import make_engine, per_sample_gradients
@@ -19,75 +18,26 @@ from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, PerSampleEngine
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
-from tests.models import only
-from tests.oracles import (
+from tests.support.mechanism import make_private, sample_norms, split
+from tests.support.models import only
+from tests.support.networks import (
+    MODELS,
+    B,
+    Twice,
+    flat,
+    total,
+)
+from tests.support.oracles import (
     assert_gradients_equal,
     projectors_for,
     relative_error,
     single_sample_gradients,
 )
-from tests.test_clipping import Twice, private, total
-from tests.test_engine import sample_norms, split
 
-B = 6
-Build = Callable[[], nn.Module]
 each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 each_rank = pytest.mark.parametrize("rank", [4, None], ids=["projected", "unprojected"])
 
 
-class Stack(nn.Module):
-    """Matrices that are short of positions and long of them, and a table that two layers share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 16)
-        self.first, self.again = nn.Linear(16, 24), nn.Linear(16, 11, bias=False)
-        self.norm, self.last = nn.LayerNorm(24), nn.Linear(24, 16)
-        self.again.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.last(functional.gelu(self.norm(self.first(self.table(x)))))
-        return self.again(hidden)
-
-
-class Gate(nn.Module):
-    """Has no rule, so it runs under vmap: a product with a matrix, a look-up, and a plain use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix, self.table = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(9, 8))
-        self.scale = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        values = functional.embedding(x, self.table)
-        return functional.linear(values, self.matrix).tanh() * self.scale
-
-
-def gated() -> nn.Module:
-    return nn.Sequential(Gate(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
-
-
-def words() -> dict[str, Tensor]:
-    return {"x": torch.randint(0, 9, (B, 5))}
-
-
-def sequence(build: Build) -> tuple[nn.Module, dict[str, Tensor], Any]:
-    model = build()
-    inputs = words() if isinstance(model, Stack) else {"input": words()["x"]}
-    return model, inputs, lambda outputs, labels: outputs.square().flatten(1).mean(1)
-
-
-def of_zoo(name: str, positions: int) -> tuple[nn.Module, dict[str, Tensor], Any]:
-    return only(name).model(), only(name).batch(B, positions), None
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor], Any]]] = {
-    "stack": lambda: sequence(Stack),
-    "under vmap": lambda: sequence(gated),
-    "bert": lambda: of_zoo("bert-classifier", 9),
-    "tied gpt2": lambda: of_zoo("gpt2", 9),
-    "vit": lambda: of_zoo("vit", 5),
-}
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -99,16 +49,11 @@ def released(
     clipping: str = "flat",
 ) -> dict[str, Tensor]:
     """Returns the clipped sum of a logical batch, with no noise."""
-    engine = private(per_sample, clipping, bound)
+    engine = make_private(per_sample, clipping=clipping, max_grad_norm=bound)
     engine.begin(projectors or {})
     for batch in batches:
         engine.accumulate(batch)
     return engine.release()
-
-
-def flat(release: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a release as if it were the gradients of a single sample, for a comparison."""
-    return {name: value[None] for name, value in release.items()}
 
 
 # ---- The release ----

@@ -237,3 +237,19 @@ def test_the_pinned_versions_can_be_installed_anywhere() -> None:
         if line and not line.startswith("#") and not re.fullmatch(r"[\w.-]+==\d[\w.]*", line)
     ]
     assert not wrong, f"an exact public version is name==1.2.3, not {wrong}"
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What two suites need lies in tests/support; a name imported from a suite is its own."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            found = [name for name in names if re.match(r"tests\.(.*\.)?test_", name)]
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in found]
+    assert not wrong, "move what is shared to tests/support:\n" + "\n".join(wrong)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layerwise import LayerwiseEngine
-from tests.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 WIDTH, VOCABULARY = 8, 20
 

@@ -19,7 +19,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.layer_rules import RULES, LayerRule, layer_rule, rule_for
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import SparseRows
-from tests.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 B, T = 4, 3
 

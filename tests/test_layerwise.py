@@ -15,8 +15,8 @@ from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.losses import loss_for
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
-from tests.models import CASES, HEADS, HIDDEN, Case, only
-from tests.oracles import (
+from tests.support.models import CASES, HEADS, HIDDEN, Case, only
+from tests.support.oracles import (
     assert_gradients_equal,
     dense,
     projectors_for,

@@ -24,8 +24,8 @@ from dp_grape_hf.mechanism import (
     Release,
 )
 from dp_grape_hf.plan import PrivacyPlan
-from tests.ledgers import MECHANISM, edit, rewrite
-from tests.trainers import make_args
+from tests.support.ledgers import MECHANISM, edit, rewrite
+from tests.support.trainers import make_args
 
 LOCK_NAME = f".{LEDGER_NAME}.lock"
 

@@ -14,7 +14,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.heads import HEADS, UNKNOWN_LOSSES
 from dp_grape_hf.losses import LabelledPositions, checked, loss_for, split
 from dp_grape_hf.per_sample import PerSampleEngine
-from tests.models import CASES, LABELS, ROWS, VOCABULARY, Batch, Case, Row, only, row
+from tests.support.models import CASES, LABELS, ROWS, VOCABULARY, Batch, Case, Row, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"

@@ -23,8 +23,8 @@ from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.optimizer import ProjectedAdam
 from dp_grape_hf.projection import ProjectionSchedule, Projector, Side
 from recipes.digits import bf16_updates
-from tests.models import only
-from tests.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+from tests.support.models import only
+from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
 
 Projectors = Mapping[str, Projector]
 RANK = 4

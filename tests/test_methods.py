@@ -23,8 +23,8 @@ from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.randomness import projection_generator
-from tests.oracles import single_sample_gradients
-from tests.trainers import (
+from tests.support.oracles import single_sample_gradients
+from tests.support.trainers import (
     EXACT,
     Examples,
     RecordingTrainer,

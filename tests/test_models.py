@@ -28,8 +28,8 @@ from recipes.models.matrix import (
 )
 from recipes.models.zoo import FAMILIES, rows
 from recipes.models.zoo_wide import WIDE
-from tests.models import ROWS, Batch, Row, row
-from tests.oracles import dense, projectors_for, relative_error
+from tests.support.models import ROWS, Batch, Row, row
+from tests.support.oracles import dense, projectors_for, relative_error
 
 B, RANK = 4, 4
 TOLERANCE = 1e-4  # relative, float32; differences among choices lose a digit or two

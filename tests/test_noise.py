@@ -30,7 +30,7 @@ from dp_grape_hf.randomness import (
     noise_generator,
     secret_generator,
 )
-from tests.trainers import make_args, make_trainer, no_loss, spy_releases
+from tests.support.trainers import make_args, make_trainer, no_loss, spy_releases
 
 both = pytest.mark.parametrize("secure", [False, True], ids=["default", "secure"])
 Array = np.ndarray[Any, Any]

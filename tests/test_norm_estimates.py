@@ -21,12 +21,11 @@ from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
 from dp_grape_hf.per_sample import GradSampleMode, PerSampleEngine
 from dp_grape_hf.randomness import derived_generator, secret_generator
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows, add
-from tests.models import only
-from tests.oracles import Largest, projectors_for, relative_error, single_sample_gradients
-from tests.test_clipping import private
-from tests.test_engine import Given, joint_norm, released, sample_norms, split
-from tests.test_grad_sample_modes import MODELS, flat
-from tests.test_representations import COLS, FORMS, ROWS, B, materialised
+from tests.support.gradients import COLS, FORMS, ROWS, B, materialised
+from tests.support.mechanism import Given, joint_norm, make_private, released, sample_norms, split
+from tests.support.models import only
+from tests.support.networks import MODELS, flat
+from tests.support.oracles import Largest, projectors_for, relative_error, single_sample_gradients
 
 K = 5
 each_mode = pytest.mark.parametrize("mode", GradSampleMode)
@@ -41,7 +40,13 @@ def estimating(
 ) -> PrivateEngine:
     """Returns an engine without noise, whose release is the clipped sum itself."""
     source = generator or torch.Generator().manual_seed(3)
-    return private(per_sample, clipping, bound, noise_generator=source, norm_directions=k)
+    return make_private(
+        per_sample,
+        clipping=clipping,
+        max_grad_norm=bound,
+        noise_generator=source,
+        norm_directions=k,
+    )
 
 
 def directions(gradients: Mapping[str, Tensor], k: int = K) -> dict[str, Tensor]:

@@ -3,8 +3,6 @@
 Shapes: B examples, O options of each, T tokens of the longest row, K of the longest answer.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.engines import make_engine
@@ -35,31 +32,17 @@ from recipes.paper.opt_tasks import (
     load_splits,
     permutation,
 )
-from tests.models import FIRST_WORD, PAD, VOCABULARY, only
-from tests.oracles import (
+from tests.support.mechanism import ROUNDING, joint_norm, make_private, released
+from tests.support.models import FIRST_WORD, PAD, only
+from tests.support.oracles import (
     assert_gradients_equal,
     dense,
     projectors_for,
     relative_error,
     single_sample_gradients,
 )
-from tests.test_engine import ROUNDING, joint_norm, make_private, released
+from tests.support.questions import ROWS, examples, save_model_and_questions, varied
 
-ROWS: dict[str, dict[str, Any]] = {
-    "SST2": {"sentence": "a warm , funny film ", "label": 1},
-    "BoolQ": {"passage": "Ice is frozen water.", "question": "is ice water", "answer": True},
-    "SQuAD": {
-        "title": "Ice",
-        "context": "Ice is frozen water.",
-        "question": "What is ice? ",
-        "answers": {"text": ["frozen water", "water"], "answer_start": [7, 14]},
-    },
-    "DROP": {
-        "passage": "They won 3 games and lost 2.",
-        "question": " How many games were there?",
-        "answers_spans": {"spans": ["5"], "types": ["number"]},
-    },
-}
 SIZES = {"train": 5, "dev": 3, "test": 4}
 
 
@@ -70,44 +53,8 @@ SIZES = {"train": 5, "dev": 3, "test": 4}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny OPT and a tokenizer of bytes, and one with data for each task."""
     path = tmp_path_factory.mktemp("opt")
-    bytewise = Tokenizer(models.BPE())
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    special = ["<s>", "<pad>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = [json.dumps(row) for row in ROWS.values()] + [" terrible great Yes No"] * 9
-    bytewise.train_from_iterator(texts, trainer)
-    bytewise.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", 2)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, bos_token="</s>", eos_token="</s>", pad_token="<pad>"
-    )
-    tokenizer.save_pretrained(path)
-    case = only("opt").model(
-        vocab_size=len(tokenizer), max_position_embeddings=160, bos_token_id=2, eos_token_id=2
-    )
-    case.save_pretrained(path)
-    for task, row in ROWS.items():
-        (path / task).mkdir()
-        for split in ("train", "validation"):
-            lines = [json.dumps(varied(row, i)) for i in range(12)]
-            (path / task / f"{split}.jsonl").write_text("\n".join(lines))
+    save_model_and_questions(path)
     return path
-
-
-def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
-    """Returns the row, with a text of another length that says which it is."""
-    texts = {key: f"{value} {i}" + "!" * (i % 4) for key, value in row.items() if key in LONG}
-    return {**row, **texts}
-
-
-LONG = ("sentence", "passage", "context")
 
 
 @pytest.fixture(autouse=True)
@@ -121,28 +68,6 @@ def tokenizer_of(folder: Path) -> Any:
 
 def encoder_of(folder: Path, **changes: Any) -> Encoder:
     return replace(Encoder(tokenizer_of(folder), max_length=64, first=(0,)), **changes)
-
-
-def examples(
-    lengths: Sequence[int], options: int, seed: int = 0, longest: int = 3
-) -> list[dict[str, Any]]:
-    """Returns examples of random tokens with prompts of these lengths."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def text(size: int) -> list[int]:
-        return torch.randint(FIRST_WORD, VOCABULARY, (size,), generator=generator).tolist()
-
-    found = []
-    for i, length in enumerate(lengths):
-        prompt, answers = text(length), [text(1 + (i + o) % longest) for o in range(options)]
-        found.append(
-            {
-                "input_ids": [prompt + answer for answer in answers],
-                "answer_lengths": [len(answer) for answer in answers],
-                "labels": i % options,
-            }
-        )
-    return found
 
 
 def scorer(name: str, **changes: Any) -> AnswerScorer:

@@ -13,8 +13,7 @@ from recipes.paper.experiment import parse
 from recipes.report.findings import ZERO_SHOT, Findings, Run
 from recipes.report.paper_match import read_paper, unlike, variant
 from recipes.report.tables import render
-from tests.experiments import made_up
-from tests.test_tables import rows
+from tests.support.experiments import made_up, rows
 
 PAPER = read_paper()
 

@@ -10,8 +10,8 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradient
 from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.losses import HEADS
 from dp_grape_hf.projection import Projector, Side
-from tests.models import CASES, HIDDEN, PAD, Batch, Case, only, texts
-from tests.oracles import (
+from tests.support.models import CASES, HIDDEN, PAD, Batch, Case, only, texts
+from tests.support.oracles import (
     TOLERANCE,
     assert_gradients_equal,
     dense,

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,8 @@ from tests.processes.run import (
     roberta,
     trained,
 )
-from tests.trainers import (
+from tests.support.ports import free_port
+from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
@@ -94,13 +94,6 @@ def fork(folder: Path, processes: int) -> None:
     for rank in ranks:
         rank.join(timeout=200)
         assert rank.exitcode == 0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def seen(folder: Path, processes: int) -> list[dict[str, Outcome]]:

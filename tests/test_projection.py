@@ -23,8 +23,8 @@ from dp_grape_hf.projection import (
     projection,
 )
 from dp_grape_hf.randomness import projection_generator
-from tests.models import CASES, Case, build, only
-from tests.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.models import CASES, Case, build, only
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 FAMILIES = {name: family for name, family in PROJECTIONS.items() if family is not None}
 each_family = pytest.mark.parametrize("family", FAMILIES)

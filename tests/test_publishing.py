@@ -1,6 +1,6 @@
 """Only what is on the list leaves the machine, and what arrives is whole.
 
-The client is the real one; the Hub is ``tests.hub_server``, on the loopback interface.
+The client is the real one; the Hub is ``tests.support.hub_server``, on the loopback interface.
 """
 
 import json
@@ -40,9 +40,9 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.weight_files import digests
-from tests.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
-from tests.models import only
-from tests.trainers import (
+from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
+from tests.support.models import only
+from tests.support.trainers import (
     assert_same_weights,
     examples_of,
     known_generators,
@@ -301,15 +301,15 @@ def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(
 ) -> None:
     pytest.importorskip("trl", reason="TRL is an optional extra")
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer
-    from tests import test_sft
+    from tests.support import sft
 
     trainer = trainer_of(
         tmp_path,
         DPGrapeSFTTrainer,
         arguments=DPGrapeSFTConfig,
-        model=test_sft.llama(),
-        train_dataset=test_sft.prompts(),
-        processing_class=test_sft.tokenizer(),
+        model=sft.llama(),
+        train_dataset=sft.prompts(),
+        processing_class=sft.tokenizer(),
         push_to_hub=True,
         bf16=False,
     )

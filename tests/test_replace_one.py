@@ -28,7 +28,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.replace_one import output_of_loss
-from tests.trainers import make_args
+from tests.support.trainers import make_args
 
 REPLACE_ONE = Adjacency.REPLACE_ONE
 VALID: dict[str, Any] = {

@@ -16,41 +16,7 @@ from dp_grape_hf.representations import (
     add,
     inner,
 )
-
-B, ROWS, COLS = 4, 7, 5  # samples, and an m x n weight
-
-
-def dense(positions: int = 1, dtype: torch.dtype = torch.float32) -> Dense:
-    return Dense(torch.randn(B, ROWS, COLS).to(dtype))
-
-
-def factored(positions: int = 6, dtype: torch.dtype = torch.float32) -> Factored:
-    rows, cols = torch.randn(B, positions, ROWS), torch.randn(B, positions, COLS)
-    return Factored(rows.to(dtype), cols.to(dtype))
-
-
-def sparse_rows(positions: int = 11, dtype: torch.dtype = torch.float32) -> SparseRows:
-    """More positions than rows, so that indices repeat in every sample."""
-    indices = torch.randint(0, ROWS, (B, positions))
-    return SparseRows(indices, torch.randn(B, positions, COLS).to(dtype), ROWS)
-
-
-FORMS = {"dense": dense, "factored": factored, "sparse rows": sparse_rows}
-
-
-def materialised(gradient: PerSampleGradient) -> Tensor:
-    """Returns the gradients (B, m, n), from the definition of each form."""
-    if isinstance(gradient, GradientSum):
-        return torch.stack([materialised(part) for part in gradient.parts]).sum(0)
-    if isinstance(gradient, Dense):
-        return gradient.values.float()
-    if isinstance(gradient, Factored):
-        return torch.einsum("btm,btn->bmn", gradient.rows.float(), gradient.cols.float())
-    table = torch.zeros(gradient.values.shape[0], ROWS, COLS)
-    for b, row in enumerate(gradient.indices):
-        for t, index in enumerate(row):
-            table[b, index] += gradient.values[b, t].float()
-    return table
+from tests.support.gradients import COLS, FORMS, ROWS, B, factored, materialised
 
 
 def check(gradient: PerSampleGradient, expected: Tensor) -> None:

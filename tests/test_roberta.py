@@ -36,7 +36,7 @@ from dp_grape_hf.targets import projection_targets
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
-from tests.oracles import (
+from tests.support.oracles import (
     Largest,
     assert_gradients_equal,
     projectors_for,

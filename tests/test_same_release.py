@@ -28,10 +28,16 @@ from dp_grape_hf.randomness import (
     projection_seed_for,
     rounding_generator,
 )
-from tests.models import only
 from tests.processes.run import trained
-from tests.test_processes import free_port
-from tests.trainers import Examples, assert_same_weights, examples_of, make_args, spy_releases
+from tests.support.models import only
+from tests.support.ports import free_port
+from tests.support.trainers import (
+    Examples,
+    assert_same_weights,
+    examples_of,
+    make_args,
+    spy_releases,
+)
 
 RECORD = Path(__file__).with_name("same_release.json")
 # Of a tensor's norm. In float32, with other vector instructions or threads, releases were off by

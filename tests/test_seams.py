@@ -25,7 +25,7 @@ from dp_grape_hf.disclosure import DisclosureMixin
 from dp_grape_hf.drawing import DrawingMixin
 from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.seams import SEAMS
-from tests.trainers import make_trainer
+from tests.support.trainers import make_trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = os.environ.get("DP_GRAPE_WHEELS")

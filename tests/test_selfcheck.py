@@ -15,9 +15,9 @@ from dp_grape_hf.layer_rules import RULES, LayerRule
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.representations import Dense
 from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
-from tests.models import CASES, Case, only
-from tests.oracles import projectors_for
-from tests.trainers import (
+from tests.support.models import CASES, Case, only
+from tests.support.oracles import projectors_for
+from tests.support.trainers import (
     WIDTH,
     TinyForSequenceClassification,
     Watch,

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,34 @@ from dp_grape_hf.losses import LossFunction
 from recipes.paper import singular_values, vit
 from recipes.paper.opt import AnswerScorer, choice_loss
 from recipes.paper.opt_tasks import Collator
-from tests import test_opt, test_vit
-from tests.models import only
-
-images, texts, _own_cache = test_vit.data, test_opt.folder, test_opt._own_cache  # fixtures
+from tests.support import images as mnist
+from tests.support import questions
+from tests.support.models import only
 
 GRID = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
 
 
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Training and test images, as files of MNIST."""
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    mnist.write_mnist(folder, mnist.both_splits((8, 8), counts=(40, 20)))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny OPT, and questions for it."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "opt"
+    questions.save_model_and_questions(folder)
+    return folder
+
+
 def image_words(folder: Path, data: Path) -> list[str]:
     """A command line for a tiny spectrum of a Vision Transformer."""
-    given = test_vit.words(folder, data, noise_multiplier=None, max_steps=None)
+    given = mnist.words(folder, data, noise_multiplier=None, max_steps=None)
     return ["--family=vit", *given, f"--spectrum_path={folder / 'spectrum.json'}", *GRID]
 
 
@@ -114,7 +132,7 @@ def assert_sums_are_of_single_samples(
 
 
 def test_clipped_sums_of_images_are_those_of_one_sample_at_a_time() -> None:
-    shape = {k: v for k, v in test_vit.SMALL.items() if k in vit._SHAPE}
+    shape = {k: v for k, v in mnist.SMALL.items() if k in vit._SHAPE}
     model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=10))
     names = [n for n, p in model.named_parameters() if p.dim() == 2 and "classifier" not in n]
     samples = [
@@ -130,7 +148,7 @@ def test_clipped_sums_of_texts_take_all_options_of_an_example_together() -> None
     kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
     collator = Collator(pad=1)
-    samples = [collator([e]) for e in test_opt.examples([5] * 6, options=2, longest=1)]
+    samples = [collator([e]) for e in questions.examples([5] * 6, options=2, longest=1)]
     assert_sums_are_of_single_samples(model, names, samples, choice_loss)
 
 

@@ -16,7 +16,7 @@ from recipes.report.findings import ZERO_SHOT, Findings, Run, collect, groups_of
 from recipes.report.paper_match import read_paper
 from recipes.report.tables import render
 from recipes.report.tables_gpu import way_of
-from tests.experiments import made_up, saved
+from tests.support.experiments import made_up, rows, saved
 
 PAPER = read_paper()
 MINI = {"model_name_or_path": "x/MiniLM", "head": "classification", "dataset_path": "data/sst2"}
@@ -24,12 +24,6 @@ MINI = {"model_name_or_path": "x/MiniLM", "head": "classification", "dataset_pat
 
 def text_of(*results: dict[str, Any]) -> str:
     return render(Findings([Run(result) for result in results]), PAPER)
-
-
-def rows(text: str, start: str) -> list[list[str]]:
-    """The cells of the lines that start like this."""
-    lines = [line for line in text.splitlines() if line.startswith(start)]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def section(text: str, title: str) -> str:

@@ -25,8 +25,8 @@ from transformers import (
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer, UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.targets import projection_targets
-from tests.models import only
-from tests.trainers import (
+from tests.support.models import only
+from tests.support.trainers import (
     EXACT,
     Examples,
     RecordingTrainer,

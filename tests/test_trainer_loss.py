@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.losses import loss_for
-from tests.models import CASES, Case, only
-from tests.trainers import (
+from tests.support.models import CASES, Case, only
+from tests.support.trainers import (
     TinyForSequenceClassification,
     assert_same_weights,
     examples_of,

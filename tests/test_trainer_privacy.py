@@ -14,8 +14,8 @@ from dp_grape_hf import PrivacyError
 from dp_grape_hf.accounting import compute_epsilon
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.sampling import LogicalBatch, PoissonBatchSampler
-from tests.models import only
-from tests.trainers import (
+from tests.support.models import only
+from tests.support.trainers import (
     EXACT,
     Examples,
     RecordingTrainer,

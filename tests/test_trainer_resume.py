@@ -18,8 +18,8 @@ from dp_grape_hf import PrivacyError, ProjectedOptimizer, plan
 from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from tests.ledgers import edit, rewrite
-from tests.trainers import (
+from tests.support.ledgers import edit, rewrite
+from tests.support.trainers import (
     EXACT,
     RecordingTrainer,
     Watch,

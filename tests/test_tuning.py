@@ -34,8 +34,8 @@ from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.tuning import Trials, TrialsDistribution
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from dp_grape_hf.weight_files import digests
-from tests.ledgers import MECHANISM, edit
-from tests.trainers import make_args, make_trainer
+from tests.support.ledgers import MECHANISM, edit
+from tests.support.trainers import make_args, make_trainer
 
 GEOMETRIC, LOGARITHMIC, POISSON = TrialsDistribution
 Array = npt.NDArray[np.float64]

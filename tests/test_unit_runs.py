@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.unit_engine import UnitEngine
-from tests.models import only
-from tests.test_units import OWNERS, SIZES, owned
-from tests.trainers import (
+from tests.support.models import only
+from tests.support.trainers import (
+    OWNERS,
+    SIZES,
     Examples,
     RecordingTrainer,
     TinyForSequenceClassification,
@@ -22,6 +23,7 @@ from tests.trainers import (
     assert_same_weights,
     known_generators,
     make_trainer,
+    owned,
     points,
     spy_releases,
     tiny,
@@ -276,7 +278,7 @@ def test_what_cannot_be_kept_is_refused_at_construction(
 def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
     """Chats become tokens, and the same releases as of a plain trainer on those tokens."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
-    from tests import test_sft as host
+    from tests.support import sft as host
 
     data = host.prompts(12)
     data = data.add_column("user", [f"u{i % 5}" for i in range(12)])
@@ -300,7 +302,7 @@ def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
 
 
 def test_a_sequence_to_sequence_trainer_draws_users(tmp_path: Path) -> None:
-    from tests import test_seq2seq as host
+    from tests.support import seq2seq as host
 
     rows = [row | {"user": i % 3} for i, row in enumerate(host.sentences(9).examples)]
     settings = OWNED | {"train_dataset": Examples(rows), "max_steps": 2, "expected_batch_size": 2}

@@ -30,24 +30,15 @@ from dp_grape_hf.units import (
     without_units,
 )
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
-from tests.models import only, row
-from tests.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
-from tests.trainers import (
-    Examples,
+from tests.support.models import only, row
+from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+from tests.support.trainers import (
+    OWNERS,
+    SIZES,
     TinyForSequenceClassification,
     assert_same_weights,
     points,
 )
-
-SIZES = (3, 1, 4, 1, 2, 5, 1, 7)  # of the units of the data below
-OWNERS = [f"u{unit}" for unit, size in enumerate(SIZES) for _ in range(size)]
-
-
-def owned(owners: Any = OWNERS, seed: int = 0) -> Examples:
-    """Returns the points of some owners, in an order that keeps none of them together."""
-    order = torch.randperm(len(owners), generator=torch.Generator().manual_seed(5)).tolist()
-    rows = points(len(owners), seed).examples
-    return Examples([rows[i] | {"user": owners[i], "id": i} for i in order])
 
 
 def _coins(seed: int = 0) -> torch.Generator:

@@ -42,9 +42,9 @@ from dp_grape_hf.loading import differences
 from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, verify
 from dp_grape_hf.weight_files import ADAPTER, digests, may_be_weights, weight_files
-from tests.ledgers import MECHANISM, edit, rewrite
-from tests.models import only
-from tests.trainers import examples_of, make_trainer
+from tests.support.ledgers import MECHANISM, edit, rewrite
+from tests.support.models import only
+from tests.support.trainers import examples_of, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,11 @@ from dp_grape_hf.methods import METHODS
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, main, parse
 from recipes.paper.images import Batches, Images, Source, accuracy, held_out, load_images
+from tests.support.images import SMALL, both_splits, random_arrays, words, write_idx, write_mnist
 
 COLOUR = Source("someone/colour", "img", "fine_label", 10, {"train": 6, "test": 4})
 GREY = Source("someone/grey", "image", "label", 10, {"train": 6, "test": 4})
 PRESETS = sorted(path.stem.removeprefix("vit_") for path in CONFIGS.glob("vit_*.yaml"))
-
-
-def random_arrays(count: int, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
-    """Images (N, *shape) and labels (N,), both uint8."""
-    random = np.random.default_rng(seed)
-    images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
-    return images, random.integers(0, 10, count, dtype=np.uint8)
-
-
-def both_splits(shape: tuple[int, ...], counts: tuple[int, int] = (6, 4)) -> dict[str, Any]:
-    """Arrays of a training and a test split."""
-    names = ("train", "test")
-    return {n: random_arrays(c, shape, seed=c) for n, c in zip(names, counts, strict=True)}
 
 
 def assert_loaded(loaded: dict[str, Images], arrays: dict[str, Any]) -> None:
@@ -53,21 +40,6 @@ def assert_loaded(loaded: dict[str, Images], arrays: dict[str, Any]) -> None:
 
 
 # ---- Loading ----
-
-
-def write_idx(path: Path, array: Any) -> None:
-    """Writes bytes as an IDX file, by its description."""
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    packed = gzip.compress if path.suffix == ".gz" else bytes
-    path.write_bytes(packed(header + array.tobytes()))
-
-
-def write_mnist(folder: Path, arrays: dict[str, Any], ending: str = ".gz") -> None:
-    """Writes the four files of MNIST."""
-    for split, name in (("train", "train"), ("test", "t10k")):
-        pixels, labels = arrays[split]
-        write_idx(folder / f"{name}-images-idx3-ubyte{ending}", pixels)
-        write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels)
 
 
 @pytest.mark.parametrize("ending", [".gz", ""])
@@ -309,15 +281,6 @@ def test_the_held_out_fifth_is_disjoint_and_repeatable() -> None:
 
 # ---- Runs ----
 
-SHAPE = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16}
-SMALL = {
-    **{"num_hidden_layers": 1, "num_attention_heads": 2, **SHAPE},
-    **{"noise_multiplier": 1, "target_delta": 1e-3, "accountant": "rdp", "projection_rank": 4},
-    **{"max_steps": 2, "expected_batch_size": 8, "per_device_train_batch_size": 6},
-    **{"learning_rate": 0.1, "max_grad_norm": 1.0, "disable_tqdm": True, "use_cpu": True},
-    **{"dataloader_pin_memory": False, "per_device_eval_batch_size": 5},
-}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -325,16 +288,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mnist")
     write_mnist(folder, both_splits((8, 8), counts=(40, 20)))
     return folder
-
-
-def words(folder: Path, data: Path, task: str = "MNIST", **changes: Any) -> list[str]:
-    """A command line; a value of None leaves an option out."""
-    options: dict[str, Any] = {
-        **SMALL,
-        **{"config": "paper", "task": task, "dataset_path": data},
-        **{"output_dir": folder / "out", "result_dir": folder / "results", **changes},
-    }
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
 def run(folder: Path, data: Path, **changes: Any) -> dict[str, Any]:

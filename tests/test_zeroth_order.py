@@ -7,7 +7,6 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -23,56 +22,15 @@ from dp_grape_hf.directions import DIRECTION, Directions, ZerothOrderSGD
 from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.losses import loss_for
-from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.randomness import projection_seed_for
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
-from tests.models import CASES, IGNORED, Batch, Case, only
-from tests.oracles import projectors_for, single_sample_gradients
+from tests.support.mechanism import make_private
+from tests.support.models import CASES, IGNORED, Batch, Case, only
+from tests.support.oracles import projectors_for, single_sample_gradients
 
-MECHANISM = Mechanism(
-    noise_multiplier=1.0,
-    sample_rate=0.5,
-    max_grad_norm=1.0,
-    expected_batch_size=4,
-    num_samples=8,
-    target_epsilon=None,
-    target_delta=1e-5,
-    accountant="rdp",
-    engine="layerwise",
-    projection="gaussian",
-    projection_rank=8,
-    projection_update_steps=100,
-    projection_seed=0,
-)
 SEED, MU = 7, 1e-3
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-def make_private(
-    per_sample: PerSampleEngine,
-    *,
-    noise_multiplier: float = 0.0,
-    max_grad_norm: float = 1e6,
-    expected_batch_size: float = 1.0,
-    clipping: str = "flat",
-    seed: int = 0,
-) -> PrivateEngine:
-    """Returns an engine whose release is the sum of the scalars, unless told otherwise."""
-    return PrivateEngine(
-        per_sample,
-        ledger=Ledger.start(
-            replace(
-                MECHANISM,
-                max_grad_norm=max_grad_norm,
-                noise_multiplier=noise_multiplier,
-                expected_batch_size=expected_batch_size,
-                clipping=clipping,
-            )
-        ),
-        noise_generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def released(engine: PrivateEngine, step: int, batches: Sequence[Mapping[str, Any]]) -> Tensor:

@@ -28,9 +28,9 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.processes import from_first, sum_over_processes_
-from tests.models import only
 from tests.processes.traffic import per_call
-from tests.trainers import (
+from tests.support.models import only
+from tests.support.trainers import (
     Examples,
     RecordingTrainer,
     TinyForSequenceClassification,

@@ -63,3 +63,9 @@ def saved(folder: Path, *results: dict[str, Any]) -> Path:
         number = len(list(folder.iterdir()))
         (folder / f"{number}.json").write_text(json.dumps(result))
     return folder
+
+
+def rows(text: str, start: str) -> list[list[str]]:
+    """The cells of the lines that start like this."""
+    lines = [line for line in text.splitlines() if line.startswith(start)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -2,27 +2,24 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dp_grape_hf.entries import decoded, extended
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import Mechanism
+from tests.support import mechanism
 
-MECHANISM = Mechanism(
+MECHANISM = replace(
+    mechanism.MECHANISM,
     noise_multiplier=1.5,
     sample_rate=0.0625,
     max_grad_norm=0.5,
     expected_batch_size=64,
     num_samples=1024,
     target_epsilon=6.0,
-    target_delta=1e-5,
     accountant="prv",
-    engine="layerwise",
-    projection="gaussian",
     projection_rank=16,
-    projection_update_steps=100,
-    projection_seed=0,
 )
 
 

@@ -22,7 +22,7 @@ from dp_grape_hf.methods import METHODS
 from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.trainer import TestGenerators
-from tests.models import only
+from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3
 TRAINER_KEYWORDS = (
@@ -95,8 +95,19 @@ def points(num_samples: int = 24, seed: int = 0) -> Examples:
     return Examples([{"x": x[i], "labels": labels[i], "id": i} for i in range(num_samples)])
 
 
+SIZES = (3, 1, 4, 1, 2, 5, 1, 7)  # of the units of the data below
+OWNERS = [f"u{unit}" for unit, size in enumerate(SIZES) for _ in range(size)]
+
+
+def owned(owners: Any = OWNERS, seed: int = 0) -> Examples:
+    """Returns the points of some owners, in an order that keeps none of them together."""
+    order = torch.randperm(len(owners), generator=torch.Generator().manual_seed(5)).tolist()
+    rows = points(len(owners), seed).examples
+    return Examples([rows[i] | {"user": owners[i], "id": i} for i in order])
+
+
 def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
-    """Returns examples for the model of that name in ``tests.models``."""
+    """Returns examples for the model of that name in ``tests.support.models``."""
     batch = only(name).batch(num_samples, **settings)
     return Examples([{key: v[i] for key, v in batch.items()} for i in range(num_samples)])
 

@@ -1,0 +1,104 @@
+"""A mechanism as ledgers record it, and one at work: the engine of a step, and what it released.
+
+Shapes: B samples in a batch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import Mechanism
+from dp_grape_hf.per_sample import Gradients, PerSampleEngine
+from dp_grape_hf.projection import Projector
+
+MECHANISM = Mechanism(
+    noise_multiplier=1.0,
+    sample_rate=0.5,
+    max_grad_norm=1.0,
+    expected_batch_size=4,
+    num_samples=8,
+    target_epsilon=None,
+    target_delta=1e-5,
+    accountant="rdp",
+    engine="layerwise",
+    projection="gaussian",
+    projection_rank=8,
+    projection_update_steps=100,
+    projection_seed=0,
+)
+ROUNDING = 1e-6  # relative, by which float32 may exceed a bound
+
+
+class Given(PerSampleEngine):
+    """Hands out the gradients that the inputs hold, for parameters of the given shapes."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+        super().__init__(model, lambda outputs, labels: outputs)
+
+    def __call__(
+        self, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        gradients = {name: inputs[name] for name in self.trainable}
+        return next(iter(gradients.values())).squared_norm(), gradients
+
+
+def make_private(
+    per_sample: PerSampleEngine,
+    *,
+    seed: int = 0,
+    noise_generator: torch.Generator | None = None,
+    ledger: Ledger | None = None,
+    distributed: bool = False,
+    **own: Any,
+) -> PrivateEngine:
+    """Returns an engine whose release is the clipped sum itself, unless told otherwise.
+
+    What is not named here is a field of its `Mechanism`.
+    """
+    mechanism = replace(MECHANISM, **{"noise_multiplier": 0.0, "expected_batch_size": 1.0} | own)
+    generator = noise_generator or torch.Generator().manual_seed(seed)
+    return PrivateEngine(
+        per_sample,
+        ledger=ledger or Ledger.start(mechanism),
+        noise_generator=generator,
+        distributed=distributed,
+    )
+
+
+def released(
+    engine: PrivateEngine,
+    batches: Sequence[Mapping[str, Any]],
+    projectors: Mapping[str, Projector] | None = None,
+) -> dict[str, Tensor]:
+    """Returns the release of one logical batch, given its physical batches."""
+    engine.begin(projectors or {})
+    for batch in batches:
+        engine.accumulate(batch)
+    return engine.release()
+
+
+def joint_norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return joint_norm({name: left[name] - right[name] for name in left})
+
+
+def split(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    parts = {key: value.split(list(sizes)) for key, value in batch.items()}
+    return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
+
+
+def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Returns the norms (B,) over all parameters jointly."""
+    squared = [g.double().flatten(1).square().sum(1) for g in gradients.values()]
+    return torch.stack(squared).sum(0).sqrt()
