@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.engine import add_clipped_sum_, private_norm
 from dp_grape_hf.engines import make_engine
@@ -688,6 +689,16 @@ def _release_on_rank(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
 def _second_rank(index: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.save(_release_on_rank(1, folder), f"{folder}/1.pt")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_of_two_processes_alone_adds_noise(rank: int) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        engine = make_private(Given(a=(3,)), noise_multiplier=1.0, distributed=True)
+        assert bool(released(engine, [])["a"].any()) == (rank == 0)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:

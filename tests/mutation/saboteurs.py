@@ -1,0 +1,508 @@
+"""Ways to break the mechanism, and the ordinary tests that meet each.
+
+A saboteur replaces one thing in the real code. Tests are named by file, function and parameters,
+the quickest that should notice; each must fail under its saboteur, by an assertion.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf import (
+    accounting,
+    coins,
+    engine,
+    file_checks,
+    mixin,
+    representations,
+    selfcheck,
+    unit_engine,
+)
+from dp_grape_hf.engine import Factors, PrivateEngine, add_weighted_sum_
+from dp_grape_hf.forms import Factored
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.norms import Gathered
+from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.representations import Dense, GradientSum
+from dp_grape_hf.sampling import PoissonBatchSampler
+from dp_grape_hf.weight_files import Tree, is_weights
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """A way to break the mechanism.
+
+    Args:
+        name: what is wrong then.
+        apply: breaks it, until the patch is undone.
+        tests: those that notice, as pytest names them but for the folder.
+    """
+
+    name: str
+    apply: Callable[[pytest.MonkeyPatch], None]
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _std_times(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
+    original = engine.add_noise_
+
+    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
+        original(values, factor * std, generator, divisor)
+
+    return lambda patch: patch.setattr(engine, "add_noise_", add_noise_)
+
+
+def _std_of_mean(patch: pytest.MonkeyPatch) -> None:
+    original = engine.add_noise_
+
+    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
+        original(values, std / divisor, generator, divisor)
+
+    patch.setattr(engine, "add_noise_", add_noise_)
+
+
+def _quiet_when_empty(patch: pytest.MonkeyPatch) -> None:
+    original = PrivateEngine.release
+
+    def release(self: PrivateEngine) -> dict[str, Tensor]:
+        sigma = self.noise_multiplier
+        self.noise_multiplier = sigma if self._clipped_sum else 0.0
+        result = original(self)
+        self.noise_multiplier = sigma
+        return result
+
+    patch.setattr(PrivateEngine, "release", release)
+
+
+def _undivided_bound(patch: pytest.MonkeyPatch) -> None:
+    original = PrivateEngine._add
+
+    def add(self: PrivateEngine, total: Any, gradients: Gradients, bound: float) -> None:
+        original(self, total, gradients, self.max_grad_norm)
+
+    patch.setattr(PrivateEngine, "_add", add)
+
+
+def _drawn_divisor(patch: pytest.MonkeyPatch) -> None:
+    counts: dict[int, int] = {}
+    begin, accumulate, release = (
+        getattr(PrivateEngine, name) for name in ("begin", "accumulate", "release")
+    )
+
+    def begins(self: PrivateEngine, given: Any) -> None:
+        counts[id(self)] = 0
+        begin(self, given)
+
+    def accumulates(self: PrivateEngine, inputs: Any) -> Tensor:
+        losses: Tensor = accumulate(self, inputs)
+        counts[id(self)] += len(losses)
+        return losses
+
+    def releases(self: PrivateEngine) -> dict[str, Tensor]:
+        expected = self.expected_batch_size
+        self.expected_batch_size = max(1, counts.get(id(self), 0))
+        result: dict[str, Tensor] = release(self)
+        self.expected_batch_size = expected
+        return result
+
+    patch.setattr(PrivateEngine, "begin", begins)
+    patch.setattr(PrivateEngine, "accumulate", accumulates)
+    patch.setattr(PrivateEngine, "release", releases)
+
+
+def _tied_once(patch: pytest.MonkeyPatch) -> None:
+    def part(self: GradientSum, total: Tensor, factors: Tensor) -> None:
+        self.parts[0].add_weighted_sum_(total, factors)
+
+    patch.setattr(GradientSum, "add_weighted_sum_", part)
+
+
+def _tied_norm_without_cross_terms(patch: pytest.MonkeyPatch) -> None:
+    def squared_norm(self: GradientSum) -> Tensor:
+        return torch.stack([part.squared_norm() for part in self.parts]).sum(0)
+
+    patch.setattr(representations.GradientSum, "squared_norm", squared_norm)
+
+
+def _options_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    def squared_norm(self: Factored) -> Tensor:
+        return (self.rows.square().sum(2) * self.cols.square().sum(2)).sum(1)
+
+    patch.setattr(Factored, "squared_norm", squared_norm)
+
+
+def _noise_from_seed(patch: pytest.MonkeyPatch) -> None:
+    def seeded(device: Any = "cpu", secure: bool = False) -> torch.Generator:
+        return torch.Generator(device).manual_seed(42)  # the seed of the arguments
+
+    patch.setattr(mixin, "noise_generator", seeded)
+
+
+def _noise_again(patch: pytest.MonkeyPatch) -> None:
+    original, state = engine.add_noise_, torch.Generator().get_state()
+
+    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
+        same = torch.Generator()
+        same.set_state(state)
+        original(values, std, same, divisor)
+
+    patch.setattr(engine, "add_noise_", add_noise_)
+
+
+def _epochs(patch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+
+    def draw(self: PoissonBatchSampler) -> list[int]:
+        size = round(self.sample_rate * self.num_samples)
+        if len(waiting) < size:
+            waiting[:] = torch.randperm(self.num_samples, generator=self.generator).tolist()
+        drawn, waiting[:] = waiting[:size], waiting[size:]
+        return sorted(drawn)
+
+    patch.setattr(PoissonBatchSampler, "draw", draw)
+
+
+def _without_replacement(patch: pytest.MonkeyPatch) -> None:
+    def draw(self: PoissonBatchSampler) -> list[int]:
+        order = torch.randperm(self.num_samples, generator=self.generator).tolist()
+        return sorted(order[: round(self.sample_rate * self.num_samples)])
+
+    patch.setattr(PoissonBatchSampler, "draw", draw)
+
+
+def _same_draw(patch: pytest.MonkeyPatch) -> None:
+    original = PoissonBatchSampler.draw
+
+    def draw(self: PoissonBatchSampler) -> list[int]:
+        first: list[int] = vars(self).setdefault("_first", original(self))
+        return list(first)
+
+    patch.setattr(PoissonBatchSampler, "draw", draw)
+
+
+def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
+    _std_times(0.0)(patch)
+    original = engine.add_clipped_sum_
+
+    def add_clipped_sum_(
+        total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
+    ) -> None:
+        noisy: Gradients = {}
+        for name, gradient in gradients.items():
+            count = len(gradient.squared_norm())
+            whole = torch.stack([gradient.weighted_sum(row) for row in torch.eye(count)])
+            noisy[name] = Dense(whole + bound * torch.randn_like(whole))
+        original(total, noisy, bound, automatic)
+
+    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
+
+
+def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
+    original = PrivateEngine.release
+
+    def release(self: PrivateEngine) -> dict[str, Tensor]:
+        std, sigma = self.noise_std, self.noise_multiplier
+        self.noise_multiplier = 0.0
+        result = original(self)
+        self.noise_multiplier = sigma
+        for name, value in result.items():
+            rank = self.projectors[name].rank if name in self.projectors else 1
+            value += std / rank**0.5 * torch.randn(value.shape)
+        return result
+
+    patch.setattr(PrivateEngine, "release", release)
+
+
+def _users_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(unit_engine, "_of_units", lambda gradients, sizes: gradients)
+
+
+def _record_afterwards(patch: pytest.MonkeyPatch) -> None:
+    original, record = PrivateEngine.release, Ledger.record
+
+    def release(self: PrivateEngine) -> dict[str, Tensor]:
+        with pytest.MonkeyPatch.context() as later:
+            later.setattr(Ledger, "record", lambda self, steps=1: None)
+            result = original(self)
+        record(self.ledger)
+        return result
+
+    patch.setattr(PrivateEngine, "release", release)
+
+
+def _record_every_second(patch: pytest.MonkeyPatch) -> None:
+    original = Ledger.record
+
+    def record(self: Ledger, steps: int = 1) -> None:
+        asked = vars(self)["_asked"] = vars(self).get("_asked", 0) + 1
+        if asked % 2:
+            original(self, steps)
+
+    patch.setattr(Ledger, "record", record)
+
+
+def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
+    original = accounting.block_of
+
+    def block_of(sigma: float, rate: float, **variant: Any) -> Any:
+        return original(sigma, rate, **variant | {"adjacency": "add_or_remove_one"})
+
+    patch.setattr(accounting, "block_of", block_of)
+
+
+def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
+    def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+        return Factors((max_grad_norm / norms).nan_to_num(1.0).clamp(max=1.0), None)
+
+    patch.setattr(engine, "clip_factors", clip_factors)
+
+
+def _small_tensors_unmeasured(patch: pytest.MonkeyPatch) -> None:
+    def squared_norm(self: Gathered) -> Tensor:
+        large = [g.squared_norm().float() for g in self.large.values()]
+        assert self.small is not None
+        return torch.stack(large or [self.small.squared_norm() * 0]).sum(0)
+
+    patch.setattr(Gathered, "squared_norm", squared_norm)
+
+
+def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
+    def add_clipped_sum_(
+        total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
+    ) -> None:
+        count = len(next(iter(gradients.values())).squared_norm())
+        own: dict[str, Tensor] = {}
+        add_weighted_sum_(own, Gathered.of(gradients), Factors(torch.ones(count), None))
+        whole = math.sqrt(sum(value.square().sum().item() for value in own.values()))
+        for name, value in own.items():
+            value = value * min(1.0, bound / max(whole, 1e-12))
+            total[name] = total[name] + value if name in total else value
+
+    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
+
+
+def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
+    def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+        finite = norms.isfinite()
+        return Factors(torch.ones(int(finite.sum())), None if finite.all() else finite)
+
+    patch.setattr(engine, "clip_factors", clip_factors)
+
+
+def _weights_known_by_name(patch: pytest.MonkeyPatch) -> None:
+    trainers = ("optimizer.", "scheduler.", "training_args.")
+
+    def may_be_weights(path: Path) -> bool:
+        return is_weights(path.name) and not path.name.startswith(trainers)
+
+    patch.setattr(file_checks, "may_be_weights", may_be_weights)
+
+
+def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
+    original = file_checks.tree
+
+    def tree(folder: Path) -> Tree:
+        found = original(folder)
+        return found._replace(files=[path for path in found.files if path.parent == folder])
+
+    patch.setattr(file_checks, "tree", tree)
+
+
+def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
+    pretends = SimpleNamespace(get_rank=lambda: rank)
+    return lambda patch: patch.setattr(engine, "dist", pretends)
+
+
+def _coins_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coins, "_TRIALS", 0)  # shared draws are found, and not tried
+
+
+def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(selfcheck, "refuse_coupled_batch", lambda *_, **__: None)
+
+
+def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
+
+
+SABOTEURS = (
+    Saboteur(
+        "noise is halved",
+        _std_times(0.5),
+        (
+            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_engine.py::test_the_noise_has_its_std_in_every_single_coordinate",
+        ),
+    ),
+    Saboteur(
+        "noise is of the mean's size, on the sum",
+        _std_of_mean,
+        (
+            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_engine.py::test_the_noise_has_its_std_in_every_single_coordinate",
+        ),
+    ),
+    Saboteur(
+        "noise is skipped on empty batches",
+        _quiet_when_empty,
+        ("test_engine.py::test_an_empty_logical_batch_releases_noise_and_is_recorded",),
+    ),
+    Saboteur(
+        "noise is seeded from args.seed",
+        _noise_from_seed,
+        (
+            "test_trainer_privacy.py::test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise",
+        ),
+    ),
+    Saboteur(
+        "noise is the same in every step",
+        _noise_again,
+        ("test_engine.py::test_no_two_releases_and_no_two_tensors_share_noise",),
+    ),
+    Saboteur(
+        "noise is added before the clip",
+        _noise_before_clip,
+        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+    ),
+    Saboteur(
+        "noise in coordinates is divided by sqrt(r)",
+        _unscaled_in_coordinates,
+        (
+            "test_engine.py::test_the_release_equals_its_definition[opt-projected]",
+            "test_trainer_privacy.py::test_projected_noise_has_the_same_std_in_every_coordinate",
+        ),
+    ),
+    Saboteur(
+        "noise is added by every process",
+        _every_rank(0),
+        ("test_engine.py::test_the_first_of_two_processes_alone_adds_noise[1]",),
+    ),
+    Saboteur(
+        "noise is added by no process",
+        _every_rank(1),
+        ("test_engine.py::test_the_first_of_two_processes_alone_adds_noise[0]",),
+    ),
+    Saboteur(
+        "the drawn size is the divisor",
+        _drawn_divisor,
+        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+    ),
+    Saboteur(
+        "nothing is clipped",
+        _nothing_is_clipped,
+        (
+            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat]",
+        ),
+    ),
+    Saboteur(
+        "each layer is clipped to all of C",
+        _undivided_bound,
+        (
+            "test_clipping.py::test_the_release_equals_its_definition[gpt2-layerwise]",
+            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-per_layer]",
+        ),
+    ),
+    Saboteur(
+        "the batch is clipped, not the example",
+        _batch_is_clipped,
+        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+    ),
+    Saboteur(
+        "small tensors do not count in the norm",
+        _small_tensors_unmeasured,
+        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+    ),
+    Saboteur(
+        "NaN passes the clip",
+        _nan_is_finite,
+        ("test_engine.py::test_a_bad_image_contributes_nothing_wherever_it_stands[nan-0]",),
+    ),
+    Saboteur(
+        "a tied gradient counts once",
+        _tied_once,
+        ("test_layerwise.py::test_uses_of_one_weight_in_different_forms_add_up[5]",),
+    ),
+    Saboteur(
+        "a tied norm has no cross terms",
+        _tied_norm_without_cross_terms,
+        ("test_layerwise.py::test_uses_of_one_weight_in_different_forms_add_up[5]",),
+    ),
+    Saboteur(
+        "options are measured one by one",
+        _options_one_by_one,
+        (
+            "test_representations.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
+        ),
+    ),
+    Saboteur(
+        "a user's examples are clipped one by one",
+        _users_one_by_one,
+        ("test_units.py::test_a_user_moves_the_sum_by_no_more_than_one_example_may[flat]",),
+    ),
+    Saboteur("epochs are shuffled", _epochs, ("test_sampling.py::test_batch_sizes_are_binomial",)),
+    Saboteur(
+        "draws have a fixed size",
+        _without_replacement,
+        ("test_sampling.py::test_batch_sizes_are_binomial",),
+    ),
+    Saboteur(
+        "every step has the same draw",
+        _same_draw,
+        ("test_sampling.py::test_each_example_is_drawn_with_probability_q[0.3]",),
+    ),
+    Saboteur(
+        "the ledger is written after the release",
+        _record_afterwards,
+        ("test_engine.py::test_the_ledger_is_on_disk_before_the_noise_is_drawn",),
+    ),
+    Saboteur(
+        "the ledger counts every second release",
+        _record_every_second,
+        ("test_engine.py::test_one_logical_batch_is_one_release_in_the_ledger[[4]]",),
+    ),
+    Saboteur(
+        "replaced examples cost as added ones",
+        _adjacency_ignored,
+        (
+            "test_replace_one.py::test_epsilon_bounds_the_exact_divergence[1-2.0-0.2-rdp]",
+            "test_replace_one.py::test_full_batches_have_twice_the_sensitivity[rdp]",
+        ),
+    ),
+    Saboteur(
+        "a physical batch shares a coin",
+        _coins_unseen,
+        ("test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop]",),
+    ),
+    Saboteur(
+        "a loss has a median of the batch in it",
+        _pairs_alone,
+        ("test_coupling.py::test_a_loss_that_ranks_the_batch_is_refused[4-mined]",),
+    ),
+    Saboteur(
+        "a forward reseeds numpy's stream",
+        _streams_unguarded,
+        ("test_coins.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
+    ),
+    Saboteur(
+        "verify knows weights by their names",
+        _weights_known_by_name,
+        ("test_verify.py::test_planted_weights_are_found[as an optimizer]",),
+    ),
+    Saboteur(
+        "verify does not look into folders",
+        _folders_unseen,
+        ("test_verify.py::test_planted_weights_are_found[in a folder]",),
+    ),
+)

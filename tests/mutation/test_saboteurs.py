@@ -1,0 +1,37 @@
+"""Every way to break the mechanism is noticed by the ordinary tests that meet it.
+
+``python -m tests.mutation`` prints the table.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.saboteurs import SABOTEURS, Saboteur
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, dict[str, bool]]:
+    """Which test noticed which saboteur."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mutation", "--json"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    sys.stderr.write(done.stderr)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=str)
+def test_a_saboteur_is_noticed(saboteur: Saboteur, table: dict[str, dict[str, bool]]) -> None:
+    missed = [test for test, noticed in table[saboteur.name].items() if not noticed]
+    assert not missed, f"{', '.join(missed)} should notice that {saboteur}"
+    assert saboteur.tests, "no test is named"
