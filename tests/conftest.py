@@ -1,5 +1,6 @@
 """What every test starts from: no network, one seed, few threads."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported to no later collection of garbage: each run of a Trainer has one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
