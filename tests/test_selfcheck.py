@@ -15,7 +15,7 @@ from dp_grape_hf.layer_rules import RULES, LayerRule
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.representations import Dense
 from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
-from tests.support.models import CASES, Case, only
+from tests.support.models import TYPICAL, Case, only
 from tests.support.oracles import projectors_for
 from tests.support.trainers import (
     WIDTH,
@@ -29,7 +29,7 @@ from tests.support.trainers import (
     weights_of,
 )
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_case = pytest.mark.parametrize("case", TYPICAL, ids=str)
 
 
 def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:

@@ -26,11 +26,11 @@ from dp_grape_hf.losses import loss_for
 from dp_grape_hf.randomness import projection_seed_for
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 from tests.support.mechanism import make_private
-from tests.support.models import CASES, IGNORED, Batch, Case, only
+from tests.support.models import IGNORED, TYPICAL, Batch, Case, only
 from tests.support.oracles import projectors_for, single_sample_gradients
 
 SEED, MU = 7, 1e-3
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", TYPICAL, ids=str)
 
 
 def released(engine: PrivateEngine, step: int, batches: Sequence[Mapping[str, Any]]) -> Tensor:

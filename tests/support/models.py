@@ -1,7 +1,8 @@
 """The models of the tests: a few that many suites iterate over, and the whole zoo.
 
 To check another family, add a row to ``FAMILIES`` in ``recipes/models/zoo.py``; ``ROWS`` has one
-entry for each of its tasks. ``CASES`` stays small, because other suites multiply it.
+entry for each of its tasks. ``CASES`` and ``TYPICAL`` stay small, because other suites multiply
+them.
 
 Shapes: B samples in the batch, T positions.
 """
@@ -61,6 +62,7 @@ __all__ = [
     "MAX_POSITIONS",
     "PAD",
     "ROWS",
+    "TYPICAL",
     "VOCABULARY",
     "Batch",
     "Case",
@@ -129,6 +131,8 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
+TYPICAL = [BY_NAME[name] for name in ("bert-classifier", "gpt2", "llama", "vit")]
+"""One of each kind: of encoders, of tied tables and transposed weights, of RMSNorm, of images."""
 
 
 def only(name: str) -> Case:
