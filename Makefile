@@ -9,6 +9,7 @@ PIP_LOG := $(VENV)/pip.log
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 # --cpu keeps a personal accelerate configuration out of it, and the hidden devices keep the Trainer
 # off a GPU, so that the demo is the same run everywhere. One thread: its matrices are too small to
 # share, and several threads wait for each other many times over on a machine that is busy.
@@ -19,12 +20,12 @@ LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu -
 HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(tail -n 1 $(PIP_LOG) | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test seams check benchmark tables clean
+.PHONY: help venv demo test test-all seams check benchmark tables clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 venv: $(VENV)/.installed-dev  ## make .venv with everything development needs
 
@@ -34,8 +35,12 @@ demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half
 	@echo "Check what was saved against its ledger:  $(BIN)/dp-grape verify $(DEMO_DIR)"
 	@echo 'Train on your own data: see "Make your own script private" in README.md.'
 
-test: $(VENV)/.installed-test  ## run the tests and the examples in the docstrings
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile tests
+test: $(VENV)/.installed-test  ## run the tests but the slow ones, and the examples in docstrings
+	$(PYTEST) -m "not slow" tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
+
+test-all: $(VENV)/.installed-test  ## run all tests, and the examples in docstrings
+	$(PYTEST) tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
 # The newest wheel of each minor release from the oldest that setup.cfg allows; the first that there

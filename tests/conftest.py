@@ -19,6 +19,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Keeps tests that share a fixture in one process, under ``--dist loadgroup``."""
+    for item in items:
+        made = item._fixtureinfo.name2fixturedefs.values()
+        if any(fixture.scope == "module" for fixtures in made for fixture in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Seeds the global generator, and leaves it to the next test as it was."""

@@ -345,6 +345,7 @@ EXAMPLE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(EXAMPLE, max_size=4), st.integers(0, 12))
 @settings(repeatable, max_examples=40)
 def test_any_examples_are_trained_on_or_refused(odd: list[Any], good: int) -> None:

@@ -285,6 +285,7 @@ def test_a_profile_accounts_for_the_whole_step_and_leaves_no_timer_behind() -> N
 # ---- The standard set ----
 
 
+@pytest.mark.slow
 def test_the_standard_set_covers_every_model_and_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

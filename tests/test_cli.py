@@ -88,6 +88,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
     assert CARD_NAME in card["write"].help
 
 
+@pytest.mark.slow
 def test_every_example_in_the_help_prints_what_the_help_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -270,6 +271,7 @@ def found(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(run(f"memory --batch_size 8 --seq_len 8 --json {command}", capsys))
 
 
+@pytest.mark.slow
 def test_memory_in_json_adds_up_and_names_what_fits(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +294,7 @@ def test_memory_in_json_adds_up_and_names_what_fits(
     assert again["fit"] is None
 
 
+@pytest.mark.slow
 def test_memory_says_which_batch_fits_and_what_to_turn(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def small(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # PEFT

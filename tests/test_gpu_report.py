@@ -52,6 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 # ---- What is found ----
 
 
+@pytest.mark.slow
 def test_a_report_has_every_cell_measured_and_simulated(run: tuple[Path, dict[str, Any]]) -> None:
     _, found = run
     keys = {str(cell) for cell in gpu_report.cells_of(gpu_report.TINY)}
@@ -63,6 +64,7 @@ def test_a_report_has_every_cell_measured_and_simulated(run: tuple[Path, dict[st
         assert entry["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
+@pytest.mark.slow
 def test_the_simulation_is_what_a_step_of_the_trainer_takes(
     run: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -73,6 +75,7 @@ def test_the_simulation_is_what_a_step_of_the_trainer_takes(
         assert entry["first_step"]["allocated"] > 0, key
 
 
+@pytest.mark.slow
 def test_the_table_shows_cells_checks_and_where_they_are_from(
     run: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -197,6 +200,7 @@ def test_opt_computes_logits_and_loss_at_an_answer_only() -> None:
 # ---- Going on ----
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_done_again(
     run: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +210,7 @@ def test_what_is_finished_is_not_done_again(
     assert report(folder) == (DONE, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["versions", "device"])
 def test_what_was_found_elsewhere_is_done_anew(
     run: tuple[Path, dict[str, Any]], changed: str, tmp_path: Path

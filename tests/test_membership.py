@@ -102,6 +102,7 @@ def test_lira_finds_nothing_where_there_is_nothing() -> None:
 # ---- The recipe ----
 
 
+@pytest.mark.slow
 def test_members_of_a_model_without_privacy_are_found(run: tuple[Path, dict[str, Any]]) -> None:
     _, results = run
     plain = results["ways"]["Adam, no privacy"]
@@ -111,6 +112,7 @@ def test_members_of_a_model_without_privacy_are_found(run: tuple[Path, dict[str,
     assert plain["attacks"]["lira"]["auc"] > 0.6
 
 
+@pytest.mark.slow
 def test_a_private_model_has_its_budget_beside_it(run: tuple[Path, dict[str, Any]]) -> None:
     _, results = run
     private = results["ways"]["DP-GRAPE, ε = 2"]
@@ -119,6 +121,7 @@ def test_a_private_model_has_its_budget_beside_it(run: tuple[Path, dict[str, Any
     assert private["attacks"]["loss"]["auc"] < plain["attacks"]["loss"]["auc"]
 
 
+@pytest.mark.slow
 def test_rates_come_with_their_counts(run: tuple[Path, dict[str, Any]]) -> None:
     _, results = run
     for way in results["ways"].values():
@@ -129,6 +132,7 @@ def test_rates_come_with_their_counts(run: tuple[Path, dict[str, Any]]) -> None:
                 assert point["false_positives"] <= point["fpr"] * point["others"]
 
 
+@pytest.mark.slow
 def test_three_files_are_written_that_agree(run: tuple[Path, dict[str, Any]]) -> None:
     folder, results = run
     written = json.loads((folder / "membership.json").read_text(encoding="utf-8"))
@@ -139,6 +143,7 @@ def test_three_files_are_written_that_agree(run: tuple[Path, dict[str, Any]]) ->
     assert (folder / "membership.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_path_of_the_data_is_not_published(tmp_path: Path) -> None:
     rows = [{"text": f"word{i} good", "label": i % 2} for i in range(60)]
     folder = tmp_path / "texts"

@@ -23,6 +23,7 @@ from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizer import ProjectedOptimizer
 from dp_grape_hf.randomness import projection_generator
+from tests.support.marks import slow_but
 from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (
     EXACT,
@@ -40,6 +41,9 @@ from tests.support.trainers import (
 )
 
 PRIVATE = [name for name, row in METHODS.items() if row.private]
+each_method = pytest.mark.parametrize(
+    "method", slow_but(("dp_grape", "dp_lora", "dpzero", "adam"), METHODS)
+)
 NOT_PRIVATE = [name for name, row in METHODS.items() if not row.private]
 PLAIN = {"per_device_train_batch_size": 24}
 """Arguments of a run that is not private, on all of ``points`` at every step."""
@@ -417,7 +421,11 @@ def neighbour(num_samples: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("method", "clipping"),
-    [p for p in product(PRIVATE, Clipping) if p != ("dp_jl", "per_layer")],  # refused
+    [
+        pytest.param(m, c, marks=() if c == "flat" or m == "dp_grape" else pytest.mark.slow)
+        for m, c in product(PRIVATE, Clipping)
+        if (m, c) != ("dp_jl", "per_layer")  # refused
+    ],
 )
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,7 +440,7 @@ def test_one_example_moves_the_release_by_at_most_c(
     assert 0 < moved.norm() <= most
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
     whole, split = (
         run(
@@ -448,14 +456,14 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
         assert_same_weights(actual, expected, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
     """Without noise, so that nothing but the method's own state decides."""
     exact = EXACT if METHODS[method].private else PLAIN
     whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
     exact = EXACT if METHODS[method].private else PLAIN
     rate = 0.5 if METHODS[method].update_rule == "sgd" else 3e-2

@@ -42,6 +42,7 @@ from tests.processes.run import (
     roberta,
     trained,
 )
+from tests.support.marks import slow_but
 from tests.support.ports import free_port
 from tests.support.trainers import (
     TinyForSequenceClassification,
@@ -216,7 +217,7 @@ def test_no_user_is_shared_between_processes(two: Any) -> None:
     assert together  # some user had two examples in a draw
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
 def test_uneven_and_empty_shares_change_nothing(
     processes: int, one: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -282,6 +283,7 @@ def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
     assert coordinates < 0.3 * projected
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_all_processes(two: Any, three: Any) -> None:
     for ranks in (two, three):
         generators = [torch.Generator().manual_seed(rank) for rank in range(len(ranks))]
@@ -308,7 +310,7 @@ def test_one_process_resumes_what_two_have_saved(
     assert alone["run_id"] == stopped[0]["run_id"] == stopped[1]["run_id"]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
 def test_more_processes_resume_what_fewer_have_saved(
     processes: int, folder: Path, one: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

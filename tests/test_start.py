@@ -61,6 +61,7 @@ def test_calibrate_needs_the_accountants_only(more: str) -> None:
     assert not loaded & HEAVY
 
 
+@pytest.mark.slow
 def test_a_trainer_adds_nothing_slow_to_that_of_transformers() -> None:
     theirs = modules_after("from transformers import Trainer")
     ours = modules_after("from dp_grape_hf import DPGrapeTrainer") - theirs
