@@ -701,6 +701,7 @@ def test_the_first_of_two_processes_alone_adds_noise(rank: int) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:
     """The noise is drawn once, by the first rank; both ranks hold the same bits."""
     other = mp.spawn(_second_rank, (str(tmp_path),), nprocs=1, join=False)

@@ -310,6 +310,7 @@ def test_without_a_gpu_it_says_so(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_simulation_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parts = ["--parts", "simulations", "table", "--tiny", "--only=tiny ViT"]

@@ -50,6 +50,7 @@ from dp_grape_hf.timeline import (
     Timeline,
 )
 
+SLOW = pytest.mark.slow
 TEXT, IMAGE = "text", "image"
 VOCABULARY = 1000
 
@@ -127,13 +128,22 @@ def simulate(
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        *(("opt", compared(name, Setting(batch_size=8))) for name in COMPARED),
+        *(
+            pytest.param(
+                "opt",
+                compared(name, Setting(batch_size=8)),
+                marks=() if name in (ADAMW, DP_ADAM, DP_GRAPE) else SLOW,
+            )
+            for name in COMPARED
+        ),
         ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
         ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
         ("opt", Setting(DP_GRAPE, 8, project_embeddings=True)),
         ("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16)),
         *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
-        *(("roberta", Setting(method, 8)) for method in ("dp_galore", "dp_lora", "dpzero")),
+        ("roberta", Setting("dp_lora", 8)),
+        pytest.param("roberta", Setting("dp_galore", 8), marks=SLOW),
+        pytest.param("roberta", Setting("dpzero", 8), marks=SLOW),
         ("roberta", Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST)),
         *(("vit", compared(name, Setting(batch_size=8))) for name in (DP_GRAPE, DP_ADAM_DENSE)),
     ],
@@ -453,7 +463,6 @@ def opt(name: str) -> tuple[type[Any], Any]:
     return OPTForCausalLM, OPTConfig(**OPT[name])
 
 
-SLOW = pytest.mark.slow
 BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
 
 

@@ -44,6 +44,7 @@ pytestmark = [
 ]
 
 each_engine = pytest.mark.parametrize("engine", list(ENGINES))
+layerwise_first = pytest.mark.parametrize("engine", slow_but(("layerwise",), ENGINES))
 
 # One model for each way of using positions, masks and weights: conditions multiply.
 SOME = (
@@ -156,7 +157,7 @@ def test_every_family_and_head_that_the_package_promises_has_a_row() -> None:
 
 
 @some_rows
-@each_engine
+@layerwise_first
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_attention_and_padding_do_not_matter(
@@ -248,7 +249,7 @@ def test_gradient_checkpointing_changes_nothing(name: str) -> None:
 
 
 @some_rows
-@each_engine
+@layerwise_first
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_autocast_changes_gradients_by_its_rounding_only(
     name: str, engine: str, dtype: torch.dtype

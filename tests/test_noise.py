@@ -140,6 +140,7 @@ BROKEN: dict[str, tuple[Callable[[Array], Any], Callable[[Array], None]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_sampler_is_found(fault: str) -> None:
     breaking, check = BROKEN[fault]

@@ -53,7 +53,11 @@ def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("length", "accumulation", "drop_last", "workers"),
     [
-        *itertools.product(LENGTHS, (1, 4), (False, True), (0, 1)),
+        *itertools.product(LENGTHS, (1, 4), (False, True), (0,)),
+        *(
+            pytest.param(*way, 1, marks=pytest.mark.slow)
+            for way in itertools.product(LENGTHS, (1, 4), (False, True))
+        ),
         ("epochs", 4, True, 2),
         ("max_steps", 1, False, 2),
     ],
