@@ -32,6 +32,7 @@ from transformers import (
 from dp_grape_hf import PrivacyError, per_sample_gradients
 from dp_grape_hf.coins import refuse_shared_collation
 from dp_grape_hf.engines import make_engine
+from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
@@ -198,7 +199,7 @@ def speech(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", SPEECH_MODELS)
+@pytest.mark.parametrize("name", slow_but(("wav2vec2",), SPEECH_MODELS))
 def test_speech_models_are_refused_with_layer_drop_and_spec_augment_only(name: str) -> None:
     model, inputs = speech(name, layerdrop=0.1, apply_spec_augment=False)
     with pytest.raises(PrivacyError, match=r"layerdrop=0\.0"):
@@ -244,7 +245,9 @@ def opt(rate: float) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @both
-@pytest.mark.parametrize("make", [bart, m2m100, opt])
+@pytest.mark.parametrize(
+    "make", [bart, *(pytest.param(m, marks=pytest.mark.slow) for m in (m2m100, opt))]
+)
 def test_text_models_are_refused_with_layer_drop_only(
     make: Callable[[float], Any], engine: str
 ) -> None:

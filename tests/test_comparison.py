@@ -25,6 +25,7 @@ from dp_grape_hf.memory_command import Comparison, Report
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.placement import placements
+from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -166,7 +167,7 @@ def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
 # ---- Against a real run ----
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "adam"), METHODS))
 def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
     case = only("roberta-classifier")
     setting = Setting(method, 4, rank=2)

@@ -398,7 +398,13 @@ NAN, INF = float("nan"), float("inf")
 LOST = [(m, v) for m in METHODS for v in (NAN, INF, -INF) if m != "per_layer" or v is NAN]
 
 
-@pytest.mark.parametrize(("method", "value"), LOST)
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [
+        pytest.param(m, v, marks=() if m == "flat" or v is NAN else pytest.mark.slow)
+        for m, v in LOST
+    ],
+)
 def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     method: str, value: float, tmp_path: Path
 ) -> None:

@@ -542,6 +542,7 @@ def test_kept_updates_count_as_state() -> None:
 # ---- The recipe ----
 
 
+@pytest.mark.slow
 def test_the_recipe_shows_that_float32_updates_match_float32_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

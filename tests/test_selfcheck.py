@@ -15,6 +15,7 @@ from dp_grape_hf.layer_rules import RULES, LayerRule
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.representations import Dense
 from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
+from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
 from tests.support.oracles import projectors_for
 from tests.support.trainers import (
@@ -41,7 +42,7 @@ def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
 
 @each_case
 @pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+@pytest.mark.parametrize("engine", slow_but(("layerwise",), ["layerwise", "functorch"]))
 def test_the_models_of_the_suite_pass(case: Case, rank: int | None, engine: str) -> None:
     model = case.model()
     check_gradients(make_engine(engine, model), batch_of(case), projectors_for(model, rank))
