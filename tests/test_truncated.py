@@ -6,6 +6,7 @@ replace-one mechanism that a full batch under a cap is, and dp_accounting's own 
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -261,11 +262,9 @@ def test_capped_and_uncapped_releases_compose(accountant: str) -> None:
 
     half = Releases(4.07, 1 / 16, 500, max_batch_size=80, num_samples=1024)
     assert together(half, half) == epsilon_of((4.07, 1024, 64, 80, 1000), accountant)
-    assert together((4.07, 1 / 16, 1000, {"max_batch_size": None})) == together(
-        (4.07, 1 / 16, 1000)
-    )
-    mixed = together(half, (4.07, 1 / 16, 500))
-    assert together((4.07, 1 / 16, 1000)) < mixed < together(half, half)
+    plain = replace(half, max_batch_size=None)
+    mixed = together(half, plain)
+    assert together(plain, plain) < mixed < together(half, half)
 
 
 @pytest.mark.parametrize("halved", [1e-200, 0.01, 0.04, 1e200])
