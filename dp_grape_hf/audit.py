@@ -28,7 +28,6 @@ from scipy.stats import binom
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
-from dp_grape_hf.assembly import Projections
 from dp_grape_hf.errors import require
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.projection import Projector
@@ -353,8 +352,6 @@ class _Auditor(DPGrapeTrainer):
         self._before: dict[str, Tensor] | None = None
         model: Any = self.model
         self.evidence = torch.zeros(model.canaries)
-        weights = dict(model.named_parameters())
-        self._public = Projections(self.args, model, weights, torch.device("cpu"))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Sees the weights that the last step left."""
@@ -372,9 +369,9 @@ class _Auditor(DPGrapeTrainer):
             return
         own, size = self.plan.mechanism, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
-        projectors = self._public.at_capture(self.state.global_step - 1)
+        public = self.private_run.projectors  # of the step before
         per_layer = self.args.clipping == Clipping.PER_LAYER
-        seen = along_canaries(released, projectors, self.args.max_grad_norm, per_layer)
+        seen = along_canaries(released, public, self.args.max_grad_norm, per_layer)
         self.evidence += log_likelihood_ratio(seen, own.noise_multiplier, own.sample_rate)
 
 

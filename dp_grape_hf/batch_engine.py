@@ -14,6 +14,7 @@ from torch import Tensor
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.phases import BACKWARD, RECORD
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 
@@ -56,11 +57,12 @@ class BatchEngine:
         size = batch_size_of(inputs)
         losses = self.per_sample.losses(self.per_sample.model, inputs, size)
         trainable = self.per_sample.trainable
-        found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
-        for name, gradient in zip(trainable, found, strict=True):
-            if gradient is not None:
-                known = self._sum.get(name)
-                self._sum[name] = gradient.float() if known is None else known + gradient
+        with self.per_sample.observer.phase(BACKWARD):
+            found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+            for name, gradient in zip(trainable, found, strict=True):
+                if gradient is not None:
+                    known = self._sum.get(name)
+                    self._sum[name] = gradient.float() if known is None else known + gradient
         self._count += size
         return losses.detach()
 
@@ -72,7 +74,8 @@ class BatchEngine:
         if self._sum is None:
             raise PrivacyError("release() without begin(): no logical batch was started.")
         total, self._sum = self._sum, None
-        self.ledger.record()
+        with self.per_sample.observer.phase(RECORD):
+            self.ledger.record()
         count = torch.tensor([float(self._count)], device=self.per_sample.device)
         for name, weight in self.per_sample.trainable.items():
             if name not in total:

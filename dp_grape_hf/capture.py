@@ -28,6 +28,7 @@ from dp_grape_hf.coordinates import call_in_coordinates, zero_coordinates
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.forwards import Forward, LookUps, detached, first_tensor
 from dp_grape_hf.per_sample import Consume
+from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
 from dp_grape_hf.projection import Projector, Side
 from dp_grape_hf.representations import (
     Dense,
@@ -87,6 +88,7 @@ class Pass:
         batch_size: B.
         shapes: of the model's inputs, for one sample.
         in_form: gives the gradient of one use of an unprojected weight the form that is kept.
+        observer: looks on.
 
     ``anchor`` is a zero that requires grad: it keeps a layer's node in the graph where the layer's
     input does not require grad (an embedding), and lets ``autograd.grad`` reach the node.
@@ -99,9 +101,10 @@ class Pass:
         batch_size: int,
         shapes: Shapes,
         in_form: Callable[[Single], Single],
+        observer: Observer,
     ) -> None:
         self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
-        self._shapes = shapes
+        self._shapes, self._observer = shapes, observer
         self._in_form = in_form
         self._stream: Stream | None = None
         device = next(iter(trainable.values())).device
@@ -166,14 +169,15 @@ class Pass:
     def _save(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns what of a layer's input must survive until the backward pass."""
         assert site.rule is not None
-        layer_input = self._check_carried(site, layer_input)
-        saved = site.rule.save(site.module, layer_input.detach(), self._batch_size)
-        projector = self._early(site)
-        if projector is None:
-            return saved
-        if len(site.siblings) > 1:
-            return self._project_together(site, layer_input, saved)
-        return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
+        with self._observer.phase(PROJECT):
+            layer_input = self._check_carried(site, layer_input)
+            saved = site.rule.save(site.module, layer_input.detach(), self._batch_size)
+            projector = self._early(site)
+            if projector is None:
+                return saved
+            if len(site.siblings) > 1:
+                return self._project_together(site, layer_input, saved)
+            return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
 
     def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns the input with the batch in its leading dimension."""
@@ -228,6 +232,10 @@ class Pass:
             output = output.expand(batch_size, *output.shape[1:])
 
         def record(saved: Tensor, grad_output: Tensor) -> None:
+            with self._observer.phase(GRADIENTS):
+                collect(saved, grad_output)
+
+        def collect(saved: Tensor, grad_output: Tensor) -> None:
             if again is not None:
                 layer_input = self._check_carried(site, again(saved))
                 saved = rule.save(module, layer_input, batch_size)
@@ -235,7 +243,8 @@ class Pass:
             for local, name in site.parameters.items():
                 done = early and local == "weight"
                 projector = self._projectors.get(name)
-                gradient = _project(gradients[local], projector, done, self._in_form)
+                with self._observer.phase(GRADIENTS if projector is None else PROJECT):
+                    gradient = _project(gradients[local], projector, done, self._in_form)
                 shape = self._trainable[name].shape
                 if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
                     dense = gradient.dense() if isinstance(gradient, Factored) else gradient

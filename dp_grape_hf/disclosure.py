@@ -27,9 +27,9 @@ from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent
+from dp_grape_hf.run import Run
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.seams import require_seams
 from dp_grape_hf.staging import is_hub_name
@@ -60,7 +60,7 @@ class DisclosureMixin(_Host):
     ledger: Ledger | None = None  # made when training starts
     _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
-    _low_rank: LowRankUpdates | None = None  # while training with float32_updates
+    private_run: Run
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _private_norm: Tensor = torch.zeros(())
     _repository: Repository | None = None  # once something is to be published
@@ -157,8 +157,7 @@ class DisclosureMixin(_Host):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Moves what is kept beside the weights into them first, in every process."""
-        if self._low_rank is not None:
-            self._low_rank.merge_()
+        self.private_run.merge_()
         super().save_model(*args, **kwargs)
 
     def _save(

@@ -26,6 +26,7 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
@@ -52,6 +53,7 @@ class PrivateEngine:
             directions that norms are estimated from are those of ``ledger.mechanism``.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
+        noise_slice: as in ``add_noise_``.
 
     Clipping:
         ``flat`` clips the norm over all parameters to C. ``per_layer`` clips each of the k modules
@@ -79,6 +81,7 @@ class PrivateEngine:
         ledger: Ledger,
         noise_generator: torch.Generator,
         distributed: bool = False,
+        noise_slice: int | None = None,
     ) -> None:
         own = ledger.mechanism
         self.per_sample = per_sample
@@ -88,7 +91,7 @@ class PrivateEngine:
         self.noise_multiplier = own.noise_multiplier
         self.expected_batch_size = own.expected_batch_size
         self.ledger = ledger
-        self._noise_generator = noise_generator
+        self._noise_generator, self._noise_slice = noise_generator, noise_slice
         self._directions = (
             None
             if own.norm_directions is None
@@ -151,7 +154,7 @@ class PrivateEngine:
         grown = 1 + (_REPEATED_ON_CPU if cpu else _REPEATED)
 
         def measure(per_sample_grads: Gradients) -> None:
-            with self._exactly():
+            with self._clipping(per_sample_grads):
                 norms.add(per_sample_grads)
 
         @cache
@@ -159,7 +162,7 @@ class PrivateEngine:
             return self._factors(norms, grown)
 
         def add(per_sample_grads: Gradients) -> None:
-            with self._exactly():
+            with self._clipping(per_sample_grads):
                 again.add(per_sample_grads)
                 add_weighted_sum_(total, Gathered.of(per_sample_grads), factors())
 
@@ -178,7 +181,7 @@ class PrivateEngine:
         return ExactNorms() if self._directions is None else EstimatedNorms(self._directions)
 
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
-        with self._exactly():
+        with self._clipping(per_sample_grads):
             if self._directions is None:
                 add_clipped_sum_(total, per_sample_grads, bound, self._automatic)
                 return
@@ -190,9 +193,15 @@ class PrivateEngine:
         return clip_factors(grown * norms.joint(), self.max_grad_norm, self._automatic)
 
     @contextlib.contextmanager
-    def _exactly(self) -> Iterator[None]:
+    def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:
         """Computes in float32 what is asked for in float32: autocast would round sums."""
-        with torch.no_grad(), torch.autocast(self.per_sample.device.type, enabled=False):
+        observer = self.per_sample.observer
+        observer.made(PER_SAMPLE, per_sample_grads)
+        with (
+            observer.phase(CLIP),
+            torch.no_grad(),
+            torch.autocast(self.per_sample.device.type, enabled=False),
+        ):
             yield
 
     def release(self) -> dict[str, Tensor]:
@@ -206,7 +215,8 @@ class PrivateEngine:
         if self._clipped_sum is None:
             raise PrivacyError("release() without begin(): no logical batch was started.")
         clipped_sum, self._clipped_sum = self._clipped_sum, None
-        self.ledger.record()
+        with self.per_sample.observer.phase(RECORD):
+            self.ledger.record()
         private_grads = {}
         for name, shape in self.per_sample.released_shapes(self.projectors).items():
             value = clipped_sum.pop(name, None)
@@ -216,7 +226,8 @@ class PrivateEngine:
         values = list(private_grads.values())
         once = not self._distributed or dist.get_rank() == 0
         std = self._summed_noise_std if once else 0.0
-        add_noise_(values, std, self._noise_generator, self.expected_batch_size)
+        divisor = self.expected_batch_size
+        add_noise_(values, std, self._noise_generator, divisor, self._noise_slice)
         if self._distributed:
             sum_over_processes_(values)
         return private_grads

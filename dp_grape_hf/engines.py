@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,15 +26,16 @@ def make_engine(
     model: nn.Module,
     loss: LossFunction | None = None,
     grad_sample_mode: str = GradSampleMode.AUTO,
+    **options: Any,
 ) -> PerSampleEngine:
-    """Returns the engine of that name for a model.
+    """Returns the engine of that name for a model; ``options`` are its own.
 
     Raises:
         PrivacyError: if there is no such engine, or it does not have that mode.
     """
     if name not in ENGINES:
         raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
-    return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode)
+    return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode, **options)
 
 
 def per_sample_gradients(

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dp_grape_hf import randomness
 from dp_grape_hf.errors import UnsupportedModelError
 
 
@@ -45,18 +43,14 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
-            stack.enter_context(mock.patch.object(FakeTensor, "as_subclass", _as_subclass))
+            stack.enter_context(_replaced(FakeTensor, "as_subclass", _as_subclass))
             swap = partial(_swap, torch.utils.swap_tensors)
-            stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap))
-            # The state of a generator is a tensor with contents; fakes have no use for its numbers.
-            stack.enter_context(mock.patch.object(randomness, "_twister_state", _same_state))
+            stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
             if gpu:
-                at_once = randomness._DRAWN_AT_ONCE  # noise is drawn in larger slices on a GPU
-                stack.enter_context(mock.patch.object(randomness, "_SLICE", at_once))
                 attention = partial(_attention, functional.scaled_dot_product_attention)
-                stack.enter_context(mock.patch.object(functional, "dropout", _dropout))
+                stack.enter_context(_replaced(functional, "dropout", _dropout))
                 stack.enter_context(
-                    mock.patch.object(functional, "scaled_dot_product_attention", attention)
+                    _replaced(functional, "scaled_dot_product_attention", attention)
                 )
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -64,6 +58,20 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             f"The memory of this model depends on the contents of its inputs ({error}), which a "
             "simulation does not have."
         ) from error
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Has torch use another function in place of its own."""
+    own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 class _Answers(TorchDispatchMode):
@@ -105,10 +113,6 @@ def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     with _disable_current_modes():
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return real.as_subclass(cls)
-
-
-def _same_state(entropy: bytes) -> Tensor:
-    return torch.Generator().get_state()
 
 
 def _swap(original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:

@@ -56,6 +56,11 @@ class FunctorchEngine(PerSampleEngine):
         found |= self.zero_gradients(left_out, losses, projectors)
         return losses, {name: found[name] for name in self.trainable}
 
+    def assume_probed(self, inputs: Inputs) -> None:
+        """Checks nothing, and has nothing to learn."""
+        super().assume_probed(inputs)
+        self._probed = True
+
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:

@@ -29,6 +29,7 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     batch_size_of,
 )
+from dp_grape_hf.phases import BACKWARD
 from dp_grape_hf.probing import (
     Selections,
     copies_of_first,
@@ -149,22 +150,24 @@ class LayerwiseEngine(PerSampleEngine):
     ) -> tuple[Tensor, Gradients]:
         batch_size = batch_size_of(inputs)
         streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
-        run = Pass(self.trainable, projectors, batch_size, shapes_of(inputs), self.in_form)
+        shapes = shapes_of(inputs)
+        run = Pass(self.trainable, projectors, batch_size, shapes, self.in_form, self.observer)
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
         ):
             losses = self.losses(self.model, inputs, batch_size)
-            loss = losses.sum() if only is None else losses[only]
-            for stream in streams[:-1]:
-                found = run.differentiate(loss, stream, again=True)
-                self._fill(found, projectors, losses.detach(), stream)
-            last = streams[-1] if streams else None
-            found = run.differentiate(loss, last)
-        del loss
-        losses = losses.detach()
-        if only is None:
-            self._fill(found, projectors, losses, last)
+            with self.observer.phase(BACKWARD):
+                loss = losses.sum() if only is None else losses[only]
+                for stream in streams[:-1]:
+                    found = run.differentiate(loss, stream, again=True)
+                    self._fill(found, projectors, losses.detach(), stream)
+                last = streams[-1] if streams else None
+                found = run.differentiate(loss, last)
+                del loss
+                losses = losses.detach()
+                if only is None:
+                    self._fill(found, projectors, losses, last)
         return losses, found
 
     def _fill(
@@ -195,15 +198,11 @@ class LayerwiseEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
-    def learn_calls(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Learns which tensors carry the batch, from shapes alone: nothing is checked.
-
-        Returns:
-            The losses of two and of three copies of the first sample.
-        """
-        losses = self._learn(inputs, 0)
-        self._probed, self._repeats, self._examined = 2, True, {True, False}
-        return losses
+    def assume_probed(self, inputs: Inputs) -> None:
+        """Learns which tensors carry the batch, from shapes alone: nothing is checked."""
+        super().assume_probed(inputs)
+        self._learn(inputs, 0)
+        self._probed, self._repeats = 2, True
 
     def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
         """Learns from two and three samples: the first, and the others copies of one sample."""

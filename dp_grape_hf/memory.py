@@ -14,32 +14,25 @@ inside a kernel.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf import methods
+from dp_grape_hf import methods, phases
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
-from dp_grape_hf.assembly import (
-    Projections,
-    make_engine_of_run,
-    optimizer_of_run,
-    per_sample_of_run,
-)
-from dp_grape_hf.engine import private_norm
-from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import Consume, Gradients, GradSampleMode, Inputs
+from dp_grape_hf.per_sample import GradSampleMode, Inputs
+from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.randomness import NOISE_SLICE
+from dp_grape_hf.run import Run
+from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -50,7 +43,6 @@ from dp_grape_hf.timeline import (
     Peak,
     Timeline,
 )
-from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
 COMPARED = (ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE)
@@ -156,47 +148,33 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
 # ---- One step ----
 
 
-class _WatchedEngine(LayerwiseEngine):
-    """The layerwise engine, which tells a timeline where in the step it is."""
+class _Watch(Observer):
+    """Tells a timeline where in the step it is, and what the memory of tensors is for.
 
-    def __init__(self, *args: Any, timeline: Timeline, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._timeline = timeline
+    Of phases within one another the outermost counts.
+    """
 
-    def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
-        """Runs the forward pass; what follows is the backward pass."""
-        self._timeline.phase = "forward"
-        losses = super().losses(model, inputs, batch_size)
-        self._timeline.phase = "backward"
-        return losses
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline, self._inside = timeline, False
 
-    def __call__(
-        self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
-        """Returns losses and per-sample gradients; what follows is clipping."""
-        losses, gradients = super().__call__(inputs, projectors)
-        self._label(gradients)
-        self._timeline.phase = "clip"
-        return losses, gradients
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enters a phase, which lasts until the next one; the phase ``setup`` is not left."""
+        inside, self._inside = self._inside, True
+        if not inside and self._timeline.phase != "setup":
+            self._timeline.phase = name
+        try:
+            yield
+        finally:
+            self._inside = inside
 
-    def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
-    ) -> Tensor:
-        """Hands out one group of gradients after another, within the backward pass."""
-
-        def watched(consume: Consume) -> Consume:
-            def labelling(gradients: Gradients) -> None:
-                self._label(gradients)
-                consume(gradients)
-
-            return labelling
-
-        return super().stream(inputs, projectors, *map(watched, consumers))
-
-    def _label(self, gradients: Gradients) -> None:
-        for gradient in gradients.values():
-            for part in getattr(gradient, "parts", (gradient,)):
-                self._timeline.label(PER_SAMPLE, list(vars(part).values()))
+    def made(self, what: str, values: Mapping[str, Any]) -> None:
+        """Labels the tensors that were made, or that objects which were made consist of."""
+        kind = {PROJECTORS: PROJECTIONS, phases.PER_SAMPLE: PER_SAMPLE, RELEASED: SUMS}[what]
+        for value in values.values():
+            for part in getattr(value, "parts", (value,)):
+                own = part if isinstance(part, Tensor) else list(vars(part).values())
+                self._timeline.label(kind, own)
 
 
 @dataclass
@@ -209,6 +187,7 @@ class Step:
         setting: what to run; its dtype and gradient checkpointing are the model's affair.
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head; not for ``adamw``.
         timeline: records what is allocated.
+        noise_slice: as in ``add_noise_``.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
@@ -223,6 +202,7 @@ class Step:
     setting: Setting
     loss: LossFunction | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    noise_slice: int | None = None
     optimizer: torch.optim.Optimizer = field(init=False)
     number: int = field(init=False, default=0)
 
@@ -266,67 +246,34 @@ class Step:
         return run
 
     def _of_trainer(self) -> Callable[[], None]:
-        """Engine, projections and optimizer as the Trainer makes them, driven as it drives them."""
+        """The run that the Trainer makes of the same arguments."""
         setting, timeline = self.setting, self.timeline
         args = arguments_of(setting)
-        row = methods.METHODS[args.method]
-        watched = partial(
-            _WatchedEngine,
-            timeline=timeline,
-            recompute_activations=setting.recompute_activations,
-        )
-        with mock.patch.dict(ENGINES, {args.engine: watched}):
-            per_sample = per_sample_of_run(args, self.model, self.loss)
-        trainable, device = per_sample.trainable, per_sample.device
+        recompute = {"recompute_activations": setting.recompute_activations}
+        run = Run(args, self.model, self.loss, _Watch(timeline), **recompute)
         plan = PrivacyPlan(args, 2 * setting.batch_size)
         ledger = Ledger.start(plan.mechanism, private=False, reason="a simulation")
-        engine = make_engine_of_run(args, per_sample, plan, ledger, torch.Generator(device))
-        projections = Projections(args, self.model, trainable, device)
-        cls, options = optimizer_of_run(args, per_sample)
-        optimizer = self.optimizer = cls(trainable.values(), **options)
+        noise = torch.Generator(run.per_sample.device)
+        run.start(ledger, noise, self.noise_slice)
+        optimizer = self.optimizer = run.make_optimizer()
+        with timeline:  # which makes the state of the optimizer
+            run.step(0, LogicalBatch([], []))
+            optimizer.step()
+        # What the engine does with the first batch only is no part of a step.
+        run.per_sample.assume_probed(self.inputs)
+        timeline.phase = "setup"
+        if not methods.METHODS[args.method].private:
+            for parameter in run.trainable.values():
+                parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
+        batch = LogicalBatch([self.inputs], [setting.batch_size])
 
-        def projectors() -> Mapping[str, Projector]:
-            per_sample.use(self.number)
-            drawn = projections.at_capture(self.number)
-            self._label_projections(drawn)
-            return drawn
-
-        def update(private_grads: dict[str, Tensor]) -> None:
-            projections.hand_over(optimizer, self.number, private_grads, engine.noise_std)
-            if projections.released is not None:  # which has made them by now
-                self._label_projections(projections.released.at(self.number, private_grads))
-            private_grads.clear()
+        def step() -> None:
+            timeline.phase = REDRAW
+            run.step(self.number, batch)
+            timeline.phase = UPDATE
             optimizer.step()
 
-        with timeline:
-            shapes = per_sample.released_shapes(projectors())
-            update({name: torch.zeros(shape, device=device) for name, shape in shapes.items()})
-        # What the engine does with the first batch only is no part of a step.
-        if isinstance(per_sample, LayerwiseEngine):
-            per_sample.learn_calls(self.inputs)
-        elif isinstance(per_sample, ZerothOrderEngine):
-            per_sample.skip_probe()
-        timeline.phase = "setup"
-        if not row.private:
-            for parameter in trainable.values():
-                parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
-
-        def run() -> None:
-            timeline.phase = "redraw"
-            engine.begin(projectors())
-            timeline.phase = "forward"
-            engine.accumulate(self.inputs)
-            timeline.phase = "release"
-            private_grads = engine.release()
-            timeline.label(SUMS, private_grads)  # a release has the memory of its clipped sum
-            private_norm(private_grads)
-            timeline.phase = "update"
-            update(private_grads)
-
-        return run
-
-    def _label_projections(self, projectors: Mapping[str, Projector]) -> None:
-        self.timeline.label(PROJECTIONS, [p.matrix for p in projectors.values()])
+        return step
 
 
 # ---- Its simulation ----
@@ -368,7 +315,9 @@ def footprint(
         setting = replace(setting, recompute_activations=gpu)
     with fake_tensors(gpu):
         model = prepared(build(setting.dtype), setting)
-        step = Step(model, cast(batch(setting.batch_size), setting.dtype), setting, loss)
+        inputs = cast(batch(setting.batch_size), setting.dtype)
+        at_once = NOISE_SLICE if gpu else None  # on the CPU, where fake tensors are, less at once
+        step = Step(model, inputs, setting, loss, noise_slice=at_once)
         step.run()
         timeline = step.timeline
         return Footprint(

@@ -24,19 +24,6 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from dp_grape_hf.arguments import DPGrapeArguments, DPGrapeTrainingArguments
-from dp_grape_hf.assembly import (
-    Engine,
-    Projections,
-    Savable,
-    follow,
-    iterate_of_run,
-    make_engine_of_run,
-    optimizer_of_run,
-    per_sample_of_run,
-    rate_factors,
-    save_with,
-    scale_rates,
-)
 from dp_grape_hf.bad_data import explaining_bad_data
 from dp_grape_hf.callbacks import (
     PrivacyProgress,
@@ -52,20 +39,18 @@ from dp_grape_hf.checkpoints import (
 from dp_grape_hf.continuing import find_earlier, remember
 from dp_grape_hf.disclosure import DisclosureMixin, TestGenerators, refuse_training_data
 from dp_grape_hf.drawing import DrawingMixin
-from dp_grape_hf.engine import private_norm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
-from dp_grape_hf.iterates import Iterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction, loss_for, with_three_arguments
-from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.methods import METHODS, refuse_model
-from dp_grape_hf.optimizer import ProjectedOptimizer
-from dp_grape_hf.per_sample import PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample import batch_size_of
+from dp_grape_hf.phases import Observer
 from dp_grape_hf.plan import PrivacyPlan, check_dataset
 from dp_grape_hf.probing import evaluating
 from dp_grape_hf.processes import failing_together, from_first, require_agreement
 from dp_grape_hf.randomness import forget_the_seed, noise_generator
+from dp_grape_hf.run import Run
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.selfcheck import (
     check_gradients,
@@ -93,6 +78,9 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             that of the method. For a scheduler of your own, set ``trainer.lr_scheduler`` to one
             made around ``trainer.create_optimizer()``.
 
+    Attributes:
+        private_run: the parts of the run; made anew when training starts.
+
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
         training data, for adding or removing one example, or all of a unit's examples where
@@ -107,6 +95,8 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     """
 
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
+    observer: Observer | None = None
+    """Looks on at the steps of runs that are made from now on."""
 
     def __init__(
         self,
@@ -152,13 +142,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
         refuse_model(args.method, self.model)
         self._test_generators = test_generators
-        self._engine: Engine | None = None
-        self._projections: Projections | None = None
-        self._iterate: Iterate | None = None
-        self._per_sample = self._make_per_sample()
-        self.optimizer_cls_and_kwargs = optimizer_of_run(args, self._per_sample)
-        Projections(args, self.model, self._per_sample.trainable, args.device)  # refuses bad ranks
-        rate_factors(args, self._per_sample.trainable)  # refuses patterns that match nothing
+        self.private_run = self._make_run()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
@@ -173,9 +157,10 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         if self.args.released_iterate != "last":
-            self.add_callback(SeeIterates(lambda: me._iterate.update()))
+            self.add_callback(SeeIterates(lambda: me.private_run.iterate.update()))
 
-    def _make_per_sample(self) -> PerSampleEngine:
+    def _make_run(self) -> Run:
+        """Makes the parts of a run for the model as it is, which refuses what does not fit."""
         loss: LossFunction | None = None
         if (user := self._user_loss) is not None:
             loss = partial(user, num_items_in_batch=None)
@@ -185,7 +170,9 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
-        return per_sample_of_run(self.args, self.model, loss)
+        run = Run(self.args, self.model, loss, self.observer)
+        self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
+        return run
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
@@ -214,7 +201,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             with self._keeping_state(resumes=bool(resume_from_checkpoint)):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._stop_low_rank()
+            self.private_run.stop()
         keep = self.args.log_unnoised_statistics
         return output if keep else output._replace(training_loss=None)  # type: ignore[arg-type]
 
@@ -222,6 +209,19 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         """Leaves a run that was resumed when complete as it is; the original makes a step more."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
+
+    def start(self, loader: DataLoader[Any] | None = None) -> nn.Module:
+        """Starts a run without ``train()``, for a loop of one's own around ``training_step``.
+
+        Args:
+            loader: of ``get_train_dataloader()``. Collator, losses and gradients are examined on
+                its first examples before there is a release; without it they are not.
+
+        Returns:
+            The model to pass to ``training_step``.
+        """
+        model: nn.Module = self._prepare_for_training(self.plan.steps, loader, None)[0]
+        return model
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -239,60 +239,40 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
                 "trainer."
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
-        self._start_engine(self._start_ledger(resume_from_checkpoint))
+        self._start_run(self._start_ledger(resume_from_checkpoint))
         if self._test_generators is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
-        require_each_once(self._optimizer, self.model, self._per_sample.trainable)
+        run = self.private_run
+        assert run.optimizer is not None
+        require_each_once(run.optimizer, self.model, run.trainable)
         if not self.args.float32_updates and not METHODS[self.args.method].zeroth_order:
-            warn_of_lost_updates(self._optimizer, self._per_sample.trainable)
+            warn_of_lost_updates(run.optimizer, run.trainable)
         if train_dataloader is not None:
-            assert self._engine is not None
             with (
-                failing_together(self._engine.abandon),
+                failing_together(run.abandon),
                 explaining_bad_data(self.train_dataset, "Trying the first examples"),
             ):
                 self._examine(train_dataloader)
-        if self.args.float32_updates and isinstance(self._optimizer, ProjectedOptimizer):
-            self._low_rank = LowRankUpdates(self.model, self._optimizer)
+        run.keep_updates_apart()
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer of the method; the projection may be a part of its state."""
         new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
-        if new:
-            trained = self._per_sample.trainable
-            factors = rate_factors(self.args, trained)
-            scale_rates(optimizer, {trained[name]: factor for name, factor in factors.items()})
-        if self._projections is not None:
-            parts: dict[str, Savable] = {}
-            if self._projections.released is not None:
-                parts["projection"] = self._projections.released
-            if self._iterate is not None:
-                parts["iterate"] = self._iterate
-            save_with(optimizer, parts)
+        self.private_run.take(getattr(optimizer, "optimizer", optimizer), new=new)
         return optimizer
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Moves what is kept beside the weights into them, before the best may be loaded."""
-        self._stop_low_rank()
-        if self._iterate is not None:
-            self._iterate.release_()
+        self.private_run.stop()
+        if self.private_run.iterate is not None:
+            self.private_run.iterate.release_()
         return super()._finalize_training(*args, **kwargs)
-
-    def _stop_low_rank(self) -> None:
-        if self._low_rank is not None:
-            self._low_rank.remove()
-            self._low_rank = None
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self.optimizer.optimizer  # type: ignore[union-attr]
-        return optimizer
 
     def _start_ledger(self, checkpoint: str | None) -> Ledger:
         before, updates = self.ledger if self.model_init is None else None, self.state.global_step
@@ -306,20 +286,16 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             self.ledger.mark_not_private("un-noised training statistics were logged")
         return remember(self.model, self.ledger)
 
-    def _start_engine(self, ledger: Ledger) -> None:
-        args, device = self.args, self.args.device
+    def _start_run(self, ledger: Ledger) -> None:
+        args = self.args
         # Anew: model_init may have made another model, and parameters may have been frozen since.
-        self._per_sample = self._make_per_sample()
-        self.optimizer_cls_and_kwargs = optimizer_of_run(args, self._per_sample)
+        self.private_run = run = self._make_run()
         if args.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.data, src=0)
-        trainable = self._per_sample.trainable
-        self._projections = Projections(args, self.model, trainable, device)
-        self._iterate = iterate_of_run(args, trainable)
         generators = self._test_generators
-        noise = generators.noise if generators else noise_generator(device, args.secure_noise)
-        self._engine = make_engine_of_run(args, self._per_sample, self.plan, ledger, noise)
+        noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
+        run.start(ledger, noise)
 
     def _low_precision(self) -> bool:
         return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
@@ -332,28 +308,27 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
             examine_collator(self._losses_in_evaluation, loader, low, self._units is not None)
         batch = collated_examples(loader, args.per_device_train_batch_size)
         batch = self._prepare_inputs(batch)
-        if isinstance(self._per_sample.loss, TrainerLoss):
-            examine_trainer_loss(self._per_sample, self._per_sample.loss, batch)
+        run, per_sample = self.private_run, self.private_run.per_sample
+        if isinstance(per_sample.loss, TrainerLoss):
+            examine_trainer_loss(per_sample, per_sample.loss, batch)
         if row.private:
-            assert self._projections is not None
-            projectors = self._projections.at_capture(step)
-            self._per_sample.use(step)
+            projectors = {} if run.schedule is None else run.schedule.at(step)
+            per_sample.use(step)
             self.model.train()
-            examine_batch(self._per_sample, batch, projectors, low)
+            examine_batch(per_sample, batch, projectors, low)
             if args.self_check and not row.zeroth_order:
-                check_gradients(self._per_sample, batch, projectors, low)
+                check_gradients(per_sample, batch, projectors, low)
 
     @torch.no_grad()
     def _losses_in_evaluation(self, batch: Any) -> Tensor:
         batch = self._prepare_inputs(batch)
         with evaluating(self.model):
-            return self._per_sample.losses(self.model, batch, batch_size_of(batch))
+            return self.private_run.per_sample.losses(self.model, batch, batch_size_of(batch))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""
-        assert self._engine is not None
         with (
-            failing_together(self._engine.abandon),
+            failing_together(self.private_run.abandon),
             explaining_bad_data(self.train_dataset, "Fetching a batch"),
         ):
             return super().get_batch_samples(*args, **kwargs)
@@ -374,43 +349,24 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         The original would differentiate one loss averaged over the batch. Returns 0 instead of the
         training loss, which is an un-noised function of the data.
         """
-        assert self._engine is not None
         with (
-            failing_together(self._engine.abandon),
+            failing_together(self.private_run.abandon),
             explaining_bad_data(self.train_dataset, "Computing the gradients of a batch"),
         ):
-            return self._release(self._engine, model, inputs)
+            return self._release(model, inputs)
 
-    def _release(self, engine: Engine, model: nn.Module, inputs: LogicalBatch) -> Tensor:
+    def _release(self, model: nn.Module, inputs: LogicalBatch) -> Tensor:
         if self.releases_left() <= 0:  # a callback may have overruled StopAtBudget
             raise PrivacyError(
                 f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
                 "Take out the callback that resets control.should_training_stop."
             )
         model.train()
-        step = self.state.global_step
-        self._per_sample.use(step)
-        assert self._projections is not None
-        projectors = self._projections.at_capture(step)
-        if self._low_rank is not None:
-            self._low_rank.use(projectors)
-        engine.begin(projectors)
-        total = torch.zeros((), device=self.args.device)
-        for physical, size in zip(inputs, inputs.sizes, strict=True):
-            losses = engine.accumulate(self._prepare_inputs(physical))
-            if len(losses) != size:
-                raise PrivacyError(
-                    "The data collator made other rows than it was given examples, so a row is "
-                    "not an example and its clipping bounds nothing. Turn packing off."
-                )
-            total += losses.sum()
-        private_grads = engine.release()
-        self._private_norm = private_norm(private_grads)
-        follow(self._optimizer, self._per_sample)  # it may be that of an earlier engine
-        self._projections.hand_over(self._optimizer, step, private_grads, engine.noise_std)
+        done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
+        self._private_norm = done.norm
         if not self.args.log_unnoised_statistics:
-            return total.zero_()
-        return total / max(inputs.num_examples, 1)
+            return done.loss.zero_()
+        return done.loss / max(inputs.num_examples, 1)
 
 
 def _is_hosts(method: Callable[..., Any]) -> bool:

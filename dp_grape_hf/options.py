@@ -89,7 +89,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--max_steps", type=int, metavar="T")
-    length.add_argument("--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up")
+    length.add_argument(
+        "--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up"
+    )
     parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(

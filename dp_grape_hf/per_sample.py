@@ -30,6 +30,7 @@ from dp_grape_hf.losses import (
     loss_for,
     split,
 )
+from dp_grape_hf.phases import FORWARD, Observer
 from dp_grape_hf.probing import copies_of_first, evaluating
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import Dense, PerSampleGradient, Single
@@ -77,6 +78,9 @@ class PerSampleEngine(ABC):
 
     reseeds_host = False
     """Whether passes were seen to set the global random numbers of numpy or Python."""
+
+    observer = Observer()
+    """Looks on at the passes."""
 
     isolates_samples = False
     """Whether each sample runs through the model by itself, whatever the model does to a batch."""
@@ -167,6 +171,10 @@ class PerSampleEngine(ABC):
                 )
             return
 
+    def assume_probed(self, inputs: Inputs) -> None:
+        """Learns what it must from a first batch, and checks nothing: for a simulation."""
+        self._examined = {True, False}
+
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""
 
@@ -196,6 +204,10 @@ class PerSampleEngine(ABC):
 
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
+        with self.observer.phase(FORWARD):
+            return self._losses(model, inputs, batch_size)
+
+    def _losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
             with LabelledPositions(self.loss, labels) as labelled:

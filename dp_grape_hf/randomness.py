@@ -31,7 +31,8 @@ _DRAWS = 2  # independent ones that add up to a number of noise; see ``add_noise
 _SLICE = 2**15  # numbers of one operation on a CPU: torch starts no threads for so few
 _LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
 _DRAWN_BY_A_THREAD = 2**17  # in one call; after fewer, threads mostly wait for one another
-_DRAWN_AT_ONCE = 2**24  # numbers that get noise at once on another device
+NOISE_SLICE = 2**24
+"""Numbers that get noise at once on another device than a CPU."""
 
 # ---- Public: projections ----
 
@@ -296,6 +297,7 @@ def add_noise_(
     std: float,
     generator: torch.Generator,
     divisor: float = 1.0,
+    at_once: int | None = None,
 ) -> None:
     """Makes each value ``(value + N(0, std^2)) / divisor`` in place.
 
@@ -315,17 +317,19 @@ def add_noise_(
         std: Of the noise, before the division; 0 draws none.
         generator: The noise stream.
         divisor: A constant.
+        at_once: How many numbers get noise at once; None for as many as suit the device.
 
     Guarantee:
         No two numbers share noise, and an error in any thread is raised here.
     """
     flat = [value.view(-1) for value in values]
     cpu, secret = generator.device.type == "cpu", isinstance(generator, SecretGenerator)
-    parts = [part for v in flat for part in v.split(_SLICE if cpu else _DRAWN_AT_ONCE) if len(part)]
+    at_once = at_once or (_SLICE if cpu else NOISE_SLICE)
+    parts = [part for v in flat for part in v.split(at_once) if len(part)]
     if cpu and (std == 0 or not secret):
         add_noise_in_slices_(parts, std, generator, divisor)
     elif std == 0 or not isinstance(generator, SecretGenerator):
-        add_noise_at_once_(parts, std, [generator], divisor, _DRAWN_AT_ONCE)
+        add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
     else:
         _add_secret_noise_(parts, std, generator, divisor)
 
@@ -341,7 +345,7 @@ def _add_secret_noise_(
     for part in parts:
         shares[position * threads // max(1, total)].append(part)
         position += len(part)
-    at_once = _DRAWN_BY_A_THREAD if cpu else _DRAWN_AT_ONCE
+    at_once = _DRAWN_BY_A_THREAD if cpu else NOISE_SLICE
     draws = SECURE_DRAWS if generator.secure else _DRAWS
     streams = generator.streams(threads * draws)
     work: list[Callable[[], None]] = []
@@ -392,7 +396,7 @@ _STATE_BYTES = 5056
 
 def _twister_state(entropy: bytes) -> torch.Tensor:
     """Returns the state (5056 bytes) that holds ``entropy`` and twists before its first number."""
-    current = torch.Generator().get_state().numpy().tobytes()
+    current = bytes(torch.Generator().get_state().tolist())  # which works on fake tensors too
     _, left, seeded, position = _HEADER.unpack_from(current)
     if len(current) != _STATE_BYTES or (left, seeded, position) != (1, 1, 0):
         raise PrivacyError(

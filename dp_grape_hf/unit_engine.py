@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import (
-    Consume,
-    Gradients,
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-)
+from dp_grape_hf.per_sample import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.phases import Observer
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.representations import (
     Dense,
@@ -156,6 +151,11 @@ class UnitEngine(PerSampleEngine):
             return lambda found: consume(_of_units(found, sizes))
 
         return self.examples.stream(examples, projectors, *map(summing, consumers))
+
+    @property
+    def observer(self) -> Observer:  # type: ignore[override]
+        """Who looks on at the inner engine."""
+        return self.examples.observer
 
     @property
     def reseeds_host(self) -> bool:  # type: ignore[override]

@@ -38,6 +38,7 @@ from dp_grape_hf.directions import DIRECTION, Directions
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.probing import (
     copies_of_first,
     first_two,
@@ -131,7 +132,11 @@ class ZerothOrderEngine(PerSampleEngine):
         """Returns losses (B,) and finite differences (B, K); adds the names of weights read."""
         size, mu = batch_size_of(inputs), self.perturbation
         losses, differences = [], []
-        with _evaluation_mode(self.model), torch.no_grad():
+        with (
+            self.observer.phase(FORWARD),
+            _evaluation_mode(self.model),
+            torch.no_grad(),
+        ):
             for number in range(self.directions.count):
                 sides = []
                 for distance in (mu, -mu):
@@ -147,9 +152,10 @@ class ZerothOrderEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
-    def skip_probe(self) -> None:
-        """Leaves out what is done with the first batch only: nothing is checked."""
-        self._probed, self._examined = 2, {True, False}
+    def assume_probed(self, inputs: Inputs) -> None:
+        """Checks nothing, and has nothing to learn."""
+        super().assume_probed(inputs)
+        self._probed = 2
 
     def _probe(self, inputs: Inputs, step: int) -> int:
         """Refuses a model that couples samples or hides a parameter.

@@ -220,8 +220,8 @@ def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> 
     assert result.correct > 0.55 * result.settings.number_of_guesses
 
 
-def _less_noise(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
-    add_noise_(values, std / 4, generator, divisor)
+def _less_noise(values: Any, std: float, *rest: Any) -> None:
+    add_noise_(values, std / 4, *rest)
 
 
 def test_a_claim_that_is_not_kept_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:

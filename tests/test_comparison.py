@@ -182,14 +182,12 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
         self_check=False,
     )
     trainer.train()
-    optimizer, projections = trainer.optimizer.optimizer, trainer._projections
+    optimizer, run = trainer.optimizer.optimizer, trainer.private_run
     kept = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
     assert simulated.optimizer == sum(map(in_blocks, kept))
     counts = sum(x.dim() == 0 for x in kept)
     assert optimizer.state_bytes() == sum(x.nbytes for x in kept) - 4 * counts
-    projectors = projections.at_capture(0)
-    if projections.released is not None:
-        projectors = projections.released.at(0, {})
+    projectors = run.projectors if run.released is None else run.released.at(0, {})
     matrices = [projector.matrix for projector in projectors.values()]
     assert bool(matrices) == (METHODS[method].projection != "identity")
     assert simulated.projectors == sum(map(in_blocks, matrices))

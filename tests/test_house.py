@@ -43,7 +43,8 @@ TIERS = (
     ("arguments",),
     ("plan",),
     ("callbacks", "checkpoints"),
-    ("disclosure", "drawing", "assembly"),
+    ("run",),
+    ("disclosure", "drawing"),
     ("mixin",),
     ("trainer", "seq2seq", "sft"),
     ("audit",),
@@ -147,7 +148,7 @@ def test_a_module_imports_only_from_lower_tiers(path: Path) -> None:
     [
         ("engine", "from .ledger import Ledger\nimport dp_grape_hf.errors", []),
         ("engine", "from .trainer import DPGrapeTrainer", ["dp_grape_hf.trainer"]),
-        ("engine", "from . import assembly, errors", ["dp_grape_hf.assembly"]),
+        ("engine", "from . import run, errors", ["dp_grape_hf.run"]),
         ("engine", "from dp_grape_hf.cli import main", ["dp_grape_hf.cli"]),
         ("engine", "def f():\n    import dp_grape_hf.arguments", ["dp_grape_hf.arguments"]),
         ("layer_rules", "from .representations import Factored", []),

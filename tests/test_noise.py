@@ -304,7 +304,7 @@ def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
         releases.clear()
         trainer = make_trainer(tmp_path / str(secure), secure_noise=secure, **settings)
         trainer.train()
-        assert isinstance(trainer._engine, PrivateEngine)
+        assert isinstance(trainer.private_run.mechanism, PrivateEngine)
         flat = torch.cat([v.flatten() for release in releases for v in release.values()])
         cells = flat.double() * trainer.args.expected_batch_size / grid_of(1.3)
         assert torch.equal(cells, cells.round()) is secure

@@ -268,7 +268,7 @@ def test_projected_noise_has_the_same_std_in_every_coordinate(
     z = torch.stack([release["body.weight"] for release in releases]).double() * 4
     assert tuple(z.shape) == (40, 8, 2)  # the smaller side of 8 x 6, projected to rank 2
     assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
-    matrix = trainer._projections.at_capture(0)["body.weight"].matrix
+    matrix = trainer.private_run.projectors["body.weight"].matrix
     for moved, released in zip(noise, releases, strict=True):
         torch.testing.assert_close(
             moved["body.weight"], released["body.weight"] @ matrix.T, atol=2e-6, rtol=1e-4
@@ -371,7 +371,7 @@ class _TakeStates(TrainerCallback):
 
     def take(self) -> None:
         sampler = self.trainer.callback_handler.train_dataloader.batch_sampler
-        for generator in (self.trainer._engine._noise_generator, sampler.generator):
+        for generator in (self.trainer.private_run.mechanism._noise_generator, sampler.generator):
             self.states.append(torch.Generator.get_state(generator))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

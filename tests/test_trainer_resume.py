@@ -343,7 +343,7 @@ def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_he
         == resumed.ledger.mechanism.noise_multiplier
         == noise
     )
-    assert resumed._engine.noise_multiplier == noise
+    assert resumed.private_run.mechanism.noise_multiplier == noise
     assert resumed.privacy_spent().epsilon == resumed.ledger.epsilon() < 4.0
 
 

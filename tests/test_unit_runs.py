@@ -106,7 +106,7 @@ def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path:
     settings["model"] = tiny(method)
     column = {"privacy_unit_column": None}
     _, plain = _run(tmp_path / "plain", train_dataset=alone, **settings | column)
-    assert isinstance(trainer._engine.per_sample, UnitEngine)
+    assert isinstance(trainer.private_run.mechanism.per_sample, UnitEngine)
     for one, other in zip(watch.weights, plain.weights, strict=True):
         assert_same_weights(one, other)
     assert any((watch.weights[-1][n] != w).any() for n, w in watch.weights[0].items())

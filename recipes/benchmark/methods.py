@@ -120,7 +120,7 @@ class PrivateTraining:
         )
         dataset = [{key: value[0] for key, value in batch.items()}] * DATASET_SIZE
         self.trainer = DPGrapeTrainer(model, args, train_dataset=dataset)
-        self.model, _ = self.trainer._prepare_for_training(STEPS, None, None)
+        self.model = self.trainer.start()
         self.batch = LogicalBatch([batch], [setting.batch_size])
 
     def release(self) -> None:

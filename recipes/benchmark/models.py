@@ -82,7 +82,7 @@ class Setting:
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
         """Returns the model with random weights, on the default device, in training mode."""
-        families = {ROBERTA: self._roberta, OPT: self._opt, VIT: self._vit}
+        families = {ROBERTA: self.roberta, OPT: self.opt, VIT: self.vit}
         cls, config = families[self.model]()
         return cls._from_config(config, dtype=dtype or self.torch_dtype).train()
 
@@ -130,7 +130,7 @@ class Setting:
     def _heads(self) -> int:
         return self.heads or max(1, self.hidden_size // 64)
 
-    def _roberta(self) -> tuple[Any, Any]:
+    def roberta(self) -> tuple[Any, Any]:
         return RobertaForSequenceClassification, RobertaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -143,7 +143,7 @@ class Setting:
             attention_probs_dropout_prob=self.dropout,
         )
 
-    def _opt(self) -> tuple[Any, Any]:
+    def opt(self) -> tuple[Any, Any]:
         return OPTForCausalLM, OPTConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -155,7 +155,7 @@ class Setting:
             dropout=self.dropout,
         )
 
-    def _vit(self) -> tuple[Any, Any]:
+    def vit(self) -> tuple[Any, Any]:
         return ViTForImageClassification, ViTConfig(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.layers,

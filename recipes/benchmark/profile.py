@@ -1,7 +1,7 @@
 """Where a training step goes: forward, input gradients, projection, clip, noise, update, the rest.
 
-The real step runs, with timers put around its parts from outside; each part's time is without what
-runs inside it and is timed by itself. The same is done with plain AdamW, for comparison.
+The real step runs, and an observer of its phases times them; each part's time is without what runs
+inside it and is timed by itself. The same is done with plain AdamW, for comparison.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import set_seed
 
-from dp_grape_hf import capture
-from dp_grape_hf.capture import Pass
-from dp_grape_hf.engine import PrivateEngine
-from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.representations import Single
+from dp_grape_hf import phases
+from dp_grape_hf.phases import Observer
 from recipes.benchmark.methods import PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark.models import Setting
 
@@ -97,32 +90,28 @@ class Clock:
         self._last = time
 
 
-@contextmanager
-def _timers(clock: Clock) -> Iterator[None]:
-    """Puts timers around the parts of a private step."""
-    node, project = capture._Capture, capture._project
+PART = {
+    phases.FORWARD: FORWARD,
+    phases.BACKWARD: BACKWARD,
+    phases.PROJECT: PROJECTION,
+    phases.GRADIENTS: OTHERS,
+    phases.CLIP: CLIP,
+    phases.RELEASE: NOISE,
+    phases.RECORD: RECORD,
+}
+"""Phase of a run -> the part that its time counts to; that of others counts to the rest."""
 
-    def apply(output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
-        return node.apply(output, saved, anchor, clock.timed(record, OTHERS))
 
-    def timed_project(gradient: Single, projector: Projector | None, *others: Any) -> Single:
-        with clock.phase(OTHERS if projector is None else PROJECTION):
-            return project(gradient, projector, *others)
+class Timers(Observer):
+    """Counts the time of the phases of a run while ``clock`` is set."""
 
-    with ExitStack() as stack:
-        for owner, name, phase in (
-            (LayerwiseEngine, "losses", FORWARD),
-            (Pass, "differentiate", BACKWARD),
-            (Pass, "_save", PROJECTION),
-            (PrivateEngine, "_add", CLIP),
-            (PrivateEngine, "release", NOISE),
-            (Ledger, "record", RECORD),
-        ):
-            timed = clock.timed(getattr(owner, name), phase)
-            stack.enter_context(mock.patch.object(owner, name, timed))
-        stack.enter_context(mock.patch.object(capture, "_Capture", SimpleNamespace(apply=apply)))
-        stack.enter_context(mock.patch.object(capture, "_project", timed_project))
-        yield
+    clock: Clock | None = None
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Starts the clock of a part."""
+        if self.clock is None or name not in PART:
+            return super().phase(name)
+        return self.clock.phase(PART[name])
 
 
 def profile(setting: Setting, rounds: int, warmup: int, device: torch.device) -> dict[str, Any]:
@@ -155,13 +144,13 @@ def profile(setting: Setting, rounds: int, warmup: int, device: torch.device) ->
                 found[kind].append(clock.take())
         redraw = _redraw(private, device)
     result: dict[str, Any] = {}
-    for kind, phases in (("private", PRIVATE_PHASES), ("plain", PLAIN_PHASES)):
+    for kind, parts_of in (("private", PRIVATE_PHASES), ("plain", PLAIN_PHASES)):
         steps_of = {
             of: [taken[i] for taken in found[kind]]
             for i, of in enumerate(("seconds", "cpu_seconds"))
         }
         result[kind] = {
-            of: {phase: statistics.median(step[phase] for step in taken) for phase in phases}
+            of: {phase: statistics.median(step[phase] for step in taken) for phase in parts_of}
             for of, taken in steps_of.items()
         } | {"untimed_step_seconds": statistics.median(untimed[kind]), "rounds": rounds}
     for of, value in zip(("seconds", "cpu_seconds"), redraw, strict=True):
@@ -177,12 +166,16 @@ def profile(setting: Setting, rounds: int, warmup: int, device: torch.device) ->
 
 def _private_step(training: PrivateTraining, clock: Clock) -> Callable[[], None]:
     def step() -> None:
-        with _timers(clock), clock.phase(REST):
+        timers.clock = clock
+        with clock.phase(REST):
             training.release()
             with clock.phase(UPDATE):
                 training.update()
             training.finish()
+        timers.clock = None
 
+    timers = Timers()
+    training.trainer.private_run.per_sample.observer = timers
     return step
 
 
@@ -209,7 +202,8 @@ def _plain_step(training: PlainTraining, clock: Clock) -> Callable[[], None]:
 
 def _redraw(training: PrivateTraining, device: torch.device) -> tuple[float, float]:
     """Returns what drawing all projections takes, seconds and processor time, divided by F."""
-    schedule: ProjectionSchedule = training.trainer._projections.schedule
+    schedule = training.trainer.private_run.schedule
+    assert schedule is not None
     every = training.trainer.args.projection_update_steps
     step = training.trainer.state.global_step
     taken = []

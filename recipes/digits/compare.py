@@ -186,8 +186,8 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
         trainer.train()
         seconds = time.process_time() - start
     spent = trainer.privacy_spent()
-    projectors = trainer._projections.at_capture(0)
-    shapes = trainer._per_sample.released_shapes(projectors)
+    run = trainer.private_run
+    shapes = run.per_sample.released_shapes(run.projectors_at(0))
     return {
         "accuracy": accuracy_of(trainer.model, test),
         "epsilon": None if math.isinf(spent.epsilon) else spent.epsilon,

@@ -153,8 +153,7 @@ def count_bytes(trainer: DPGrapeTrainer, examples: list[Example]) -> dict[str, A
     model, row = trainer.model, METHODS[trainer.args.method]
     held = 0
     if row.private and not row.zeroth_order:
-        assert trainer._projections is not None
-        projections = trainer._projections.at_capture(trainer.state.global_step)
+        projections = trainer.private_run.projectors_at(trainer.state.global_step)
         device = trainer.args.device
         batch = {k: v.to(device) for k, v in default_data_collator(examples).items()}
         _, found = per_sample_gradients(model.train(), batch, projections=projections)

@@ -155,7 +155,8 @@ def peak_memory(
     optimizer: Any = training.trainer.optimizer
     timeline.label(OPTIMIZER, [list(state.values()) for state in optimizer.state.values()])
     if isinstance(training, PrivateTraining):
-        kept = training.trainer._projections.at_capture(training.trainer.state.global_step).values()
+        trainer = training.trainer
+        kept = trainer.private_run.projectors_at(trainer.state.global_step).values()
         timeline.label(PROJECTIONS, [p.matrix for p in kept])
     timeline.phase = "step"
     with timeline:

@@ -75,11 +75,11 @@ class RecipeSetting(Setting):
             batch["labels"] = batch["labels"][:, -LAST:]
         return batch
 
-    def _roberta(self) -> tuple[Any, Any]:
-        return RobertaPromptForSequenceClassification, super()._roberta()[1]
+    def roberta(self) -> tuple[Any, Any]:
+        return RobertaPromptForSequenceClassification, super().roberta()[1]
 
-    def _opt(self) -> tuple[Any, Any]:
-        return OPTAnswersForCausalLM, super()._opt()[1]
+    def opt(self) -> tuple[Any, Any]:
+        return OPTAnswersForCausalLM, super().opt()[1]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import re
 import resource
 import sys
 import time
+from argparse import Action
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -300,7 +301,7 @@ def parse(
     Raises:
         ValueError: if the preset sets what is no option, or does not know what the run needs.
     """
-    parser = HfArgumentParser((family.script, DPGrapeTrainingArguments))
+    parser = _Parser((family.script, DPGrapeTrainingArguments))
     first = parser.parse_known_args(_with_placeholders(family, argv))[0]
     if first.task not in family.tasks:
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
@@ -320,7 +321,7 @@ def parse(
             preset.pop(other, None)
     if first.zero_shot:
         preset = {name: value for name, value in preset.items() if value != UNKNOWN}
-    for action in parser._actions:  # what the preset has need not be given
+    for action in parser.options:  # what the preset has need not be given
         if action.dest in preset:
             action.required = False
     missing = object()
@@ -334,6 +335,20 @@ def parse(
         )
     script, args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     return script, args
+
+
+class _Parser(HfArgumentParser):
+    """A parser that lists its options."""
+
+    def __init__(self, dataclass_types: Any) -> None:
+        self.options: list[Action] = []
+        super().__init__(dataclass_types)
+
+    def add_argument(self, *names: Any, **settings: Any) -> Action:
+        """Adds an option, and keeps it."""
+        option = super().add_argument(*names, **settings)
+        self.options.append(option)
+        return option
 
 
 def _with_placeholders(family: Family[Script], argv: Sequence[str] | None) -> list[str]:

@@ -7,7 +7,7 @@ the quickest that should notice; each must fail under its saboteur, by an assert
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +57,8 @@ class Saboteur:
 def _std_times(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
     original = engine.add_noise_
 
-    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
-        original(values, factor * std, generator, divisor)
+    def add_noise_(values: Any, std: float, *rest: Any) -> None:
+        original(values, factor * std, *rest)
 
     return lambda patch: patch.setattr(engine, "add_noise_", add_noise_)
 
@@ -66,8 +66,8 @@ def _std_times(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
 def _std_of_mean(patch: pytest.MonkeyPatch) -> None:
     original = engine.add_noise_
 
-    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
-        original(values, std / divisor, generator, divisor)
+    def add_noise_(values: Any, std: float, generator: Any, divisor: float, *rest: Any) -> None:
+        original(values, std / divisor, generator, divisor, *rest)
 
     patch.setattr(engine, "add_noise_", add_noise_)
 
@@ -152,10 +152,10 @@ def _noise_from_seed(patch: pytest.MonkeyPatch) -> None:
 def _noise_again(patch: pytest.MonkeyPatch) -> None:
     original, state = engine.add_noise_, torch.Generator().get_state()
 
-    def add_noise_(values: Any, std: float, generator: Any, divisor: float = 1.0) -> None:
+    def add_noise_(values: Any, std: float, generator: Any, *rest: Any) -> None:
         same = torch.Generator()
         same.set_state(state)
-        original(values, std, same, divisor)
+        original(values, std, same, *rest)
 
     patch.setattr(engine, "add_noise_", add_noise_)
 
@@ -253,12 +253,12 @@ def _record_every_second(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
-    original = accounting.block_of
+    original = accounting.Releases.block
 
-    def block_of(sigma: float, rate: float, **variant: Any) -> Any:
-        return original(sigma, rate, **variant | {"adjacency": "add_or_remove_one"})
+    def block(self: accounting.Releases) -> Any:
+        return original(replace(self, adjacency="add_or_remove_one"))
 
-    patch.setattr(accounting, "block_of", block_of)
+    patch.setattr(accounting.Releases, "block", block)
 
 
 def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:

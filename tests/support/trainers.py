@@ -3,7 +3,6 @@
 Shapes: N examples, B samples in a batch.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
-from dp_grape_hf.engine import PrivateEngine
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.mixin import DPGrapeMixin
+from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.trainer import TestGenerators
 from tests.support.models import only
@@ -238,6 +237,17 @@ class Watch(TrainerCallback):
         return [{name: new[name] - old[name] for name in new} for old, new in pairs]
 
 
+class Releases(Observer):
+    """Keeps a copy of every release."""
+
+    def __init__(self) -> None:
+        self.releases: list[dict[str, Tensor]] = []
+
+    def made(self, what: str, values: dict[str, Tensor]) -> None:
+        if what == RELEASED:
+            self.releases.append({name: value.clone() for name, value in values.items()})
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of all parameters."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -252,15 +262,7 @@ def assert_same_weights(actual: Any, expected: Any, **tolerance: float) -> None:
 
 
 def spy_releases(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """Returns a list that every later release of any engine is copied to."""
-    releases: list[dict[str, Tensor]] = []
-    original = PrivateEngine.release
-
-    @functools.wraps(original)
-    def release(self: PrivateEngine) -> dict[str, Tensor]:
-        result = original(self)
-        releases.append({name: value.clone() for name, value in result.items()})
-        return result
-
-    monkeypatch.setattr(PrivateEngine, "release", release)
-    return releases
+    """Returns a list that every release of trainers that are made later is copied to."""
+    seen = Releases()
+    monkeypatch.setattr(DPGrapeMixin, "observer", seen)
+    return seen.releases

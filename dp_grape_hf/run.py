@@ -1,0 +1,458 @@
+"""One private run: its parts, made once of the arguments, and its step.
+
+The one place where a method's row decides which parts work together, and in which order a step uses
+them. A Trainer drives it, and so do the memory planner and the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.batch_engine import BatchEngine
+from dp_grape_hf.directions import DIRECTION, ZerothOrderSGD
+from dp_grape_hf.engine import PrivateEngine, private_norm
+from dp_grape_hf.engines import make_engine
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.losses import LossFunction
+from dp_grape_hf.low_rank import LowRankUpdates
+from dp_grape_hf.methods import METHODS, Projected
+from dp_grape_hf.optimizer import ProjectedOptimizer
+from dp_grape_hf.per_sample import Inputs, PerSampleEngine
+from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
+from dp_grape_hf.placement import first_matches, ranks_for
+from dp_grape_hf.projection import ProjectionSchedule, Projector
+from dp_grape_hf.released_projection import ReleasedProjection
+from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.targets import input_dimensions, projection_targets
+from dp_grape_hf.unit_engine import UnitEngine
+from dp_grape_hf.zeroth_order import ZerothOrderEngine
+
+Engine = PrivateEngine | BatchEngine
+Savable = ReleasedProjection | Iterate
+
+
+class Outcome(NamedTuple):
+    """What a step returns."""
+
+    norm: Tensor  # L2, of the private gradients: free to log
+    loss: Tensor  # the sum of the losses of the draw, sensitive
+
+
+class Run:
+    """The parts of a run, and its step.
+
+    To make it is to try whether arguments and model go together. ``start`` and ``take`` add what a
+    step needs.
+
+    Args:
+        args: the arguments of the run.
+        model: on its device; parameters with ``requires_grad`` are trained.
+        loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
+        observer: looks on.
+        **engine_options: of the per-sample engine, beside those that the arguments have.
+
+    Attributes:
+        per_sample: computes losses and per-sample gradients, of examples.
+        schedule: the projections at capture; None without any.
+        released: those after the release; None without any.
+        projectors: parameter name -> projector, what per-sample gradients met at the last step.
+        mechanism: makes a release of a logical batch; None before ``start``.
+        iterate: chooses the weights that training ends with; None for those of its last step.
+        optimizer: what the release is handed to; None before ``take``.
+
+    Raises:
+        PrivacyError: if arguments and model do not go together.
+        UnsupportedModelError: as in ``PerSampleEngine``.
+    """
+
+    def __init__(
+        self,
+        args: DPGrapeArguments,
+        model: nn.Module,
+        loss: LossFunction | None = None,
+        observer: Observer | None = None,
+        **engine_options: Any,
+    ) -> None:
+        self._args, self._model = args, model
+        self.per_sample = _per_sample(args, model, loss, engine_options)
+        if observer is not None:
+            self.per_sample.observer = observer
+        self.trainable = self.per_sample.trainable
+        self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
+        self.schedule, self.released = _projections(args, model, self.trainable)
+        self._factors = _rate_factors(args, self.trainable)
+        self.projectors: Mapping[str, Projector] = {}
+        self.mechanism: Engine | None = None
+        self.iterate: Iterate | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._low_rank: LowRankUpdates | None = None
+
+    def start(
+        self,
+        ledger: Ledger,
+        noise_generator: torch.Generator,
+        noise_slice: int | None = None,
+    ) -> None:
+        """Makes the mechanism, and begins with the weights as they are.
+
+        Args:
+            ledger: where its releases are recorded.
+            noise_generator: the secret stream of the noise, on the parameters' device.
+            noise_slice: as in ``PrivateEngine``.
+        """
+        self.mechanism = _mechanism(
+            self._args, self.per_sample, ledger, noise_generator, noise_slice
+        )
+        self.iterate = _iterate(self._args, self.trainable)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Returns an optimizer of all that is trained, and takes it."""
+        cls, options = self.optimizer_cls_and_kwargs
+        optimizer = cls(self.trainable.values(), **options)
+        self.take(optimizer)
+        return optimizer
+
+    def take(self, optimizer: torch.optim.Optimizer, *, new: bool = True) -> None:
+        """Hands releases to this optimizer from now on.
+
+        The state of what the run keeps beside the weights becomes a part of the optimizer's.
+
+        Args:
+            optimizer: of the class and with the arguments of ``optimizer_cls_and_kwargs``.
+            new: whether it was just made, before its scheduler.
+        """
+        if new:
+            factors = {self.trainable[name]: factor for name, factor in self._factors.items()}
+            scale_rates(optimizer, factors)
+        elif isinstance(optimizer, ZerothOrderSGD) and isinstance(
+            self.per_sample, ZerothOrderEngine
+        ):
+            optimizer.directions = self.per_sample.directions  # it had those of an earlier run
+        self.optimizer = optimizer
+        if self.mechanism is not None:
+            parts = {"projection": self.released, "iterate": self.iterate}
+            _save_with(optimizer, {name: part for name, part in parts.items() if part is not None})
+
+    def projectors_at(self, number: int) -> Mapping[str, Projector]:
+        """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
+        return {} if self.schedule is None else self.schedule.at(number)
+
+    def abandon(self) -> None:
+        """Drops the logical batch after an error, and makes the other processes fail as well."""
+        assert self.mechanism is not None
+        self.mechanism.abandon()
+
+    def step(
+        self,
+        number: int,
+        batch: LogicalBatch,
+        prepare: Callable[[Any], Inputs] = lambda inputs: inputs,
+    ) -> Outcome:
+        """Makes one release from one draw, and hands it to the optimizer, which does not move yet.
+
+        A collective call where the draw is spread over several processes.
+
+        Args:
+            number: of the step, from 0.
+            batch: the draw, in physical batches; none, if it was empty.
+            prepare: moves a physical batch to the device of the model.
+
+        Raises:
+            PrivacyError: if a physical batch has other rows than it was collated from examples.
+            OtherProcessFailed: as in ``PrivateEngine.release``.
+
+        Guarantee:
+            What the optimizer is given, and the norm, are functions of the release alone.
+        """
+        assert self.mechanism is not None
+        observer = self.per_sample.observer
+        with observer.phase(REDRAW):
+            self.per_sample.use(number)
+            self.projectors = self.projectors_at(number)
+            observer.made(PROJECTORS, self.projectors)
+            if self._low_rank is not None:
+                self._low_rank.use(self.projectors)
+            self.mechanism.begin(self.projectors)
+        loss = torch.zeros((), device=self.per_sample.device)
+        for physical, size in zip(batch, batch.sizes, strict=True):
+            losses = self.mechanism.accumulate(prepare(physical))
+            if len(losses) != size:
+                raise PrivacyError(
+                    "The data collator made other rows than it was given examples, so a row is "
+                    "not an example and its clipping bounds nothing. Turn packing off."
+                )
+            loss += losses.sum()
+        with observer.phase(RELEASE):
+            private_grads = self.mechanism.release()
+        observer.made(RELEASED, private_grads)
+        norm = private_norm(private_grads)
+        with observer.phase(UPDATE):
+            self._hand_over(number, private_grads, self.mechanism.noise_std)
+        return Outcome(norm, loss)
+
+    def _hand_over(self, number: int, private_grads: dict[str, Tensor], noise_std: float) -> None:
+        """Gives the optimizer what was released, projected if that is due only now.
+
+        Args:
+            number: of the step.
+            private_grads: by name, the release.
+            noise_std: of the noise in each of its numbers.
+
+        Guarantee:
+            Only private gradients are seen: this is post-processing.
+        """
+        if isinstance(self.optimizer, ZerothOrderSGD):
+            self.optimizer.receive(private_grads[DIRECTION], number)
+            return
+        assert isinstance(self.optimizer, ProjectedOptimizer)
+        projectors = self.projectors
+        stds = dict.fromkeys(private_grads, noise_std) if self._args.noise_correction else {}
+        if self.released is not None:
+            projectors = self.released.at(number, private_grads)
+            self.per_sample.observer.made(PROJECTORS, projectors)
+            for name, projector in projectors.items():
+                private_grads[name] = projector.project(private_grads[name])
+                if stds:  # a column of P of length 1 leaves the noise as it is
+                    stds[name] *= float(projector.matrix.norm()) / projector.rank**0.5
+        weights = self.trainable
+        self.optimizer.receive(
+            {weights[name]: gradient for name, gradient in private_grads.items()},
+            {weights[name]: projector for name, projector in projectors.items()},
+            noise_std={weights[name]: std for name, std in stds.items()},
+        )
+
+    # ---- What is kept beside the weights ----
+
+    def keep_updates_apart(self) -> None:
+        """Keeps updates in float32 beside weights of fewer bits, if the arguments ask for it."""
+        if self._args.float32_updates and isinstance(self.optimizer, ProjectedOptimizer):
+            self._low_rank = LowRankUpdates(self._model, self.optimizer)
+
+    def merge_(self) -> None:
+        """Moves updates that are kept apart into the weights."""
+        if self._low_rank is not None:
+            self._low_rank.merge_()
+
+    def stop(self) -> None:
+        """Merges, and keeps no updates apart any longer."""
+        if self._low_rank is not None:
+            self._low_rank.remove()
+            self._low_rank = None
+
+
+# ---- The parts, of the arguments ----
+
+
+def _mechanism(
+    args: DPGrapeArguments,
+    per_sample: PerSampleEngine,
+    ledger: Ledger,
+    noise_generator: torch.Generator,
+    noise_slice: int | None,
+) -> Engine:
+    """Returns what a method releases by: the mechanism, or the batch's gradient without privacy."""
+    distributed = args.world_size > 1
+    row = METHODS[args.method]
+    if not row.private and not row.zeroth_order:
+        return BatchEngine(per_sample, ledger=ledger, distributed=distributed)
+    if args.privacy_unit_column is not None:
+        per_sample = UnitEngine(per_sample)
+    return PrivateEngine(
+        per_sample,
+        ledger=ledger,
+        noise_generator=noise_generator,
+        distributed=distributed,
+        noise_slice=noise_slice,
+    )
+
+
+def _per_sample(
+    args: DPGrapeArguments, model: nn.Module, loss: LossFunction | None, options: dict[str, Any]
+) -> PerSampleEngine:
+    """Returns what computes losses, and per-sample gradients or their stand-in."""
+    row = METHODS[args.method]
+    if row.zeroth_order:
+        if row.private:
+            _refuse_low_precision(args.method, model)
+        return ZerothOrderEngine(
+            model,
+            loss,
+            seed=args.projection_seed,
+            perturbation=args.perturbation,
+            n_directions=args.n_directions,
+            distribution=args.direction_distribution,
+        )
+    return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
+
+
+def _refuse_low_precision(method: str, model: nn.Module) -> None:
+    short = next((n for n, p in model.named_parameters() if p.dtype.itemsize < 4), None)
+    if short is not None:
+        raise PrivacyError(
+            f"{short} is {model.get_parameter(short).dtype}, and {method=} magnifies the rounding "
+            "of losses, which depends on batch-mates, beyond what clipping bounds. Load the model "
+            "in float32."
+        )
+
+
+def _optimizer(
+    args: DPGrapeArguments, per_sample: PerSampleEngine
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Returns the optimizer's class and its arguments."""
+    common = {
+        "lr": args.learning_rate,
+        "float32_updates": args.float32_updates,
+        "rounding_seed": args.projection_seed,
+    }
+    if isinstance(per_sample, ZerothOrderEngine):
+        return ZerothOrderSGD, common | {"directions": per_sample.directions}
+    assert args.update_rule is not None
+    settings: dict[str, dict[str, Any]] = {
+        "adam": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},
+        "momentum": {"momentum": args.adam_beta1},
+    }
+    return ProjectedOptimizer, {
+        **common,
+        "rule": args.update_rule,
+        "moments_at_redraw": args.moments_at_redraw,
+        "noise_correction": args.noise_correction,
+        **settings.get(args.update_rule, {}),
+    }
+
+
+def _iterate(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate | None:
+    """Returns what chooses the weights that training ends with; None for those of its last step."""
+    name = args.released_iterate
+    if name == LastIterate.name:
+        return None
+    settings: dict[str, dict[str, Any]] = {"average": {"decay": args.average_decay}}
+    return ITERATES[name](trainable, **settings.get(name, {}))
+
+
+def _save_with(optimizer: torch.optim.Optimizer, parts: Mapping[str, Savable]) -> None:
+    """Makes the state of other parts of a run a part of the optimizer's, under their names."""
+
+    def add(_: Any, state: dict[str, Any]) -> None:
+        state.update({name: part.state_dict() for name, part in parts.items()})
+
+    def take(_: Any, state: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            if name not in state:
+                raise PrivacyError(
+                    f"The checkpoint's optimizer has no state of the {name}, without which the run "
+                    "cannot go on as it would have. Resume with the method and the options that "
+                    "the checkpoint was made with."
+                )
+            part.load_state_dict(state[name])
+
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_load_state_dict_pre_hook(take)
+
+
+def _projections(
+    args: DPGrapeArguments, model: nn.Module, trainable: Mapping[str, nn.Parameter]
+) -> tuple[ProjectionSchedule | None, ReleasedProjection | None]:
+    """Returns the projections of a run at capture and after the release, at most one of them."""
+    assert args.projection is not None
+    where = METHODS[args.method].projected
+    if where is None:
+        return None, None
+    targets = projection_targets(
+        model, trainable, args.optim_target_modules, args.project_embeddings
+    )
+    shapes = {name: tuple(trainable[name].shape) for name in targets}
+    settings: dict[str, Any] = {
+        "family": args.projection,
+        "rank": _ranks(args, shapes),
+        "update_steps": args.projection_update_steps,
+        "seed": args.projection_seed,
+        "device": next(iter(trainable.values())).device,
+        "side": args.projection_side,
+        "input_dims": input_dimensions(model),
+    }
+    if where == Projected.AT_CAPTURE:
+        return ProjectionSchedule(shapes, **settings), None
+    assert where == Projected.AFTER_RELEASE
+    return None, ReleasedProjection(shapes, **settings)
+
+
+# Of a parameter group, and which of all parameters it has.
+_FACTOR, _NUMBERS = "learning_rate_factor", "parameter_numbers"
+
+
+def _rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, float]:
+    """Returns the factor of the learning rate of each parameter that a pattern matches.
+
+    Args:
+        args: of the run; of its ``learning_rate_factors`` the first pattern that matches counts.
+        names: of all parameters that are trained.
+
+    Raises:
+        PrivacyError: for a pattern that is never the first to match.
+    """
+    factors: Any = args.learning_rate_factors or {}
+    first = first_matches(
+        list(names), factors, "learning_rate_factors", "the parameters that are trained"
+    )
+    return {name: factors[match] for name, match in first.items() if match is not None}
+
+
+def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]) -> None:
+    """Gives some parameters learning rates of their own, in parameter groups of their own.
+
+    Updates are functions of private gradients, so their lengths are free to choose.
+
+    Args:
+        optimizer: just made, before its scheduler. It will refuse the state of one with others.
+        factor_of: parameter -> factor.
+    """
+    groups, count = [], 0
+    for group in optimizer.param_groups:
+        numbered = list(enumerate(group["params"], count))
+        count += len(numbered)
+        # The one that is logged, the first, is the rate of most.
+        factors = sorted({factor_of.get(p, 1.0) for _, p in numbered} or {1.0}, key=_one_first)
+        for factor in factors:
+            own = [(n, p) for n, p in numbered if factor_of.get(p, 1.0) == factor]
+            scaled = {"lr": group["lr"] * factor, "params": [p for _, p in own]}
+            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in own]})
+    optimizer.param_groups[:] = groups
+    optimizer.register_load_state_dict_pre_hook(_require_same_factors)
+
+
+def _one_first(factor: float) -> tuple[bool, float]:
+    return factor != 1, factor
+
+
+def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuses a checkpoint whose moments belong to other groups of parameters.
+
+    Raises:
+        PrivacyError: it was saved with other ``learning_rate_factors``.
+    """
+    ours = [(group[_FACTOR], group[_NUMBERS]) for group in optimizer.param_groups]
+    theirs = [(group.get(_FACTOR, 1.0), group.get(_NUMBERS)) for group in state["param_groups"]]
+    if all(numbers is None for _, numbers in theirs):  # saved before these were
+        ours, theirs = ([(factor, None) for factor, _ in groups] for groups in (ours, theirs))
+    if ours != theirs:
+        made, saved = ([(f, len(n or ())) for f, n in groups] for groups in (ours, theirs))
+        raise PrivacyError(
+            f"learning_rate_factors of this run make groups of (factor, parameters) {made}, and "
+            f"the checkpoint has {saved}, or others of these numbers, whose moments do not fit. "
+            "Pass the factors, and train the parameters, that it was saved with."
+        )
+
+
+def _ranks(args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]]) -> int | dict[str, int]:
+    """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
+    asked = args.projection_ranks
+    if isinstance(asked, Mapping):
+        return ranks_for(shapes, args.projection_rank, asked)
+    return args.projection_rank

@@ -1,0 +1,160 @@
+"""A step of a run: its order, who may look on, and that it needs no trainer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import default_data_collator
+
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.phases import (
+    BACKWARD,
+    CLIP,
+    FORWARD,
+    PER_SAMPLE,
+    PROJECTORS,
+    RECORD,
+    REDRAW,
+    RELEASE,
+    RELEASED,
+    UPDATE,
+    Observer,
+)
+from dp_grape_hf.plan import PrivacyPlan
+from dp_grape_hf.projection import ProjectionSchedule
+from dp_grape_hf.run import Run
+from dp_grape_hf.sampling import LogicalBatch
+from tests.support.trainers import (
+    EXACT,
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    make_args,
+    make_trainer,
+    points,
+    spy_releases,
+    weights_of,
+)
+
+
+class Notes(Observer):
+    """Notes the phases, each with those it lies in, and what is made when."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.inside: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.inside.append(name)
+        self.seen.append("/".join(self.inside))
+        yield
+        self.inside.pop()
+
+    def made(self, what: str, values: Any) -> None:
+        self.seen.append(f"made {what}")
+
+
+def private_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Run:
+    """Returns a run that needs no more than batches, with an optimizer."""
+    args = make_args(folder, **changes)
+    run = Run(args, TinyForSequenceClassification(), observer=observer)
+    plan = PrivacyPlan(args, len(points()))
+    ledger = Ledger.start(plan.mechanism, private=False, reason="a test")
+    run.start(ledger, torch.Generator().manual_seed(0))
+    run.make_optimizer()
+    return run
+
+
+def draw(*sizes: int) -> LogicalBatch:
+    examples, batches, first = points(), [], 0
+    for size in sizes:
+        batches.append(default_data_collator([examples[i] for i in range(first, first + size)]))
+        first += size
+    return LogicalBatch([{k: b[k] for k in ("x", "labels")} for b in batches], sizes)
+
+
+def test_a_step_has_its_phases_in_order(tmp_path: Path) -> None:
+    notes = Notes()
+    run = private_run(tmp_path, notes)
+    run.step(0, draw(4, 4))
+    notes.seen.clear()  # what is done with the first batch only
+    run.step(1, draw(4, 4))
+    outer = [name for name in notes.seen if "/" not in name and name != f"made {PROJECTORS}"]
+    batch = [FORWARD, BACKWARD, f"made {PER_SAMPLE}", CLIP]
+    assert outer == [REDRAW, *batch, *batch, RELEASE, f"made {RELEASED}", UPDATE]
+    inner = [name for name in notes.seen if name.startswith((REDRAW, RELEASE))]
+    assert inner == [REDRAW, RELEASE, f"{RELEASE}/{RECORD}"]
+
+
+def test_projectors_are_asked_for_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, asked, original = private_run(tmp_path), [], ProjectionSchedule.at
+
+    def at(self: ProjectionSchedule, step: int) -> Any:
+        asked.append(step)
+        return original(self, step)
+
+    monkeypatch.setattr(ProjectionSchedule, "at", at)
+    for number in range(4):
+        run.step(number, draw(3, 3))
+    assert asked == [0, 1, 2, 3]
+    assert run.projectors == original(run.schedule, 3)  # type: ignore[arg-type]
+
+
+def test_a_release_is_in_the_ledger_before_it_is_shown(tmp_path: Path) -> None:
+    steps = []
+
+    class Count(Observer):
+        def made(self, what: str, values: Any) -> None:
+            if what in (PER_SAMPLE, RELEASED):
+                assert run.mechanism is not None
+                steps.append((what, run.mechanism.ledger.steps))
+
+    run = private_run(tmp_path)
+    run.per_sample.observer = Count()
+    run.step(0, draw(4))
+    run.step(1, draw())  # nobody was drawn
+    assert steps == [(PER_SAMPLE, 0), (RELEASED, 1), (RELEASED, 2)]
+
+
+def test_a_run_releases_what_the_trainer_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    releases = spy_releases(monkeypatch)
+    make_trainer(tmp_path / "trainer", max_steps=1, **EXACT).train()
+    run = private_run(tmp_path / "run", max_steps=1, **EXACT)
+    found = {}
+
+    class Keep(Observer):
+        def made(self, what: str, values: Any) -> None:
+            if what == RELEASED:
+                found.update({name: value.clone() for name, value in values.items()})
+
+    run.per_sample.observer = Keep()
+    done = run.step(0, draw(len(points())))
+    assert len(releases) == 1
+    assert_same_weights(found, releases[0], atol=1e-6, rtol=1e-5)
+    flat = torch.cat([value.flatten() for value in releases[0].values()])
+    torch.testing.assert_close(done.norm, flat.norm())
+
+
+def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
+    """Its optimizer is older than the run; the state of the average is saved with it."""
+    settings = {"released_iterate": "average", "save_strategy": "steps", "save_steps": 1}
+    settings |= {"noise_multiplier": 0, "max_grad_norm": float("inf")}
+    settings |= {"per_device_train_batch_size": 24}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    stop = Watch(stop_at=2)
+    trainer = make_trainer(tmp_path / "stopped", **settings, callbacks=[stop])
+    trainer.train()
+    assert trainer.ledger.steps == 2
+    stop.stop_at = None
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.ledger.steps == 4
+    assert_same_weights(weights_of(trainer.model), weights_of(whole.model))
