@@ -1,14 +1,14 @@
 """DP-GRAPE for Hugging Face: private training for less than the price of non-private training.
 
-Read in this order: ``arguments`` says what is promised, ``mixin`` and ``disclosure`` adapt the
-Hugging Face loop (``trainer``, ``seq2seq`` and ``sft`` name the trainers that are made of them),
+Read in this order: ``arguments`` says what is promised, ``mixin`` adapts the Hugging Face loop
+(``trainers`` and ``sft`` name the trainers that are made of it), ``run`` has the order of a step,
 ``engine`` keeps the promise in one readable function, ``ledger`` writes down that it was kept,
 ``model_card`` publishes only what the ledger says. Below them, ``per_sample`` with ``layerwise``,
 ``functorch``, ``layer_rules``, ``losses``, ``forms`` and ``representations`` computes per-sample
 gradients, ``norms`` says how long they are, ``unit_engine`` adds up those of a privacy unit, and
 ``selfcheck`` checks them at the first step; ``projection`` and ``optimizer`` work in
 coordinates, ``sampling``, ``accounting`` and ``randomness`` are what the guarantee rests on.
-``methods`` is the table of what else trains this way, and ``assembly`` puts the parts together.
+``methods`` is the table of what else trains this way.
 
 A name is imported when it is asked for, so that the command line starts without torch.
 ``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``).
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dp_grape_hf.methods import METHODS
     from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.plan import PrivacySpent
-    from dp_grape_hf.seq2seq import (
+    from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
+    from dp_grape_hf.trainers import (
         DPGrapeSeq2SeqTrainer,
         DPGrapeSeq2SeqTrainingArguments,
+        DPGrapeTrainer,
     )
-    from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
-    from dp_grape_hf.trainer import DPGrapeTrainer
 
 __version__ = "0.2.0.dev0"
 
@@ -53,9 +53,9 @@ _MODULE_OF = {
     "METHODS": "methods",
     "DPGrapeSFTConfig": "sft",
     "DPGrapeSFTTrainer": "sft",
-    "DPGrapeSeq2SeqTrainer": "seq2seq",
-    "DPGrapeSeq2SeqTrainingArguments": "seq2seq",
-    "DPGrapeTrainer": "trainer",
+    "DPGrapeSeq2SeqTrainer": "trainers",
+    "DPGrapeSeq2SeqTrainingArguments": "trainers",
+    "DPGrapeTrainer": "trainers",
     "DPGrapeTrainingArguments": "arguments",
     "Ledger": "ledger",
     "PrivacyError": "errors",

@@ -2,30 +2,38 @@
 
 Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
 places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
-override is found where the original is: construction and training here, data loading in
-``drawing``, and from the training utilities on, where something leaves the run, in ``disclosure``.
-There is no arithmetic here: ``assembly`` makes the parts that a method needs, ``sampling`` draws,
-``engine`` clips and adds noise, ``ledger`` records.
+override is found where the original is. There is no arithmetic here: ``run`` makes the parts that a
+method needs and drives a step, ``sampling`` draws, ``engine`` clips and adds noise, ``ledger``
+records. From the training utilities on, something leaves the run: reports, metrics, files, uploads.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 
+from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import DPGrapeArguments, DPGrapeTrainingArguments
 from dp_grape_hf.bad_data import explaining_bad_data
 from dp_grape_hf.callbacks import (
+    OnlyPrivateLogs,
     PrivacyProgress,
     SeeIterates,
     StopAtBudget,
@@ -37,21 +45,28 @@ from dp_grape_hf.checkpoints import (
     saving_a_checkpoint,
 )
 from dp_grape_hf.continuing import find_earlier, remember
-from dp_grape_hf.disclosure import DisclosureMixin, TestGenerators, refuse_training_data
-from dp_grape_hf.drawing import DrawingMixin
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.data import loader_of, refuse_training_data
+from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
+from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
+from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction, loss_for, with_three_arguments
 from dp_grape_hf.methods import METHODS, refuse_model
+from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.per_sample import batch_size_of
 from dp_grape_hf.phases import Observer
-from dp_grape_hf.plan import PrivacyPlan, check_dataset
+from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
 from dp_grape_hf.probing import evaluating
 from dp_grape_hf.processes import failing_together, from_first, require_agreement
-from dp_grape_hf.randomness import forget_the_seed, noise_generator
+from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
 from dp_grape_hf.run import Run
-from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.sampling import (
+    LengthOf,
+    LogicalBatch,
+    PoissonBatchSampler,
+)
+from dp_grape_hf.seams import require_seams
 from dp_grape_hf.selfcheck import (
     check_gradients,
     collated_examples,
@@ -61,10 +76,33 @@ from dp_grape_hf.selfcheck import (
     require_each_once,
     warn_of_lost_updates,
 )
+from dp_grape_hf.staging import is_hub_name
 from dp_grape_hf.trainer_loss import TrainerLoss
+from dp_grape_hf.units import (
+    UnitBatchSampler,
+    Units,
+    read_units,
+    refuse_large_unit,
+)
+from dp_grape_hf.weight_files import digests
+
+if TYPE_CHECKING:
+    _Host = Trainer
+else:  # the host is the other base of the class that is made
+    _Host = object
+
+logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(DrawingMixin, DisclosureMixin):
+@dataclass(frozen=True)
+class TestGenerators:
+    """Seeded streams for tests. Whoever knows them can subtract the noise: nothing is private."""
+
+    sampling: torch.Generator
+    noise: torch.Generator
+
+
+class DPGrapeMixin(_Host):
     """Makes the training of a ``transformers.Trainer`` behind it differentially private.
 
     Args:
@@ -95,8 +133,20 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     """
 
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
+    args: DPGrapeArguments
+    model: nn.Module
+    plan: PrivacyPlan
+    private_run: Run
+    ledger: Ledger | None = None  # made when training starts
     observer: Observer | None = None
     """Looks on at the steps of runs that are made from now on."""
+    _card_details: CardDetails = CardDetails()
+    _given_train_dataset: Any = None  # before the host made something else of it
+    _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
+    _private_norm: Tensor = torch.zeros(())
+    _repository: Repository | None = None  # once something is to be published
+    _test_generators: TestGenerators | None = None
+    _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
 
     def __init__(
         self,
@@ -133,9 +183,12 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         check_dataset(train_dataset)
         refuse_training_data(eval_dataset, [train_dataset], args)
         self._given_train_dataset = train_dataset
+        require_seams(super())
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
         )
+        # Now, as a folder that the model was loaded from may be gone when something is published.
+        self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
         refuse_launcher(self)
         self._user_loss = with_three_arguments(compute_loss_func)
         if self._user_loss is not None:
@@ -152,6 +205,8 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
+        if not self.args.log_unnoised_statistics:
+            self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent()))
@@ -181,6 +236,91 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         self.accelerator.prepare_model = partial(
             Accelerator.prepare_model, accelerator, evaluation_mode=True
         )
+
+    # ---- Data Loading ----
+
+    @property
+    def _units(self) -> Units | None:
+        """Which examples are one privacy unit; None where each is one. Reads a data set once."""
+        args = self.args
+        dataset: Any = self.train_dataset
+        if args.privacy_unit_column is None:
+            return None
+        if self._units_read is None or self._units_read[0] is not dataset:
+            check_dataset(dataset)
+            units = read_units(dataset, args.privacy_unit_column)
+            most = args.max_examples_per_unit or units.largest
+            refuse_large_unit(min(units.largest, most), args.per_device_train_batch_size)
+            self._units_read = dataset, units
+        units = self._units_read[1]
+        require(
+            len(dataset) == units.num_examples,
+            "The length of train_dataset has changed since "
+            f"privacy_unit_column={args.privacy_unit_column!r} was read. Make a new trainer.",
+        )
+        return units
+
+    def _read_units_again(self) -> Units | None:
+        """Reads the units anew, and refuses data that was changed since the trainer was made."""
+        before, self._units_read = self._units, None
+        after = self._units
+        require(
+            before is None or after is None or before.checksum == after.checksum,
+            f"Whose the examples are by privacy_unit_column={self.args.privacy_unit_column!r} has "
+            "changed since the trainer was made. Make a new trainer.",
+        )
+        return after
+
+    @property
+    def _dataset_size(self) -> int:
+        """Number of privacy units in the training data."""
+        counted: Any = self.train_dataset if self._units is None else self._units
+        return len(counted)
+
+    @property
+    def _length_of(self) -> LengthOf | None:
+        """How to tell the length of an example, if physical batches are to have like lengths."""
+        if self.args.train_sampling_strategy != "group_by_length":
+            return None
+        return LengthOf(getattr(self.model, "main_input_name", "input_ids"))
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Returns N for the training data, as declared; throughput would tell its true size."""
+        draws = getattr(dataloader, "batch_sampler", None)
+        if isinstance(draws, PoissonBatchSampler | UnitBatchSampler):
+            return int(self.plan.mechanism.num_samples)
+        return super().num_examples(dataloader)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns a loader of Poisson draws.
+
+        It does not go through ``accelerator.prepare``, which would re-shard the sampler and repeat
+        examples to make batches even.
+        """
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        dataset: Any = self.train_dataset
+        collator, args = self.data_collator, self.args
+        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # datasets.Dataset
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        self.plan.require_size(self._dataset_size)
+        generator = (
+            self._test_generators.sampling
+            if self._test_generators
+            else shared_sampling_generator(device=args.device)
+        )
+        draws = PoissonBatchSampler(
+            self._dataset_size,
+            self.plan.mechanism.sample_rate,
+            steps=expected_steps_per_epoch(self.plan.mechanism.sample_rate),
+            generator=generator,
+            rank=args.process_index,
+            world_size=args.world_size,
+            max_batch_size=self.plan.mechanism.max_batch_size,
+        )
+        return loader_of(draws, dataset, collator, args, self._units, self._length_of)
 
     # ---- Training ----
 
@@ -312,7 +452,7 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         if isinstance(per_sample.loss, TrainerLoss):
             examine_trainer_loss(per_sample, per_sample.loss, batch)
         if row.private:
-            projectors = {} if run.schedule is None else run.schedule.at(step)
+            projectors = run.projectors_at(step)
             per_sample.use(step)
             self.model.train()
             examine_batch(per_sample, batch, projectors, low)
@@ -367,6 +507,301 @@ class DPGrapeMixin(DrawingMixin, DisclosureMixin):
         if not self.args.log_unnoised_statistics:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
+
+    # ---- Training Utilities ----
+
+    @contextmanager
+    def _keeping_state(self, resumes: bool) -> Iterator[None]:
+        """Keeps the state that belongs to the weights where a run is refused before it starts."""
+        ledger, model, state = self.ledger, self.model, self.state
+        try:
+            yield
+        except BaseException:
+            if self.ledger is ledger and self.model is model and not resumes:
+                self.state = state
+            raise
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Reports the norm of the private gradient; clipping again would be wrong."""
+        return self._private_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
+        """Reports the norm of the private gradient, as ``_clip_grad_norm`` does."""
+        return self._private_norm
+
+    def _track_num_input_tokens(self, inputs: LogicalBatch) -> None:
+        """Counts tokens of drawn batches only if un-noised statistics are asked for."""
+        for physical in inputs if self.args.log_unnoised_statistics else ():
+            super()._track_num_input_tokens(physical)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Returns the expected size of a draw, which throughput is reported for."""
+        return self.args.logical_batch_size
+
+    # ---- Evaluation & Prediction ----
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """Evaluates as the original does, but not on the training data: metrics are logged."""
+        training_data = [self._given_train_dataset, self.train_dataset]
+        refuse_training_data(eval_dataset, training_data, self.args)
+        with self._logging(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **kwargs: Any,
+    ) -> PredictionOutput:
+        """Predicts as the original does; what is logged under the prefix meanwhile is let pass."""
+        with self._logging(metric_key_prefix):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    @contextmanager
+    def _logging(self, prefix: str) -> Iterator[None]:
+        """Has metrics of that prefix logged, as they are of evaluation data."""
+        before = self._prefixes
+        self._prefixes = (*before, prefix)
+        try:
+            yield
+        finally:
+            self._prefixes = before
+
+    # ---- Checkpoint Saving, Checkpoint Resuming ----
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves no random state: dropout masks are secret (``randomness.forget_the_seed``)."""
+        if self._test_generators is not None:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads no random state, for the same reason."""
+        if self._test_generators is not None:
+            super()._load_rng_state(checkpoint)
+
+    # ---- Saving & Serialization ----
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Moves what is kept beside the weights into them first, in every process."""
+        self.private_run.merge_()
+        super().save_model(*args, **kwargs)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Saves as the original does, with the ledger and the card beside the weights."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save and self.ledger is not None:
+            folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+            saved = digests(folder)
+            self.ledger.snapshot(self.state.global_step, saved).save(folder / LEDGER_NAME)
+            self._write_card(folder)
+
+    def _write_card(self, folder: Path) -> None:
+        assert self.ledger is not None
+        (folder / CARD_NAME).write_text(self._card(self.ledger), encoding="utf-8")
+
+    def _card(self, ledger: Ledger) -> str:
+        """Writes the card of a ledger, and of what is known of the model without its data."""
+        details = self._card_details
+        names = (n for n in self._base_names() if self._is_on_hub(n))  # a path is ours alone
+        details = replace(
+            details,
+            base_model=details.base_model or next(names, None),
+            adapter=bool(getattr(self.model, "peft_config", {})),
+            repo_id=self.hub_model_id if self._repository is not None else None,
+        )
+        return render(ledger, details, updates=self.state.global_step)
+
+    def _base_names(self) -> list[str]:
+        """Returns where the model was loaded from: names on the Hub, or paths."""
+        configs = getattr(self.model, "peft_config", {}).values()
+        names = [config.base_model_name_or_path for config in configs]
+        names.append(getattr(getattr(self.model, "config", None), "_name_or_path", None))
+        return [name for name in names if name]
+
+    def _is_on_hub(self, name: str) -> bool:
+        return self._on_hub[name] if name in self._on_hub else is_hub_name(name)
+
+    # ---- Logging & Metrics ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds epsilon; ``OnlyPrivateLogs`` then takes out what is not known to be private."""
+        if self.is_in_train and self.ledger is not None and self.args.private:
+            logs["epsilon"] = self.privacy_spent().epsilon
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
+        """Returns 0 unless un-noised statistics are asked for: the count tells the drawn sizes."""
+        batches = inputs if self.args.log_unnoised_statistics else ()
+        count = super().floating_point_ops
+        return sum(count(physical) for physical in batches)
+
+    def privacy_spent(self) -> PrivacySpent:
+        """Returns epsilon so far, an upper bound, and all it depends on."""
+        if self.train_dataset is None:
+            raise PrivacyError("train_dataset=None: nothing is trained, so nothing is spent.")
+        return self.plan.spent(self.ledger)
+
+    def releases_left(self) -> float:
+        """Returns how many more releases the budget allows; infinite without a target epsilon."""
+        return self.plan.releases_left(self.ledger)
+
+    # ---- Hub Integration ----
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes or opens the repository, which only ``hub`` uploads to.
+
+        Raises:
+            PrivacyError: PEFT would save the adapter in a folder of its own, where it is not
+                published from.
+        """
+        adapters = list(getattr(self.model, "peft_config", {}))
+        own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
+        if adapters and own_format and "default" not in adapters:
+            raise PrivacyError(
+                f"The model's adapters are {adapters}, and only one named 'default' is published, "
+                "as PEFT saves the others in folders of their own. Make it by get_peft_model() "
+                "without adapter_name, or turn push_to_hub off."
+            )
+        if not self.is_world_process_zero():
+            return
+        args = self.args
+        self._repository = Repository(
+            args.hub_model_id or Path(str(args.output_dir)).absolute().name,
+            token=token if token is not None else args.hub_token,
+            private=private if private is not None else args.hub_private_repo,
+        )
+        self.hub_model_id = self._repository.repo_id  # type: ignore[assignment]
+        self.push_in_progress = None  # of the original, which has nothing to push
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes our card; the original has a column of training losses.
+
+        Takes what ``model_card.declare`` takes, which is kept for later cards of this trainer:
+        most arguments of the original, and ``metrics``, which appear with a word on whether their
+        data is public (``eval_data_is_public``).
+        """
+        public = self.args.eval_data_is_public
+        self._card_details = declare(self._card_details, public, *args, **kwargs)
+        if self.is_world_process_zero() and self.ledger is not None:
+            self._write_card(Path(str(self.args.output_dir)))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves the model and publishes it; the original uploads the whole folder.
+
+        What is sent is on the list in `staging.ALLOWED`: weights, configs, tokenizer or
+        processor, ledger and card. A run without a guarantee is published as such.
+
+        Args:
+            commit_message: as for the original, and so are the next four.
+            blocking: whether to wait for the upload.
+            token: instead of ``hub_token``.
+            revision: instead of ``hub_revision``.
+            private: instead of ``hub_private_repo``.
+            **kwargs: what ``create_model_card`` takes.
+
+        Returns:
+            The commit, or a future of it unless ``blocking``; None in all processes but the first.
+
+        Raises:
+            PrivacyError: nothing was trained, or what was saved may not be published.
+            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
+        """
+        if self.ledger is None:
+            raise PrivacyError(
+                "push_to_hub() before train(): there is no ledger yet, so no card could say what "
+                "was spent. Train first."
+            )
+        # on_push_begin is not called: a tracker of the host's uploads its log then.
+        if self._repository is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        folder = Path(str(self.args.output_dir))
+        message = commit_message or "End of training"
+        return self._publish(folder, message, token=token, revision=revision, wait=blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
+
+        With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as well, and with
+        "all_checkpoints" into a folder of the checkpoint's name: all in one commit. Where that
+        fails, the error is logged, and training goes on.
+        """
+        strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
+        if not self.is_world_process_zero() or strategy is HubStrategy.END:
+            return
+        copies = {
+            HubStrategy.CHECKPOINT: ("last-checkpoint",),
+            HubStrategy.ALL_CHECKPOINTS: (folder.name,),
+        }
+        message = f"Training in progress, step {self.state.global_step}"
+        try:
+            if self._repository is None:
+                self.init_hf_repo()
+            assert self._repository is not None
+            if self._repository.busy and not self.args.hub_always_push:
+                return
+            self._publish(folder, message, copies.get(strategy, ()), wait=False)
+        except Exception as error:
+            advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
+            logger.exception("%s was not published (%r). %s", folder, error, advice)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the uploads in the background."""
+        if self._repository is not None:
+            self._repository.wait()
+
+    def _publish(
+        self,
+        folder: Path,
+        message: str,
+        copies: tuple[str, ...] = (),
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+        wait: bool,
+    ) -> CommitInfo | Future[CommitInfo]:
+        assert self._repository is not None
+        return self._repository.publish(
+            folder,
+            self._card,
+            workspace=Path(str(self.args.output_dir)),
+            message=message,
+            places=("", *copies),
+            token=token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            background=not wait,
+            on_hub=self._is_on_hub,
+        )
+
+    # ---- Hyperparameter Search ----
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: choosing the best of several private runs is not covered by any one ledger."""
+        raise PrivacyError(
+            "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
+            "run does not cover. Tune on public data, or account for every run and add them up."
+        )
 
 
 def _is_hosts(method: Callable[..., Any]) -> bool:

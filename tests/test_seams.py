@@ -21,8 +21,6 @@ import transformers
 from transformers import Trainer
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
-from dp_grape_hf.disclosure import DisclosureMixin
-from dp_grape_hf.drawing import DrawingMixin
 from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.seams import SEAMS
 from tests.support.trainers import make_trainer
@@ -43,7 +41,7 @@ of_each_version = pytest.mark.parametrize("version", VERSIONS)
 
 def overrides() -> dict[str, Any]:
     """Name -> what the mixins define under it; the first in the order of resolution."""
-    ours = (DisclosureMixin, DrawingMixin, DPGrapeMixin)
+    ours = (DPGrapeMixin,)
     return {name: value for cls in ours for name, value in vars(cls).items() if name[:2] != "__"}
 
 
@@ -223,7 +221,7 @@ def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None
 def test_another_signature_is_seen(host: str, fits: bool) -> None:
     function = ast.parse(f"def f({host}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
-    ours = inspect.signature(DisclosureMixin._save_rng_state)
+    ours = inspect.signature(DPGrapeMixin._save_rng_state)
     assert (misfit(function.args, ours) is None) is fits
 
 

@@ -20,7 +20,7 @@ from dp_grape_hf.methods import METHODS
 from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.sampling import LogicalBatch
-from dp_grape_hf.trainer import TestGenerators
+from dp_grape_hf.trainers import TestGenerators
 from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3

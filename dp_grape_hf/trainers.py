@@ -1,7 +1,8 @@
-"""``DPGrapeSeq2SeqTrainer``: ``Seq2SeqTrainer``, generation metrics included, trained privately.
+"""The trainers: those of transformers, trained privately; ``sft`` has TRL's.
 
-Generation happens in evaluation only, outside the private path: its metrics are functions of the
-evaluation data and of private weights.
+Arguments, guarantee and errors are those of ``DPGrapeMixin``. Generation happens in evaluation
+only, outside the private path: its metrics are functions of the evaluation data and of private
+weights.
 """
 
 from __future__ import annotations
@@ -9,11 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mixin import DPGrapeMixin
+from dp_grape_hf.mixin import DPGrapeMixin, TestGenerators
+
+__all__ = [
+    "DPGrapeSeq2SeqTrainer",
+    "DPGrapeSeq2SeqTrainingArguments",
+    "DPGrapeTrainer",
+    "TestGenerators",
+]
+
+
+class DPGrapeTrainer(DPGrapeMixin, Trainer):
+    """A ``transformers.Trainer`` whose training is differentially private.
+
+    ``args`` is a ``DPGrapeTrainingArguments``.
+    """
 
 
 @accepts_short_names
@@ -38,8 +53,7 @@ class DPGrapeSeq2SeqTrainingArguments(DPGrapeArguments, Seq2SeqTrainingArguments
 class DPGrapeSeq2SeqTrainer(DPGrapeMixin, Seq2SeqTrainer):
     """A ``transformers.Seq2SeqTrainer`` whose training is differentially private.
 
-    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
-    ``DPGrapeSeq2SeqTrainingArguments``.
+    ``args`` is a ``DPGrapeSeq2SeqTrainingArguments``.
     """
 
     arguments_class: ClassVar[type[Any]] = DPGrapeSeq2SeqTrainingArguments

@@ -1,0 +1,90 @@
+"""The training data of a private run: its loader, and data that must not be evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.sampling import (
+    EmptyDrawDataset,
+    LengthOf,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+)
+from dp_grape_hf.units import UnitBatchSampler, UnitCollator, UnitDataset, Units
+
+
+def loader_of(
+    draws: PoissonBatchSampler,
+    dataset: Any,
+    collator: Callable[[list[Any]], Any],
+    args: Any,
+    units: Units | None,
+    length_of: LengthOf | None,
+) -> DataLoader[Any]:
+    """Returns a loader of logical batches.
+
+    Args:
+        draws: of examples, or of units where there are any.
+        dataset: the examples.
+        collator: of a physical batch.
+        args: the arguments of the run.
+        units: which examples are one privacy unit; None where each is one.
+        length_of: as in ``LogicalBatchCollator``.
+    """
+    size = args.per_device_train_batch_size
+    parts: dict[str, Any]
+    if units is None:
+        parts = {
+            "dataset": EmptyDrawDataset(dataset),
+            "batch_sampler": draws,
+            "collate_fn": LogicalBatchCollator(collator, size, length_of),
+        }
+    else:
+        parts = {
+            "dataset": UnitDataset(dataset, args.privacy_unit_column),
+            "batch_sampler": UnitBatchSampler(draws, units, args.max_examples_per_unit),
+            "collate_fn": UnitCollator(collator, size),
+        }
+    return DataLoader(
+        **parts,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=partial(
+            seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+        ),
+    )
+
+
+def refuse_training_data(
+    dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments
+) -> None:
+    """Refuses to evaluate on the training data, whose metrics would be logged as they are.
+
+    Args:
+        dataset: an evaluation data set, or several by name.
+        training_data: the training data set, as it was passed and as it is.
+        args: the arguments of the run.
+
+    Raises:
+        PrivacyError: if they share an object that is neither declared public nor given up.
+    """
+    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    ours = {id(data) for data in training_data if data is not None}
+    if any(id(data) in ours for data in datasets) and not (
+        args.eval_data_is_public or args.log_unnoised_statistics
+    ):
+        raise PrivacyError(
+            "eval_dataset is the train_dataset: its metrics, which are logged, are un-noised "
+            "functions of the training data. Hold out other examples. If all of the data is "
+            "public, set eval_data_is_public=True."
+        )
