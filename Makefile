@@ -16,8 +16,9 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST
 LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu --num_processes 1 \
 	--num_machines 1 --mixed_precision no --dynamo_backend no --num_cpu_threads_per_process 1
 
-# While pip unpacks it says nothing, for minutes: the last that it said, and how much is there.
-HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(tail -n 1 $(PIP_LOG) | cut -c 1-80)"
+# While pip unpacks it says nothing, for minutes: how much is there, and what it began last.
+HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(grep -E '^ *(Collecting|Downloading|Installing)' \
+	$(PIP_LOG) | tail -n 1 | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all seams check benchmark tables clean
@@ -32,7 +33,7 @@ venv: $(VENV)/.installed-dev  ## make .venv with everything development needs
 demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half a minute
 	@rm -rf $(DEMO_DIR)
 	@$(LAUNCH) -m recipes.digits --output_dir $(DEMO_DIR)
-	@echo "Check what was saved against its ledger:  $(BIN)/dp-grape verify $(DEMO_DIR)"
+	@echo; echo "Check what was saved against its ledger:  $(BIN)/dp-grape verify $(DEMO_DIR)"
 	@echo 'Train on your own data: see "Make your own script private" in README.md.'
 
 test: $(VENV)/.installed-test  ## run the tests but the slow ones, and the examples in docstrings

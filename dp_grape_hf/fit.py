@@ -26,7 +26,7 @@ class Knob:
     option: str  # of ``dp-grape memory``
     cost: str
     turn: Callable[[Setting], Setting]
-    private_only: bool = True
+    private_only: bool = False
     projected_only: bool = False
 
 
@@ -36,20 +36,19 @@ KNOBS = (
         "--gradient_checkpointing",
         "one more forward pass",
         lambda s: replace(s, gradient_checkpointing=True),
-        private_only=False,
     ),
     Knob(
         "bfloat16 weights",
         "--dtype bfloat16",
         "small updates are rounded away unless float32_updates=True",
         lambda s: replace(s, dtype=torch.bfloat16),
-        private_only=False,
     ),
     Knob(
         "clipping per layer",
         "--clipping per_layer",
         "clips harder at the same noise",
         lambda s: replace(s, clipping="per_layer"),
+        private_only=True,
     ),
     Knob(
         "projected embeddings",

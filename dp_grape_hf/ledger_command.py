@@ -41,7 +41,6 @@ def run(args: argparse.Namespace) -> str:
             "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
             "",
             _mechanism(ledger.mechanism),
-            "",
             _entries(ledger.links),
             *_spent(ledger, delta),
             "",

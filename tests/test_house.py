@@ -23,6 +23,7 @@ TIERS = (
         *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
         *("truncated", "estimated_norms", "replace_one", "tuning"),
         "seams",
+        "phases",
     ),
     ("accountants",),
     ("releases", "composition"),

@@ -71,7 +71,7 @@ LONG = ("memory", "audit")
 
 # What pages name already, and only the rooms, the recipes' folders and their commands bring.
 _ROOMS = (ROOT / "dp_grape_hf" / "accounting" / "__init__.py").exists()
-NOT_YET: tuple[str, ...] = () if _ROOMS else ("recipes/", "tests.", "memory", "test-all", "tables")
+NOT_YET: tuple[str, ...] = () if _ROOMS else ("recipes/", "tests.", "test-all", "tables")
 
 
 # ---- What a page is made of ----
@@ -320,7 +320,7 @@ def parse_dp_grape(words: Sequence[str]) -> None:
 
 
 def as_it_is_called(words: Sequence[str]) -> list[str]:
-    return ["plan" if word in NOT_YET else word for word in words]
+    return ["plan" if word == "memory" and word not in COMMANDS else word for word in words]
 
 
 def run_dp_grape(words: Sequence[str]) -> str:

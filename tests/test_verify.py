@@ -965,6 +965,7 @@ def test_the_ledger_is_shown_with_every_entry_and_accountant(
         out = capsys.readouterr().out
         assert ledger.run_id in out
         assert f"\nhead {ledger.head}\n" in out
+        assert "\n\n\n" not in out
         assert all(link.digest[:12] in out for link in ledger.links)
         for name in ("prv", "pld", "rdp"):
             shown = re.search(rf"^  {name}  ([\d.]+)", out, re.M)
