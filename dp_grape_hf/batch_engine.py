@@ -1,7 +1,7 @@
 """The gradient of a batch, neither clipped nor noised: what the methods that are not private use.
 
-It has the surface of ``PrivateEngine``, so that a private method and its counterpart share sampler,
-optimizer and ledger. The ledger of such a run says that epsilon is infinite.
+It has the surface of ``PrivateMechanism``, so that a private method and its counterpart share
+sampler, optimizer and ledger. The ledger of such a run says that epsilon is infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 
 
-class BatchEngine:
+class BatchGradient:
     """Turns the physical batches of a draw into the gradient of their mean loss.
 
     Args:

@@ -39,7 +39,7 @@ _REPEATED_ON_CPU, _REPEATED = 1e-5, 1e-3
 _STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
 
 
-class PrivateEngine:
+class PrivateMechanism:
     """Turns the physical batches of a logical batch into one private gradient.
 
     Use: ``begin``, then ``accumulate`` for each physical batch (none, if the draw was empty), then

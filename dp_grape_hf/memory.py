@@ -61,7 +61,7 @@ class Setting:
         dtype: of the weights.
         gradient_checkpointing: whether activations are computed again in the backward pass.
         rank: r of the projections, and of the adapter of a method that trains one.
-        clipping: as ``PrivateEngine`` has it.
+        clipping: as ``PrivateMechanism`` has it.
         project_embeddings: whether embeddings and vocabulary heads are projected too.
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.

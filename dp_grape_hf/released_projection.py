@@ -64,7 +64,7 @@ class ReleasedProjection:
     ``ProjectionSchedule`` draws.
 
     Guarantee:
-        Post-processing. Give it what ``PrivateEngine.release`` returned, and nothing else.
+        Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
 
     Args:
         shapes: parameter name -> shape, of the parameters to project; those with a rank that is

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.batch_engine import BatchEngine
+from dp_grape_hf.batch_engine import BatchGradient
 from dp_grape_hf.directions import DIRECTION, ZerothOrderSGD
-from dp_grape_hf.engine import PrivateEngine, private_norm
+from dp_grape_hf.engine import PrivateMechanism, private_norm
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
@@ -34,7 +34,7 @@ from dp_grape_hf.targets import input_dimensions, projection_targets
 from dp_grape_hf.unit_engine import UnitEngine
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
-Engine = PrivateEngine | BatchEngine
+Engine = PrivateMechanism | BatchGradient
 Savable = ReleasedProjection | Iterate
 
 
@@ -105,7 +105,7 @@ class Run:
         Args:
             ledger: where its releases are recorded.
             noise_generator: the secret stream of the noise, on the parameters' device.
-            noise_slice: as in ``PrivateEngine``.
+            noise_slice: as in ``PrivateMechanism``.
         """
         self.mechanism = _mechanism(
             self._args, self.per_sample, ledger, noise_generator, noise_slice
@@ -166,7 +166,7 @@ class Run:
 
         Raises:
             PrivacyError: if a physical batch has other rows than it was collated from examples.
-            OtherProcessFailed: as in ``PrivateEngine.release``.
+            OtherProcessFailed: as in ``PrivateMechanism.release``.
 
         Guarantee:
             What the optimizer is given, and the norm, are functions of the release alone.
@@ -261,10 +261,10 @@ def _mechanism(
     distributed = args.world_size > 1
     row = METHODS[args.method]
     if not row.private and not row.zeroth_order:
-        return BatchEngine(per_sample, ledger=ledger, distributed=distributed)
+        return BatchGradient(per_sample, ledger=ledger, distributed=distributed)
     if args.privacy_unit_column is not None:
         per_sample = UnitEngine(per_sample)
-    return PrivateEngine(
+    return PrivateMechanism(
         per_sample,
         ledger=ledger,
         noise_generator=noise_generator,

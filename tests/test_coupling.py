@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from tests.support.mechanism import make_private
 from tests.support.models import only
@@ -95,7 +95,7 @@ def test_a_frozen_parameter_that_follows_the_data_is_refused(
         make_engine("layerwise", MovingAverage(after, through_data).train(), squares)
     )
 
-    def passes(engine: PrivateEngine) -> None:
+    def passes(engine: PrivateMechanism) -> None:
         engine.begin({})
         for _ in range(8):
             engine.accumulate({"x": torch.randn(4, 4)})

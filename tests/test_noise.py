@@ -20,7 +20,7 @@ import scipy.special
 import scipy.stats
 import torch
 
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.entries import CARD_NAME
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.noise import SECURE_DRAWS, add_secure_noise_, grid_of
@@ -304,7 +304,7 @@ def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
         releases.clear()
         trainer = make_trainer(tmp_path / str(secure), secure_noise=secure, **settings)
         trainer.train()
-        assert isinstance(trainer.private_run.mechanism, PrivateEngine)
+        assert isinstance(trainer.private_run.mechanism, PrivateMechanism)
         flat = torch.cat([v.flatten() for release in releases for v in release.values()])
         cells = flat.double() * trainer.args.expected_batch_size / grid_of(1.3)
         assert torch.equal(cells, cells.round()) is secure

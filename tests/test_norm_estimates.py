@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from dp_grape_hf import forms, norms
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
@@ -37,7 +37,7 @@ def estimating(
     clipping: str = "flat",
     bound: float = 0.5,
     generator: torch.Generator | None = None,
-) -> PrivateEngine:
+) -> PrivateMechanism:
     """Returns an engine without noise, whose release is the clipped sum itself."""
     source = generator or torch.Generator().manual_seed(3)
     return make_private(

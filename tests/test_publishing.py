@@ -32,7 +32,7 @@ from transformers import (
 from dp_grape_hf import hub as uploads
 from dp_grape_hf.checkpoints import fault_of_checkpoint
 from dp_grape_hf.cli import main
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.entries import Weights, extended
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.hub import Repository
@@ -155,14 +155,14 @@ def encodings(secrets: list[Any]) -> Iterator[bytes]:
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """The losses (B,) of every physical batch."""
     seen: list[list[float]] = []
-    original = PrivateEngine.accumulate
+    original = PrivateMechanism.accumulate
 
-    def accumulate(self: PrivateEngine, *args: Any) -> Any:
+    def accumulate(self: PrivateMechanism, *args: Any) -> Any:
         result = original(self, *args)
         seen.append(result.tolist())
         return result
 
-    monkeypatch.setattr(PrivateEngine, "accumulate", accumulate)
+    monkeypatch.setattr(PrivateMechanism, "accumulate", accumulate)
     return seen
 
 

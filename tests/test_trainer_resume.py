@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from dp_grape_hf import PrivacyError, ProjectedOptimizer, plan
 from dp_grape_hf.accounting import find_noise_multiplier
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from tests.support.ledgers import edit, rewrite
 from tests.support.trainers import (
@@ -406,16 +406,16 @@ def _train_until_killed(folder: Path, moment: str | None) -> None:
     """Runs in a process of its own; notes each release in a file as soon as it is made."""
     torch.set_num_threads(1)
     report = os.open(folder.parent / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    original = PrivateEngine.release
+    original = PrivateMechanism.release
 
-    def release(self: PrivateEngine) -> dict[str, torch.Tensor]:
+    def release(self: PrivateMechanism) -> dict[str, torch.Tensor]:
         result = original(self)
         os.write(report, b".")
         if moment is None:
             time.sleep(0.03)
         return result
 
-    PrivateEngine.release = release  # type: ignore[method-assign]
+    PrivateMechanism.release = release  # type: ignore[method-assign]
     if moment is not None:
         owner, name, at_call, after = MOMENTS[moment]
         setattr(owner, name, _dying(getattr(owner, name), at_call, after=after))

@@ -14,7 +14,7 @@ from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.directions import DIRECTION
-from dp_grape_hf.engine import PrivateEngine, add_clipped_sum_
+from dp_grape_hf.engine import PrivateMechanism, add_clipped_sum_
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping, Mechanism
@@ -423,7 +423,7 @@ def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor
         projection_update_steps=None,
         projection_seed=None,
     )
-    private = PrivateEngine(
+    private = PrivateMechanism(
         UnitEngine(make_engine("layerwise", model)),
         ledger=Ledger.start(mechanism),
         noise_generator=_coins(),

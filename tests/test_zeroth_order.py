@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf import directions as directions_module
 from dp_grape_hf.directions import DIRECTION, Directions, ZerothOrderSGD
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.losses import loss_for
@@ -33,7 +33,7 @@ SEED, MU = 7, 1e-3
 every_case = pytest.mark.parametrize("case", TYPICAL, ids=str)
 
 
-def released(engine: PrivateEngine, step: int, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+def released(engine: PrivateMechanism, step: int, batches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Returns the private scalars (K,) of a logical batch, given its physical batches."""
     assert isinstance(engine.per_sample, ZerothOrderEngine)
     engine.per_sample.use(step)

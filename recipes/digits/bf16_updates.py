@@ -34,7 +34,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import find_noise_multiplier
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
@@ -135,7 +135,7 @@ def train_in(way: Way, setting: Setting, mechanism: Mechanism, train: Batch, tes
     updates = LowRankUpdates(model, optimizer) if way.float32_updates else None
     ledger = Ledger.start(mechanism)
     ledger.mark_not_private("draws and noise are seeded, to compare runs")
-    engine = PrivateEngine(
+    engine = PrivateMechanism(
         make_engine("layerwise", model),
         ledger=ledger,
         noise_generator=torch.Generator().manual_seed(setting.seed + 1),

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import is_flash_attn_2_available
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.layer_rules import MATRIX_LAYERS
@@ -210,7 +210,7 @@ def _norms(per_sample_grads: Mapping[str, Tensor], names: tuple[str, ...]) -> Te
 
 def _engine(
     per_sample: PerSampleEngine, max_grad_norm: float, clipping: str, device: torch.device
-) -> PrivateEngine:
+) -> PrivateMechanism:
     mechanism = Mechanism(
         noise_multiplier=SIGMA,
         sample_rate=0.5,
@@ -227,7 +227,7 @@ def _engine(
         projection_seed=0,
         clipping=clipping,
     )
-    return PrivateEngine(
+    return PrivateMechanism(
         per_sample,
         ledger=Ledger.start(mechanism, private=False, reason="a check whose noise is known"),
         noise_generator=torch.Generator(device).manual_seed(1),

@@ -26,7 +26,7 @@ from dp_grape_hf import (
     selfcheck,
     unit_engine,
 )
-from dp_grape_hf.engine import Factors, PrivateEngine, add_weighted_sum_
+from dp_grape_hf.engine import Factors, PrivateMechanism, add_weighted_sum_
 from dp_grape_hf.forms import Factored
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.norms import Gathered
@@ -73,52 +73,52 @@ def _std_of_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def _quiet_when_empty(patch: pytest.MonkeyPatch) -> None:
-    original = PrivateEngine.release
+    original = PrivateMechanism.release
 
-    def release(self: PrivateEngine) -> dict[str, Tensor]:
+    def release(self: PrivateMechanism) -> dict[str, Tensor]:
         sigma = self.noise_multiplier
         self.noise_multiplier = sigma if self._clipped_sum else 0.0
         result = original(self)
         self.noise_multiplier = sigma
         return result
 
-    patch.setattr(PrivateEngine, "release", release)
+    patch.setattr(PrivateMechanism, "release", release)
 
 
 def _undivided_bound(patch: pytest.MonkeyPatch) -> None:
-    original = PrivateEngine._add
+    original = PrivateMechanism._add
 
-    def add(self: PrivateEngine, total: Any, gradients: Gradients, bound: float) -> None:
+    def add(self: PrivateMechanism, total: Any, gradients: Gradients, bound: float) -> None:
         original(self, total, gradients, self.max_grad_norm)
 
-    patch.setattr(PrivateEngine, "_add", add)
+    patch.setattr(PrivateMechanism, "_add", add)
 
 
 def _drawn_divisor(patch: pytest.MonkeyPatch) -> None:
     counts: dict[int, int] = {}
     begin, accumulate, release = (
-        getattr(PrivateEngine, name) for name in ("begin", "accumulate", "release")
+        getattr(PrivateMechanism, name) for name in ("begin", "accumulate", "release")
     )
 
-    def begins(self: PrivateEngine, given: Any) -> None:
+    def begins(self: PrivateMechanism, given: Any) -> None:
         counts[id(self)] = 0
         begin(self, given)
 
-    def accumulates(self: PrivateEngine, inputs: Any) -> Tensor:
+    def accumulates(self: PrivateMechanism, inputs: Any) -> Tensor:
         losses: Tensor = accumulate(self, inputs)
         counts[id(self)] += len(losses)
         return losses
 
-    def releases(self: PrivateEngine) -> dict[str, Tensor]:
+    def releases(self: PrivateMechanism) -> dict[str, Tensor]:
         expected = self.expected_batch_size
         self.expected_batch_size = max(1, counts.get(id(self), 0))
         result: dict[str, Tensor] = release(self)
         self.expected_batch_size = expected
         return result
 
-    patch.setattr(PrivateEngine, "begin", begins)
-    patch.setattr(PrivateEngine, "accumulate", accumulates)
-    patch.setattr(PrivateEngine, "release", releases)
+    patch.setattr(PrivateMechanism, "begin", begins)
+    patch.setattr(PrivateMechanism, "accumulate", accumulates)
+    patch.setattr(PrivateMechanism, "release", releases)
 
 
 def _tied_once(patch: pytest.MonkeyPatch) -> None:
@@ -209,9 +209,9 @@ def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
-    original = PrivateEngine.release
+    original = PrivateMechanism.release
 
-    def release(self: PrivateEngine) -> dict[str, Tensor]:
+    def release(self: PrivateMechanism) -> dict[str, Tensor]:
         std, sigma = self.noise_std, self.noise_multiplier
         self.noise_multiplier = 0.0
         result = original(self)
@@ -221,7 +221,7 @@ def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
             value += std / rank**0.5 * torch.randn(value.shape)
         return result
 
-    patch.setattr(PrivateEngine, "release", release)
+    patch.setattr(PrivateMechanism, "release", release)
 
 
 def _users_one_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -229,16 +229,16 @@ def _users_one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _record_afterwards(patch: pytest.MonkeyPatch) -> None:
-    original, record = PrivateEngine.release, Ledger.record
+    original, record = PrivateMechanism.release, Ledger.record
 
-    def release(self: PrivateEngine) -> dict[str, Tensor]:
+    def release(self: PrivateMechanism) -> dict[str, Tensor]:
         with pytest.MonkeyPatch.context() as later:
             later.setattr(Ledger, "record", lambda self, steps=1: None)
             result = original(self)
         record(self.ledger)
         return result
 
-    patch.setattr(PrivateEngine, "release", release)
+    patch.setattr(PrivateMechanism, "release", release)
 
 
 def _record_every_second(patch: pytest.MonkeyPatch) -> None:

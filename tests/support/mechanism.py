@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.engine import PrivateEngine
+from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine
@@ -57,14 +57,14 @@ def make_private(
     ledger: Ledger | None = None,
     distributed: bool = False,
     **own: Any,
-) -> PrivateEngine:
+) -> PrivateMechanism:
     """Returns an engine whose release is the clipped sum itself, unless told otherwise.
 
     What is not named here is a field of its `Mechanism`.
     """
     mechanism = replace(MECHANISM, **{"noise_multiplier": 0.0, "expected_batch_size": 1.0} | own)
     generator = noise_generator or torch.Generator().manual_seed(seed)
-    return PrivateEngine(
+    return PrivateMechanism(
         per_sample,
         ledger=ledger or Ledger.start(mechanism),
         noise_generator=generator,
@@ -73,7 +73,7 @@ def make_private(
 
 
 def released(
-    engine: PrivateEngine,
+    engine: PrivateMechanism,
     batches: Sequence[Mapping[str, Any]],
     projectors: Mapping[str, Projector] | None = None,
 ) -> dict[str, Tensor]:
