@@ -7,72 +7,41 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "dp_grape_hf"
-MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
-# A module imports only from the lines above its own.
-TIERS = (
-    ("errors", "forms", "noise", "tables", "options"),
-    (
-        *("randomness", "representations", "cross_entropy", "forwards", "timeline"),
-        *("bad_data", "coins", "rows", "placement", "iterates", "methods"),
-        *("truncated", "estimated_norms", "replace_one", "tuning"),
-        "seams",
-        "phases",
-    ),
-    ("accountants",),
-    ("releases", "composition"),
-    ("projection", "layer_rules", "heads", "probing", "accounting", "sampling", "processes"),
-    ("losses", "mechanism", "sites", "targets", "coordinates", "units"),
-    ("entries",),
-    ("weight_files",),
-    ("storage", "loading"),
-    ("ledger", "vectorise", "update_rules", "released_projection", "directions"),
-    ("claims", "staging"),
-    ("file_checks", "hub"),
-    ("per_sample", "optimizer", "verify", "continuing", "trainer_loss"),
-    ("capture", "functorch", "low_rank", "norms", "zeroth_order", "unit_engine"),
-    ("layerwise", "selfcheck"),
-    ("engine", "batch_engine", "engines"),
-    ("fakes",),
-    ("host_options", "model_card", "refusals"),
-    ("arguments",),
-    ("plan",),
-    ("callbacks", "checkpoints"),
-    ("run",),
-    ("data",),
-    ("mixin",),
-    ("trainers", "sft"),
-    ("audit",),
-    ("memory",),
-    ("fit", "from_config"),
-    ("comparison",),
-    ("memory_command", "card_command"),
-    ("audit_command", "ledger_command", "verify_command", "calibrate_command"),
-    ("cli",),
-    ("__init__",),
+# A room (a folder of the package, or a module beside them) imports only from the lines above its
+# own, and enters another by its face: what the room's __init__ names, and nothing else.
+FLOORS = (
+    ("errors", "phases"),  # the ground
+    ("distributed",),
+    ("accounting", "projections"),  # mathematics: no model, no data, no file
+    ("ledger", "per_sample", "optimizers"),  # what is written down, differentiated, moved
+    ("mechanism", "arguments", "publishing"),  # what is done, promised, shown
+    ("trainer",),  # the Hugging Face loop
+    ("memory", "auditing"),  # who looks at a run from outside
+    ("cli",),  # the door
 )
-TIER_OF = {module: tier for tier, modules in enumerate(TIERS) for module in modules}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# The libraries only some modules know about, so that the rest can be read and tested without them.
+# The libraries that only some places know, so that the rest can be read and tested without them.
 ONLY_IN = {
+    "torch": {*FLOOR_OF} - {"accounting", "errors", "phases"},
     "transformers": {
-        *("layer_rules", "vectorise", "targets", "loading"),
-        *("host_options", "refusals", "arguments", "model_card", "plan"),
-        *("callbacks", "checkpoints", "data", "mixin", "trainers"),
-        *("memory_command", "from_config"),
-        "selfcheck",
+        *("per_sample.layerwise.rules", "per_sample.functorch", "per_sample.selfcheck"),
+        *("projections.targets", "arguments", "publishing", "trainer", "memory", "cli.memory"),
     },
-    "trl": {"sft"},
-    "datasets": set(),
-    "evaluate": set(),
-    "recipes": set(),
-    "tests": set(),
+    "trl": {"trainer.sft"},
+    "datasets": set[str](),
+    "evaluate": set[str](),
+    "unittest": set[str](),
+    "recipes": set[str](),
+    "tests": set[str](),
 }
 
 # Where the name to import and the name to install differ.
@@ -87,36 +56,40 @@ TOP_LEVEL = {
 MACHINE_PATH = re.compile(r"(?<![\w.\-{}])/(?:work|root|opt|home|Users)/")
 
 
-def module_name(path: Path) -> str:
-    """The name of a module of the package, without the package: ``engine``, ``rules.linear``."""
-    return ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+def modules_of(folder: str) -> dict[str, Path]:
+    """The modules below a top-level folder, by dotted name; a package has that of its folder."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
-def imports(source: str) -> Iterator[str]:
-    """Every module the source imports, wherever in it; our own start with the package's name."""
-    for node in ast.walk(ast.parse(source)):
+MODULES = modules_of(PACKAGE)
+OTHERS = modules_of("recipes") | modules_of("tests")
+EVERY = MODULES | OTHERS
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module of ours lies in; the package's own face is in none."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] or None if package == PACKAGE else None
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Every import of a file as a module and the name taken from it, "" for the module itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = ".".join(filter(None, [PACKAGE if node.level else "", node.module]))
-            if module == PACKAGE:
-                yield from (f"{PACKAGE}.{alias.name}" for alias in node.names)
-            else:
-                yield module
+            assert not node.level, f"{path}: import by the whole name, not relatively"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, "") if inner in EVERY else (node.module or "", alias.name)
 
 
-def upward_imports(module: str, source: str) -> list[str]:
-    """The imports of a module that do not come from a lower tier."""
-    wrong = []
-    for name in imports(source):
-        package, _, imported = name.partition(".")
-        if package != PACKAGE:
-            continue
-        # A name that is no module comes from the package's own __init__, the highest tier of all.
-        tier = TIER_OF.get(imported.partition(".")[0], TIER_OF["__init__"])
-        if tier >= TIER_OF[module]:
-            wrong.append(name)
-    return wrong
+def libraries(path: Path) -> set[str]:
+    """The top-level packages that a file imports."""
+    return {module.partition(".")[0] for module, _ in imports(path)}
 
 
 def tracked_files() -> list[Path]:
@@ -131,54 +104,96 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in listed.stdout.split("\0") if name]
 
 
-each_module = pytest.mark.parametrize("path", MODULES, ids=module_name)
+each_module = pytest.mark.parametrize("module", MODULES)
 
 
 @each_module
-def test_a_module_imports_only_from_lower_tiers(path: Path) -> None:
-    module = module_name(path)
-    assert module in TIER_OF, (
-        f"{module} has no tier: add it to TIERS in tests/test_house.py, above everything it serves"
-    )
-    wrong = upward_imports(module, path.read_text())
-    assert not wrong, f"{module} (tier {TIER_OF[module]}) may not import {', '.join(wrong)}"
+def test_a_room_imports_only_from_lower_floors(module: str) -> None:
+    room = room_of(module)
+    if room is None:
+        return
+    if room not in FLOOR_OF:  # a module that has no room yet
+        return
+    rooms = {room_of(name) or "" for name, _ in imports(MODULES[module]) if name in MODULES}
+    wrong = {other for other in rooms - {room} if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]}
+    assert not wrong, f"{module} may not import {', '.join(sorted(wrong))}"
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "wrong"),
-    [
-        ("engine", "from .ledger import Ledger\nimport dp_grape_hf.errors", []),
-        ("engine", "from .trainers import DPGrapeTrainer", ["dp_grape_hf.trainers"]),
-        ("engine", "from . import run, errors", ["dp_grape_hf.run"]),
-        ("engine", "from dp_grape_hf.cli import main", ["dp_grape_hf.cli"]),
-        ("engine", "def f():\n    import dp_grape_hf.arguments", ["dp_grape_hf.arguments"]),
-        ("layer_rules", "from .representations import Factored", []),
-        ("layer_rules", "from .projection import project", ["dp_grape_hf.projection"]),
-        ("cli", "from dp_grape_hf import DPGrapeTrainer", ["dp_grape_hf.DPGrapeTrainer"]),
-    ],
-)
-def test_an_upward_import_is_seen_in_every_spelling(
-    module: str, source: str, wrong: list[str]
-) -> None:
-    assert upward_imports(module, source) == wrong
+@pytest.mark.parametrize("module", [*MODULES, *modules_of("recipes")])
+def test_another_room_is_entered_by_its_face(module: str) -> None:
+    inner = {
+        name
+        for name, _ in imports(EVERY[module])
+        if name in MODULES and name.count(".") > 1 and room_of(name) != room_of(module)
+    }
+    assert not inner, f"{module} imports {', '.join(sorted(inner))}: import from the room itself"
+
+
+@pytest.mark.parametrize("module", [*MODULES, *modules_of("recipes")])
+def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
+    path = EVERY[module]
+    taken = {f"{name}.{taken}" for name, taken in imports(path) if name in MODULES and taken[:1] == "_"}
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE
+        for alias in node.names
+    }
+    taken |= {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ours
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+    }
+    assert not taken, f"{module} uses {', '.join(sorted(taken))}"
+
+
+def test_no_import_leads_back() -> None:
+    graph = {
+        module: {name for name, _ in imports(path) if name in MODULES and name != module}
+        for module, path in MODULES.items()
+        if module != PACKAGE
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("module", modules_of("tests"))
+def test_no_test_module_is_imported(module: str) -> None:
+    wrong = {
+        name
+        for name, _ in imports(OTHERS[module])
+        if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+    }
+    assert not wrong, f"{', '.join(sorted(wrong))}: move what is shared to tests/support"
 
 
 @each_module
-def test_a_library_is_imported_only_where_it_belongs(path: Path) -> None:
-    module = module_name(path)
-    used = {name.partition(".")[0] for name in imports(path.read_text())}
-    wrong = {name for name in used & ONLY_IN.keys() if module not in ONLY_IN[name]}
+def test_a_library_is_imported_only_where_it_belongs(module: str) -> None:
+    if room_of(module) not in FLOOR_OF or MODULES[module].parent.name == PACKAGE:
+        return  # it has no room yet
+    place = module.removeprefix(f"{PACKAGE}.")
+    wrong = {
+        name
+        for name in libraries(MODULES[module]) & ONLY_IN.keys()
+        if place not in ONLY_IN[name] and room_of(module) not in ONLY_IN[name]
+    }
     assert not wrong, f"{module} may not import {', '.join(sorted(wrong))}"
 
 
 @each_module
-def test_no_module_imports_the_compiler(path: Path) -> None:
-    wrong = [name for name in imports(path.read_text()) if name.startswith("torch._dynamo")]
+def test_no_module_imports_the_compiler(module: str) -> None:
+    wrong = [name for name, _ in imports(MODULES[module]) if name.startswith("torch._dynamo")]
     assert not wrong, "it takes seconds of every start: look in sys.modules whether it was used"
 
 
 @each_module
-def test_every_import_is_declared_in_setup_cfg(path: Path) -> None:
+def test_every_import_is_declared_in_setup_cfg(module: str) -> None:
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
     declared = (
@@ -188,22 +203,21 @@ def test_every_import_is_declared_in_setup_cfg(path: Path) -> None:
         + config["options.extras_require"]["plot"]
     ).splitlines()
     known = {re.split(r"[<>=!~;\[ ]", line)[0].replace("-", "_") for line in declared if line}
-    used = {name.partition(".")[0] for name in imports(path.read_text())}
-    third_party = used - set(sys.stdlib_module_names) - {PACKAGE}
+    third_party = libraries(MODULES[module]) - set(sys.stdlib_module_names) - {PACKAGE}
     missing = {DISTRIBUTIONS.get(name, name) for name in third_party} - known
     assert not missing, f"add to install_requires in setup.cfg: {', '.join(sorted(missing))}"
 
 
 @each_module
-def test_a_module_never_prints(path: Path) -> None:
+def test_a_module_never_prints(module: str) -> None:
     lines = [
         node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
     ]
-    assert not lines, f"{path.name} prints on line(s) {lines}: use logging"
+    assert not lines, f"{module} prints on line(s) {lines}: use logging"
 
 
 def test_only_the_known_entries_are_at_the_top() -> None:
@@ -239,19 +253,3 @@ def test_the_pinned_versions_can_be_installed_anywhere() -> None:
         if line and not line.startswith("#") and not re.fullmatch(r"[\w.-]+==\d[\w.]*", line)
     ]
     assert not wrong, f"an exact public version is name==1.2.3, not {wrong}"
-
-
-def test_no_module_imports_a_test_module() -> None:
-    """What two suites need lies in tests/support; a name imported from a suite is its own."""
-    wrong = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            found = [name for name in names if re.match(r"tests\.(.*\.)?test_", name)]
-            wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in found]
-    assert not wrong, "move what is shared to tests/support:\n" + "\n".join(wrong)
