@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict, fields
 
-from dp_grape_hf.audit import AuditResult, AuditSettings, audit
+from dp_grape_hf.auditing import AuditResult, AuditSettings, audit
 from dp_grape_hf.tables import table
 
 

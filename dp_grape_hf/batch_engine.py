@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dp_grape_hf.distributed import give_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.phases import BACKWARD, RECORD
-from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from dp_grape_hf import accounting
 from dp_grape_hf.accountants import rounded_up
+from dp_grape_hf.distributed import from_first
 from dp_grape_hf.entries import Run
 from dp_grape_hf.errors import Choice, PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.processes import from_first
 
 logger = logging.getLogger(__name__)
 

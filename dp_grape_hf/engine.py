@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dp_grape_hf.coins import guarding_streams
+from dp_grape_hf.distributed import give_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
@@ -28,7 +29,6 @@ from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirectio
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.probing import refusing_changed_weights
-from dp_grape_hf.processes import give_up, sum_over_processes_
 from dp_grape_hf.projection import Projector
 from dp_grape_hf.randomness import add_noise_
 from dp_grape_hf.representations import PerSampleGradient

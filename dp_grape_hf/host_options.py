@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import Trainer
 
+from dp_grape_hf.distributed import group_size
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.processes import group_size
 
 
 def refuse_launcher(trainer: Trainer) -> None:

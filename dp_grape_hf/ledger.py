@@ -20,6 +20,7 @@ from typing import Self
 from dp_grape_hf import accounting
 from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
 from dp_grape_hf.accounting import blocks_of, compose_epsilon
+from dp_grape_hf.distributed import from_first, is_first
 from dp_grape_hf.entries import (
     LEDGER_NAME,
     OTHER_DATA,
@@ -50,7 +51,6 @@ from dp_grape_hf.mechanism import (
     Release,
     require_same_mechanism,
 )
-from dp_grape_hf.processes import from_first, is_first
 from dp_grape_hf.storage import RunLock, hold, read_links, to_text, write_text
 
 __all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]

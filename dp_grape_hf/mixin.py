@@ -46,6 +46,7 @@ from dp_grape_hf.checkpoints import (
 )
 from dp_grape_hf.continuing import find_earlier, remember
 from dp_grape_hf.data import loader_of, refuse_training_data
+from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
@@ -58,7 +59,6 @@ from dp_grape_hf.per_sample import batch_size_of
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
 from dp_grape_hf.probing import evaluating
-from dp_grape_hf.processes import failing_together, from_first, require_agreement
 from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
 from dp_grape_hf.run import Run
 from dp_grape_hf.sampling import (

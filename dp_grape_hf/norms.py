@@ -25,8 +25,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dp_grape_hf.distributed import from_first
 from dp_grape_hf.per_sample import Gradients
-from dp_grape_hf.processes import from_first
 from dp_grape_hf.randomness import SecretGenerator, derived_generator
 from dp_grape_hf.representations import Dense
 

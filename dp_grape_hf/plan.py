@@ -25,6 +25,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.continuing import Earlier
+from dp_grape_hf.distributed import require_agreement
 from dp_grape_hf.entries import require_same_neighbours
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
@@ -34,7 +35,6 @@ from dp_grape_hf.mechanism import (
     Mechanism,
     Sampling,
 )
-from dp_grape_hf.processes import require_agreement
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from scipy.sparse import coo_array
 from scipy.stats import binom, norm
 
 from dp_grape_hf import engine
-from dp_grape_hf.audit import (
+from dp_grape_hf.auditing import (
     AuditSettings,
     audit,
     epsilon_lower_bound,
@@ -179,7 +179,7 @@ def test_each_canary_is_seen_with_length_C_if_it_is_in(
         found.append(seen)
         return log_likelihood_ratio(seen, noise_multiplier, sample_rate)
 
-    monkeypatch.setattr("dp_grape_hf.audit.log_likelihood_ratio", keep)
+    monkeypatch.setattr("dp_grape_hf.auditing.log_likelihood_ratio", keep)
     result = audit(
         AuditSettings(
             method=method, clipping=clipping, noise_multiplier=0.0, canaries=60, guesses=60, steps=3

@@ -13,7 +13,7 @@ from transformers import RobertaConfig, ViTConfig
 
 from dp_grape_hf import options
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, compute_epsilon
-from dp_grape_hf.audit import AUDITED_METHODS, AuditSettings
+from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
 from dp_grape_hf.comparison import TITLES

@@ -132,7 +132,9 @@ def test_another_room_is_entered_by_its_face(module: str) -> None:
 @pytest.mark.parametrize("module", [*MODULES, *modules_of("recipes")])
 def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
     path = EVERY[module]
-    taken = {f"{name}.{taken}" for name, taken in imports(path) if name in MODULES and taken[:1] == "_"}
+    taken = {
+        f"{name}.{taken}" for name, taken in imports(path) if name in MODULES and taken[:1] == "_"
+    }
     ours = {
         alias.asname or alias.name
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

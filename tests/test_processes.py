@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.methods import METHODS
-from dp_grape_hf.processes import (
+from dp_grape_hf.distributed import (
     OtherProcessFailed,
     failing_together,
     from_first,
     is_first,
     require_agreement,
 )
+from dp_grape_hf.layer_rules import MATRIX_LAYERS
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.methods import METHODS
 from dp_grape_hf.projection import default_targets
 from tests.processes.run import (
     NOISE_ALONE,
