@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
+from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
 from dp_grape_hf.continuing import EarlierData
 from dp_grape_hf.directions import DirectionDistribution
 from dp_grape_hf.engines import ENGINES
@@ -27,7 +27,6 @@ from dp_grape_hf.refusals import (
     refuse_host_options,
     refuse_machine,
 )
-from dp_grape_hf.tuning import TrialsDistribution
 from dp_grape_hf.update_rules import UPDATE_RULES, AtRedraw
 
 ALIASES = {

@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from dp_grape_hf.accountants import rounded_up
 from dp_grape_hf.accounting import (
     EpsilonCurve,
     Releases,
+    Trials,
+    TrialsDistribution,
     expected_steps_per_epoch,
     find_noise_multiplier,
     refuse_large_delta,
+    rounded_up,
 )
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.tables import table
-from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 

@@ -14,8 +14,7 @@ import re
 
 from huggingface_hub import ModelCard
 
-from dp_grape_hf.accountants import rounded_up
-from dp_grape_hf.accounting import Adjacency
+from dp_grape_hf.accounting import Adjacency, rounded_up
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import EXAMPLE, Mechanism

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from torch import nn
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accountants import rounded_up
+from dp_grape_hf.accounting import rounded_up
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.entries import Run
 from dp_grape_hf.errors import Choice, PrivacyError, require

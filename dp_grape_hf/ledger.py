@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accountants import ACCOUNTANTS, AccountantFailure, is_installed
-from dp_grape_hf.accounting import blocks_of, compose_epsilon
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    AccountantFailure,
+    blocks_of,
+    compose_epsilon,
+    is_installed,
+)
 from dp_grape_hf.distributed import from_first, is_first
 from dp_grape_hf.entries import (
     LEDGER_NAME,

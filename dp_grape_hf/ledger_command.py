@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dp_grape_hf.accountants import AccountantFailure, rounded_up
-from dp_grape_hf.accounting import EpsilonCurve
+from dp_grape_hf.accounting import AccountantFailure, EpsilonCurve, rounded_up
 from dp_grape_hf.entries import (
     KIND_OF,
     LEDGER_NAME,

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import Adjacency, Releases
+from dp_grape_hf.accounting import Adjacency, Releases, Trials, TrialsDistribution
 from dp_grape_hf.errors import Choice, require
-from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 SECURE = "secure"
 EXAMPLE = "example"  # the privacy unit, where no column names another

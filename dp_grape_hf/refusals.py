@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from dp_grape_hf.accounting import Trials
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import EXAMPLE, Clipping, Sampling
@@ -22,7 +23,6 @@ from dp_grape_hf.methods import METHODS, Method, Projected
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projection import PROJECTIONS
 from dp_grape_hf.released_projection import SVD
-from dp_grape_hf.tuning import Trials
 
 LEAST_PERTURBATION = 1e-4
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from dp_grape_hf.accountants import LEAST, AccountantFailure, rounded_up
+from dp_grape_hf.accounting import LEAST, AccountantFailure, rounded_up
 from dp_grape_hf.claims import (
     LAST_DIGITS,
     TAG,

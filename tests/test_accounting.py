@@ -17,21 +17,20 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dp_grape_hf import accountants, accounting
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     LEAST,
-    PLD,
-    PRV,
-    Accountant,
     AccountantFailure,
     EpsilonCurve,
     Releases,
+    accountants,
+    calibration,
     compose_epsilon,
     compute_epsilon,
     expected_steps_per_epoch,
     find_noise_multiplier,
 )
+from dp_grape_hf.accounting.calibration import PLD, PRV, Accountant
 from dp_grape_hf.errors import PrivacyError
 from tests.support.marks import slow_but
 
@@ -371,7 +370,7 @@ def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
     for accountant in (PRV, PLD):
         try:
-            answer = accountant([accounting.Block(sigma, 1.0)], [steps], delta).epsilon([steps])
+            answer = accountant([calibration.Block(sigma, 1.0)], [steps], delta).epsilon([steps])
         except AccountantFailure:
             assert delta < 1e-8
         else:
@@ -437,7 +436,7 @@ def test_a_curve_builds_its_accountant_once_and_remembers_answers(
 
     class Counting(Accountant, name="counting"):
         def __init__(
-            self, blocks: Sequence[accounting.Block], max_counts: Sequence[int], delta: float
+            self, blocks: Sequence[calibration.Block], max_counts: Sequence[int], delta: float
         ) -> None:
             built.append(max_counts)
 

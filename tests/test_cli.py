@@ -12,7 +12,13 @@ import pytest
 from transformers import RobertaConfig, ViTConfig
 
 from dp_grape_hf import options
-from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, compute_epsilon
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    LEAST,
+    Adjacency,
+    TrialsDistribution,
+    compute_epsilon,
+)
 from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
@@ -22,7 +28,6 @@ from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.memory import COMPARED, Setting
 from dp_grape_hf.tables import WIDTH, table
 from dp_grape_hf.timeline import KINDS
-from dp_grape_hf.tuning import TrialsDistribution
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"

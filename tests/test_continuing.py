@@ -19,12 +19,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from dp_grape_hf import continuing
-from dp_grape_hf.accounting import (
-    Releases,
-    compose_epsilon,
-    compute_epsilon,
-    find_noise_multiplier,
-)
+from dp_grape_hf.accounting import Releases, compose_epsilon, compute_epsilon, find_noise_multiplier
 from dp_grape_hf.continuing import find_earlier
 from dp_grape_hf.entries import OTHER_DATA, SAME_DATA
 from dp_grape_hf.errors import PrivacyError

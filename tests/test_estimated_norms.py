@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pytest
 from scipy.stats import chi2, norm
 
-from dp_grape_hf.accountants import Block
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     AccountantFailure,
@@ -24,8 +23,9 @@ from dp_grape_hf.accounting import (
     compute_epsilon,
     find_noise_multiplier,
 )
+from dp_grape_hf.accounting.accountants import Block
+from dp_grape_hf.accounting.estimated_norms import sensitivities
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.estimated_norms import sensitivities
 from dp_grape_hf.plan import PrivacyPlan
 from tests.support.trainers import make_args
 

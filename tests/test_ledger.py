@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dp_grape_hf import ledger as ledger_module
-from dp_grape_hf.accounting import PRV, Releases, compose_epsilon
+from dp_grape_hf.accounting import Releases, compose_epsilon
+from dp_grape_hf.accounting.calibration import PRV
 from dp_grape_hf.entries import broken, has_been_head, is_prefix
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, SCHEMA_VERSION, Ledger

@@ -15,7 +15,6 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from dp_grape_hf.accountants import ORDERS, log_moments, log_moments_of_replacement
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     Adjacency,
@@ -24,10 +23,11 @@ from dp_grape_hf.accounting import (
     compute_epsilon,
     find_noise_multiplier,
 )
+from dp_grape_hf.accounting.accountants import ORDERS, log_moments, log_moments_of_replacement
+from dp_grape_hf.accounting.replace_one import output_of_loss
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.replace_one import output_of_loss
 from tests.support.trainers import make_args
 
 REPLACE_ONE = Adjacency.REPLACE_ONE

@@ -27,8 +27,8 @@ from dp_grape_hf.accounting import (
     find_noise_multiplier,
     smallest_batch_cap,
 )
+from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.truncated import doubling_probability
 from tests.support.marks import slow_but
 
 # (noise_multiplier, num_samples, mean batch, cap, steps): the cap binds often, rarely, hardly ever.

@@ -16,14 +16,17 @@ from safetensors.torch import save_file
 from scipy.special import gammaln, logsumexp
 from scipy.stats import geom, logser, poisson
 
-from dp_grape_hf.accountants import ORDERS, AccountantFailure
 from dp_grape_hf.accounting import (
+    AccountantFailure,
     EpsilonCurve,
     Releases,
+    Trials,
+    TrialsDistribution,
     compose_epsilon,
     compute_epsilon,
     find_noise_multiplier,
 )
+from dp_grape_hf.accounting.accountants import ORDERS
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
@@ -31,7 +34,6 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.model_card import render
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.tuning import Trials, TrialsDistribution
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from dp_grape_hf.weight_files import digests
 from tests.support.ledgers import MECHANISM, edit

@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from dp_grape_hf import ledger_command, verify_command
-from dp_grape_hf.accountants import PLD, PRV, AccountantFailure
-from dp_grape_hf.accounting import Releases, compose_epsilon
+from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
+from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.claims import BEGIN, END, TAG
 from dp_grape_hf.cli import main
 from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME

@@ -16,16 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf import (
-    accounting,
-    coins,
-    engine,
-    file_checks,
-    mixin,
-    representations,
-    selfcheck,
-    unit_engine,
-)
+from dp_grape_hf import coins, engine, file_checks, mixin, representations, selfcheck, unit_engine
+from dp_grape_hf.accounting import calibration
 from dp_grape_hf.engine import Factors, PrivateMechanism, add_weighted_sum_
 from dp_grape_hf.forms import Factored
 from dp_grape_hf.ledger import Ledger
@@ -253,12 +245,12 @@ def _record_every_second(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
-    original = accounting.Releases.block
+    original = calibration.Releases.block
 
-    def block(self: accounting.Releases) -> Any:
+    def block(self: calibration.Releases) -> Any:
         return original(replace(self, adjacency="add_or_remove_one"))
 
-    patch.setattr(accounting.Releases, "block", block)
+    patch.setattr(calibration.Releases, "block", block)
 
 
 def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:

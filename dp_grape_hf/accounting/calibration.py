@@ -33,7 +33,7 @@ from typing import Any
 
 from scipy.stats import binom
 
-from dp_grape_hf.accountants import (
+from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
     LAST_RESORT,
     LEAST,
@@ -45,10 +45,10 @@ from dp_grape_hf.accountants import (
     Block,
     is_installed,
 )
-from dp_grape_hf.composition import Composition
+from dp_grape_hf.accounting.composition import Composition
+from dp_grape_hf.accounting.releases import Adjacency, Releases
+from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.releases import Adjacency, Releases
-from dp_grape_hf.truncated import doubling_probability
 
 __all__ = [
     "ACCOUNTANTS",

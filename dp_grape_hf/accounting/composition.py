@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from dp_grape_hf.accountants import (
+from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
     LAST_RESORT,
     LEAST,

@@ -23,8 +23,8 @@ from prv_accountant.domain import Domain
 from scipy.fft import next_fast_len
 from scipy.special import gammaln, logsumexp, ndtr
 
-from dp_grape_hf import replace_one
-from dp_grape_hf.tuning import Trials
+from dp_grape_hf.accounting import replace_one
+from dp_grape_hf.accounting.trials import Trials
 
 ACCOUNTANTS: dict[str, type["Accountant"]] = {}
 """Every accountant by name; subclasses of `Accountant` enter themselves."""

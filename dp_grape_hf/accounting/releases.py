@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dp_grape_hf.accountants import ONCE, Block
+from dp_grape_hf.accounting.accountants import ONCE, Block
+from dp_grape_hf.accounting.estimated_norms import Sensitivities, sensitivities
+from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
+from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import Choice, PrivacyError
-from dp_grape_hf.estimated_norms import Sensitivities, sensitivities
-from dp_grape_hf.truncated import doubling_probability
-from dp_grape_hf.tuning import Trials, TrialsDistribution
 
 
 class Adjacency(Choice):
