@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
     from dp_grape_hf.ledger import Ledger
     from dp_grape_hf.methods import METHODS
-    from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
+    from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.plan import PrivacySpent
     from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
     from dp_grape_hf.trainers import (

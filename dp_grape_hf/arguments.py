@@ -13,21 +13,18 @@ from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
 from dp_grape_hf.continuing import EarlierData
-from dp_grape_hf.directions import DirectionDistribution
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.iterates import ITERATES
 from dp_grape_hf.mechanism import Clipping, Sampling
 from dp_grape_hf.methods import METHODS
+from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.placement import ProjectionSide
-from dp_grape_hf.projection import PROJECTIONS
+from dp_grape_hf.projections import PROJECTIONS, DirectionDistribution, ProjectionSide
 from dp_grape_hf.refusals import (
     refuse_contradictions,
     refuse_host_options,
     refuse_machine,
 )
-from dp_grape_hf.update_rules import UPDATE_RULES, AtRedraw
 
 ALIASES = {
     "eps": "target_epsilon",

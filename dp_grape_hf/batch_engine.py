@@ -16,7 +16,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.per_sample import Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.phases import BACKWARD, RECORD
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 
 
 class BatchGradient:

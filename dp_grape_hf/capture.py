@@ -29,7 +29,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.forwards import Forward, LookUps, detached, first_tensor
 from dp_grape_hf.per_sample import Consume
 from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from dp_grape_hf.representations import (
     Dense,
     Factored,

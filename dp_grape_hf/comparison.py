@@ -24,8 +24,7 @@ from dp_grape_hf.memory import (
 )
 from dp_grape_hf.methods import METHODS, Method
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
-from dp_grape_hf.placement import Placement, placements
-from dp_grape_hf.targets import input_dimensions, projection_targets
+from dp_grape_hf.projections import Placement, input_dimensions, placements, projection_targets
 
 NUMBER = 4  # bytes of a float32
 

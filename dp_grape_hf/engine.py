@@ -29,7 +29,7 @@ from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirectio
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.probing import refusing_changed_weights
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.randomness import add_noise_
 from dp_grape_hf.representations import PerSampleGradient
 

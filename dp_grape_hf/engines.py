@@ -12,7 +12,7 @@ from dp_grape_hf.functorch import FunctorchEngine
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {
     "functorch": FunctorchEngine,

@@ -30,7 +30,7 @@ from dp_grape_hf.per_sample import (
     batch_size_of,
 )
 from dp_grape_hf.probing import copies_of_first, evaluating, first_two
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.representations import Dense, Single, add
 from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 

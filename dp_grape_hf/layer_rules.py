@@ -26,9 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.representations import Dense, Factored, Single, SparseRows
 
-MATRIX_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
-
-
 _KEEP_THEIR_INPUT = {
     *(nn.GELU, nn.SiLU, nn.Mish),
     *(activations.GELUActivation, activations.NewGELUActivation, activations.FastGELUActivation),

@@ -39,7 +39,7 @@ from dp_grape_hf.probing import (
     refuse_shared_gradients,
     rows_of,
 )
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.rows import shapes_of
 from dp_grape_hf.sites import Sites, UnknownTensorError
 

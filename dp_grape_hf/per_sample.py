@@ -32,7 +32,7 @@ from dp_grape_hf.losses import (
 )
 from dp_grape_hf.phases import FORWARD, Observer
 from dp_grape_hf.probing import copies_of_first, evaluating
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
 Inputs = Mapping[str, Any]

@@ -21,8 +21,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import EXAMPLE, Clipping, Sampling
 from dp_grape_hf.methods import METHODS, Method, Projected
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.projection import PROJECTIONS
-from dp_grape_hf.released_projection import SVD
+from dp_grape_hf.projections import PROJECTIONS, SVD
 
 LEAST_PERTURBATION = 1e-4
 

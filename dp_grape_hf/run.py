@@ -14,23 +14,33 @@ from torch import Tensor, nn
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.batch_engine import BatchGradient
-from dp_grape_hf.directions import DIRECTION, ZerothOrderSGD
 from dp_grape_hf.engine import PrivateMechanism, private_norm
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.low_rank import LowRankUpdates
 from dp_grape_hf.methods import METHODS, Projected
-from dp_grape_hf.optimizer import ProjectedOptimizer
+from dp_grape_hf.optimizers import (
+    ITERATES,
+    Iterate,
+    LastIterate,
+    LowRankUpdates,
+    ProjectedOptimizer,
+    ZerothOrderSGD,
+)
 from dp_grape_hf.per_sample import Inputs, PerSampleEngine
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
-from dp_grape_hf.placement import first_matches, ranks_for
-from dp_grape_hf.projection import ProjectionSchedule, Projector
-from dp_grape_hf.released_projection import ReleasedProjection
+from dp_grape_hf.projections import (
+    DIRECTION,
+    ProjectionSchedule,
+    Projector,
+    ReleasedProjection,
+    first_matches,
+    input_dimensions,
+    projection_targets,
+    ranks_for,
+)
 from dp_grape_hf.sampling import LogicalBatch
-from dp_grape_hf.targets import input_dimensions, projection_targets
 from dp_grape_hf.unit_engine import UnitEngine
 from dp_grape_hf.zeroth_order import ZerothOrderEngine
 

@@ -41,7 +41,7 @@ from dp_grape_hf.probing import (
     rows_of,
     shortest_and_longest,
 )
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.representations import PerSampleGradient
 from dp_grape_hf.sampling import LogicalBatchCollator
 from dp_grape_hf.trainer_loss import OTHERWISE, TrainerLoss
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
 # Of a sample's loss alone and among others, relative, by whether there are numbers of 16 bits.
-_IN_COMPANY = {False: 1e-3, True: 5e-2}
+IN_COMPANY = {False: 1e-3, True: 5e-2}
 _NAMED = 5  # parameters that an error or a warning names, at most
 
 
@@ -99,7 +99,7 @@ def examine_collator(
     refuse_shared_collation(collate, *shortest_and_longest(collate, examples))
     if units:
         refuse_reordering_collator(collate, _examples_of(loader, ORDERED))
-    tolerance = _IN_COMPANY[low_precision]
+    tolerance = IN_COMPANY[low_precision]
     refuse_padding_dependence(losses, collate, examples, tolerance=tolerance)
 
 
@@ -140,7 +140,7 @@ def examine_batch(
         refuse_coupled_batch(
             lambda batch: engine.losses(model, batch, batch_size_of(batch)),
             inputs,
-            tolerance=_IN_COMPANY[low_precision],
+            tolerance=IN_COMPANY[low_precision],
         )
     squared = torch.zeros(size, device=engine.device)
 

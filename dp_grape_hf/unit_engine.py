@@ -21,7 +21,7 @@ from torch import Tensor
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.per_sample import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.phases import Observer
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.representations import (
     Dense,
     Factored,

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.coins import keeping_random_state
-from dp_grape_hf.directions import DIRECTION, Directions
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_size_of
@@ -44,7 +43,7 @@ from dp_grape_hf.probing import (
     first_two,
     refuse_coupled_losses,
 )
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import DIRECTION, Directions, Projector
 from dp_grape_hf.representations import Dense
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf import capture, engine, per_sample
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.optimizer import ProjectedOptimizer
+from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.phases import Observer
 from recipes.benchmark import __main__ as benchmark

@@ -24,7 +24,7 @@ from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
 from dp_grape_hf.memory_command import Comparison, Report
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.placement import placements
+from dp_grape_hf.projections import placements
 from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.coordinates import call_in_coordinates, outside_vmap
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from dp_grape_hf.representations import (
     Dense,
     Factored,

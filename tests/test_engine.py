@@ -20,11 +20,10 @@ from dp_grape_hf.engine import add_clipped_sum_, private_norm
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.heads import next_tokens, tokens
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.per_sample import Gradients
-from dp_grape_hf.projection import ProjectionSchedule, default_targets
+from dp_grape_hf.projections import ProjectionSchedule, default_targets
 from dp_grape_hf.representations import (
     Dense,
     Factored,
@@ -726,7 +725,7 @@ def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:
 def test_two_refreshes_of_the_projection_release_in_their_own_coordinates() -> None:
     """The projectors of a logical batch are those given to ``begin``."""
     model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(4)
-    names = default_targets(model, MATRIX_LAYERS)
+    names = default_targets(model)
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
     schedule = ProjectionSchedule(shapes, rank=8, update_steps=1, seed=0)
     engine = make_private(make_engine("layerwise", model), max_grad_norm=INF)

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.engines import make_engine
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.vectorise import vmap_safe
 from tests.support.models import TYPICAL, VOCABULARY, Batch, Case, only

@@ -16,7 +16,7 @@ from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.per_sample import Gradients, GradSampleMode, PerSampleEngine
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.support.mechanism import make_private, sample_norms, split
 from tests.support.models import only

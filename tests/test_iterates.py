@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.iterates import ITERATES, AverageOfIterates, Iterate, LastIterate, iterate
+from dp_grape_hf.optimizers import ITERATES, Iterate, LastIterate
+from dp_grape_hf.optimizers.iterates import AverageOfIterates, iterate
 
 Parameters = dict[str, nn.Parameter]
 MAKE: dict[str, Callable[[Parameters], Iterate]] = {

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.layer_rules import RULES, LayerRule, layer_rule, rule_for
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from dp_grape_hf.representations import SparseRows
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 

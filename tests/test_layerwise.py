@@ -13,7 +13,7 @@ from transformers import T5Config, T5EncoderModel
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.layerwise import LayerwiseEngine
 from dp_grape_hf.losses import loss_for
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.support.models import CASES, HEADS, HIDDEN, TYPICAL, Case, only
 from tests.support.oracles import (

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.methods import METHODS, Projected
-from dp_grape_hf.optimizer import ProjectedOptimizer
-from dp_grape_hf.randomness import projection_generator
+from dp_grape_hf.optimizers import ProjectedOptimizer
+from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.run import scale_rates
 from tests.support.marks import slow_but
 from tests.support.oracles import single_sample_gradients

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import get_linear_schedule_with_warmup
 
-from dp_grape_hf import optimizer as optimizer_module
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.optimizers import ProjectedAdam
+from dp_grape_hf.optimizers import projected as optimizer_module
+from dp_grape_hf.projections import Projector, Side
 
 SHAPES = {"left": (6, 20), "right": (20, 6), "square": (6, 6), "vector": (7,)}
 RANK = 3

@@ -233,9 +233,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # TRL's default is bfloat16, which Arguments refuse where there is no GPU.
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     if not _ROOMS:
-        from dp_grape_hf import projection
+        from dp_grape_hf.projections import projector
 
-        monkeypatch.setitem(sys.modules, "dp_grape_hf.projections", projection)
+        monkeypatch.setitem(sys.modules, "dp_grape_hf.projections", projector)
     with serve_as_the_hub(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield

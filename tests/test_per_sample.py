@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.losses import HEADS
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 from tests.support.models import HIDDEN, PAD, TYPICAL, Batch, Case, only, texts
 from tests.support.oracles import (
     TOLERANCE,

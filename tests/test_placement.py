@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.placement import Placement, ProjectionSide, Side, placements, projected_side
+from dp_grape_hf.projections import Placement, ProjectionSide, Side, placements
+from dp_grape_hf.projections.placement import projected_side
 
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
 

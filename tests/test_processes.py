@@ -24,10 +24,9 @@ from dp_grape_hf.distributed import (
     is_first,
     require_agreement,
 )
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.methods import METHODS
-from dp_grape_hf.projection import default_targets
+from dp_grape_hf.projections import default_targets
 from tests.processes.run import (
     NOISE_ALONE,
     ROBERTA,
@@ -263,9 +262,7 @@ def _coordinates(rank: int) -> tuple[int, int, int]:
     """Returns the numbers of all weights, of projected weights and of their coordinates."""
     model = roberta()["model"]
     targets = [
-        w
-        for name in default_targets(model, MATRIX_LAYERS)
-        if min((w := model.get_parameter(name)).shape) > rank
+        w for name in default_targets(model) if min((w := model.get_parameter(name)).shape) > rank
     ]
     total = sum(w.numel() for w in model.parameters())
     return total, sum(w.numel() for w in targets), sum(rank * max(w.shape) for w in targets)

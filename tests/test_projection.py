@@ -10,19 +10,19 @@ from transformers import LlamaForSequenceClassification
 
 from dp_grape_hf.engines import per_sample_gradients
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.placement import ProjectionSide, Side
-from dp_grape_hf.projection import (
-    BLOCK_ROWS,
+from dp_grape_hf.projections import (
+    MATRIX_LAYERS,
     PROJECTIONS,
     Projection,
     ProjectionSchedule,
+    ProjectionSide,
     Projector,
-    Stiefel,
+    Side,
     default_targets,
     projection,
 )
-from dp_grape_hf.randomness import projection_generator
+from dp_grape_hf.projections.projector import BLOCK_ROWS, Stiefel
+from dp_grape_hf.projections.seeds import projection_generator
 from tests.support.models import CASES, Case, build, only
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
@@ -223,7 +223,7 @@ def test_both_engines_project_on_any_side_at_any_rank(name: str, side: str, engi
     model, batch = case.model(), case.batch(3, case.positions)
     table = model.get_input_embeddings().weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    targets = [*default_targets(model, MATRIX_LAYERS), names[id(table)]]
+    targets = [*default_targets(model), names[id(table)]]
     shapes = {name: tuple(model.get_parameter(name).shape) for name in targets}
     ranks = {name: 2 + i % 4 for i, name in enumerate(targets)}
     dims = dict.fromkeys(targets, 0) if name == "gpt2" else {targets[-1]: 0}
@@ -316,7 +316,7 @@ def test_projectors_are_the_same_objects_until_the_redraw() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
     model = case.model()
-    targets = default_targets(model, MATRIX_LAYERS)
+    targets = default_targets(model)
     output = model.get_output_embeddings()
     body = {
         f"{name}.weight"
@@ -340,24 +340,24 @@ def test_default_targets_leave_out_a_score_head_and_untied_output_embeddings() -
         *llama.model.args[1:],
         num_labels=7,
     )
-    assert "score.weight" not in default_targets(model, MATRIX_LAYERS)
+    assert "score.weight" not in default_targets(model)
     causal = llama.model(tie_word_embeddings=False)
-    assert "lm_head.weight" not in default_targets(causal, MATRIX_LAYERS)
+    assert "lm_head.weight" not in default_targets(causal)
 
 
 def test_default_targets_of_a_plain_module_are_its_linear_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Linear(4, 2))
-    assert default_targets(model, MATRIX_LAYERS) == ["0.weight", "2.weight", "3.weight"]
+    assert default_targets(model) == ["0.weight", "2.weight", "3.weight"]
     model[3].requires_grad_(False)
     model[2].weight = nn.Parameter(model[0].weight.T.contiguous().T)
-    assert default_targets(model, MATRIX_LAYERS) == ["0.weight", "2.weight"]
+    assert default_targets(model) == ["0.weight", "2.weight"]
     model[2].weight = model[0].weight  # shared: its uses have different sides or none
-    assert default_targets(model, MATRIX_LAYERS) == []
-    assert default_targets(nn.Linear(3, 3), MATRIX_LAYERS) == ["weight"]
+    assert default_targets(model) == []
+    assert default_targets(nn.Linear(3, 3)) == ["weight"]
 
 
 def test_default_targets_leave_out_a_plain_head_with_one_output_per_label() -> None:
     model = nn.Module()
     model.body, model.head = nn.Sequential(nn.Linear(4, 5)), nn.Linear(5, 3)
     model.config = SimpleNamespace(num_labels=3)
-    assert default_targets(model, MATRIX_LAYERS) == ["body.0.weight"]
+    assert default_targets(model) == ["body.0.weight"]

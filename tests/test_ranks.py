@@ -3,7 +3,7 @@
 import pytest
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.placement import ranks_for
+from dp_grape_hf.projections import ranks_for
 
 NAMES = [
     f"roberta.encoder.layer.{layer}.{module}.weight"

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.placement import ProjectionSide, Side
-from dp_grape_hf.projection import PROJECTIONS, ProjectionSchedule, Projector
-from dp_grape_hf.released_projection import SVD, ReleasedProjection, svd_projector
+from dp_grape_hf.projections import (
+    PROJECTIONS,
+    SVD,
+    ProjectionSchedule,
+    ProjectionSide,
+    Projector,
+    ReleasedProjection,
+    Side,
+)
+from dp_grape_hf.projections.schedules import svd_projector
 
 SHAPES = {"wide": (6, 16), "tall": (16, 6), "square": (6, 6), "small": (2, 9), "bias": (6,)}
 

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import METHODS, per_sample_gradients
 from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.targets import projection_targets
+from dp_grape_hf.projections import projection_targets
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean

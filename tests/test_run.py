@@ -24,7 +24,7 @@ from dp_grape_hf.phases import (
     Observer,
 )
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.projection import ProjectionSchedule
+from dp_grape_hf.projections import ProjectionSchedule
 from dp_grape_hf.run import Run
 from dp_grape_hf.sampling import LogicalBatch
 from tests.support.trainers import (

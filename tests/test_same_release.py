@@ -20,14 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.ledger import LEDGER_NAME
-from dp_grape_hf.projection import ProjectionSchedule
-from dp_grape_hf.randomness import (
-    add_noise_,
-    derived_generator,
-    noise_generator,
-    projection_seed_for,
-    rounding_generator,
-)
+from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
+from dp_grape_hf.projections.seeds import projection_seed_for
+from dp_grape_hf.randomness import add_noise_, derived_generator, noise_generator
 from tests.processes.run import trained
 from tests.support.models import only
 from tests.support.ports import free_port

@@ -24,7 +24,7 @@ from transformers import (
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer, UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.targets import projection_targets
+from dp_grape_hf.projections import projection_targets
 from tests.support.models import only
 from tests.support.trainers import (
     EXACT,

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.directions import DIRECTION
 from dp_grape_hf.engine import PrivateMechanism, add_clipped_sum_
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping, Mechanism
+from dp_grape_hf.projections import DIRECTION
 from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.unit_engine import UnitEngine, UnitSum

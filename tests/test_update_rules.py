@@ -11,19 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_grape_hf import update_rules
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizer import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.projection import Projector, Side
-from dp_grape_hf.update_rules import (
-    UPDATE_RULES,
-    AtRedraw,
+from dp_grape_hf.optimizers import UPDATE_RULES, AtRedraw, ProjectedAdam, ProjectedOptimizer, rules
+from dp_grape_hf.optimizers.rules import (
     Term,
     UpdateRule,
     change_of_coordinates,
     reproject_,
     update_rule,
 )
+from dp_grape_hf.projections import Projector, Side
 
 SHAPES = {"left": (8, 20), "right": (20, 8), "square": (8, 8), "vector": (7,), "number": ()}
 SIDES = {"left": Side.LEFT, "right": Side.RIGHT, "square": Side.RIGHT}
@@ -242,8 +239,8 @@ def test_groups_have_settings_of_their_own() -> None:
 
 def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its moments are kept, saved and carried over a redraw without a word about it elsewhere."""
-    monkeypatch.setattr(update_rules, "UPDATE_RULES", registry := dict(UPDATE_RULES))
-    monkeypatch.setattr("dp_grape_hf.optimizer.UPDATE_RULES", registry)
+    monkeypatch.setattr(rules, "UPDATE_RULES", registry := dict(UPDATE_RULES))
+    monkeypatch.setattr("dp_grape_hf.optimizers.projected.UPDATE_RULES", registry)
 
     @update_rule("sign_of_sum")
     class SignOfSum(UpdateRule):
@@ -604,7 +601,7 @@ def test_pieces_change_no_corrected_update(
 ) -> None:
     found = []
     for size in (5, 2**20):
-        monkeypatch.setattr(update_rules, "_PIECE", size)
+        monkeypatch.setattr(rules, "_PIECE", size)
         weights = parameters(dtype)
         optimizer = ProjectedAdam(weights.values(), noise_correction=True, weight_decay=0.1)
         for number in range(3):

@@ -36,11 +36,9 @@ from tqdm import tqdm
 from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger, Mechanism
-from dp_grape_hf.low_rank import LowRankUpdates
-from dp_grape_hf.optimizer import ProjectedAdam
-from dp_grape_hf.projection import ProjectionSchedule, default_targets
+from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
+from dp_grape_hf.projections import ProjectionSchedule, default_targets
 from recipes.digits.train import DigitsArguments, Example, build_model, load_data
 
 EVALUATIONS = 50  # points of a curve
@@ -124,7 +122,7 @@ def train_in(way: Way, setting: Setting, mechanism: Mechanism, train: Batch, tes
     model = model.to(torch.bfloat16).to(way.dtype).train()  # weights that both types have
     weights = dict(model.named_parameters())
     schedule = ProjectionSchedule(
-        {name: tuple(weights[name].shape) for name in default_targets(model, MATRIX_LAYERS)},
+        {name: tuple(weights[name].shape) for name in default_targets(model)},
         rank=setting.rank,
         update_steps=setting.projection_update_steps,
         seed=setting.seed,

@@ -25,11 +25,10 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine
-from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.matrix import own_gradients, whole_error, worst_error
 from recipes.models.zoo import Batch, Row, rows
 
@@ -252,7 +251,7 @@ def exact_products() -> Iterator[None]:
 def _projectors(model: nn.Module, rank: int | None) -> dict[str, Projector]:
     if rank is None:
         return {}
-    names = default_targets(model, MATRIX_LAYERS)
+    names = default_targets(model)
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
     return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=0).at(0)
 

@@ -33,8 +33,7 @@ from tqdm import tqdm
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.zoo import FAMILIES, Batch, Row, rows
 from recipes.models.zoo_wide import WIDE
 
@@ -140,7 +139,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     inputs = row.batch(BATCH_SIZE, **condition.batch)
     projectors: Mapping[str, Projector] = {}
     if condition.rank is not None:
-        names = default_targets(model, MATRIX_LAYERS)
+        names = default_targets(model)
         shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
         projectors = ProjectionSchedule(shapes, rank=condition.rank, update_steps=1, seed=0).at(0)
     condition.prepare(model)

@@ -15,7 +15,7 @@ from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Mechanism
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine
-from dp_grape_hf.projection import Projector
+from dp_grape_hf.projections import Projector
 
 MECHANISM = Mechanism(
     noise_multiplier=1.0,

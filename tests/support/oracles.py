@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
 from dp_grape_hf.losses import LossFunction, loss_for
 from dp_grape_hf.per_sample import Gradients
-from dp_grape_hf.projection import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.matrix import worst_error
 
 TOLERANCE = 1e-5  # relative, float32
@@ -84,7 +83,7 @@ def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[st
     """Returns Gaussian projectors of the default targets; none where the rank is None."""
     if rank is None:
         return {}
-    names = default_targets(model, MATRIX_LAYERS)
+    names = default_targets(model)
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
     return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dp_grape_hf.errors import Choice
-from dp_grape_hf.projection import Projector, Side
+from dp_grape_hf.projections import Projector, Side
 
 
 class AtRedraw(Choice):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,8 +10,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.projection import default_targets
 
 
 def projection_targets(
@@ -34,7 +32,7 @@ def projection_targets(
         PrivacyError: if ``wanted`` matches nothing.
     """
     if wanted is None:
-        names = default_targets(model, MATRIX_LAYERS)
+        names = default_targets(model)
     else:
         names = _matching(model, trainable, wanted)
     if embeddings:
@@ -80,3 +78,37 @@ def _vocabulary(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
         or (module is output and isinstance(module, MATRIX_LAYERS))
     ]
     return [names[id(weight)] for weight in weights if id(weight) in names]
+
+
+def default_targets(model: Any) -> list[str]:
+    """Returns the names of the weights that are projected unless the user names others.
+
+    These are the trainable weights of the linear layers in the body of the model. The output
+    embeddings and a head whose output is one number per label stay unprojected, as in the paper
+    (Appendix, experimental details): their gradients have low rank already.
+    """
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    shared = shared_parameters(model)
+    targets = []
+    for name, module in model.named_modules():
+        if not isinstance(module, MATRIX_LAYERS) or module is output:
+            continue
+        weight: Any = module.weight
+        is_head = "." not in name and name and labels in tuple(weight.shape)
+        if weight.requires_grad and not is_head and id(weight) not in shared:
+            targets.append(f"{name}.weight" if name else "weight")
+    return targets
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Returns the ids of parameters that the model holds under more than one name."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    names: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)
+    for _, parameter in names:
+        (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+MATRIX_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)

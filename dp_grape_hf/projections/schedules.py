@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.placement import Placement, Side, placements
-from dp_grape_hf.projection import PROJECTIONS, ProjectionSchedule, Projector
+from dp_grape_hf.projections.placement import Placement, Side, placements
+from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
+from dp_grape_hf.projections.seeds import projection_generator
 
 SVD = "svd"
 
@@ -186,3 +187,82 @@ class ReleasedProjection:
                 name: Projector(matrix.to(self._device, copy=True), self._from_gradients[name].side)
                 for name, matrix in state["matrices"].items()
             }
+
+
+class ProjectionSchedule:
+    """Draws the projectors of a model and redraws them every F steps.
+
+    Args:
+        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
+            not below the projected dimension stay unprojected.
+        family: a name in ``PROJECTIONS``; ``identity`` projects nothing.
+        rank: r, the columns of P; or parameter name -> r, for every matrix in ``shapes``.
+        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
+        seed: the public projection seed.
+        device: where projectors are used.
+        side: which dimension is projected, a name in ``ProjectionSide``.
+        input_dims: parameter name -> its dimension that is the layer's input, of those where it is
+            not 1.
+
+    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere. (The QR of
+    ``stiefel`` may round differently in another linear algebra library.)
+
+    Raises:
+        PrivacyError: for an unknown family or side, or rank or update_steps below 1; and for
+            ``svd``, which must not see the gradients that are projected before they are private.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        family: str = "gaussian",
+        rank: int | Mapping[str, int],
+        update_steps: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        side: str = "smaller",
+        input_dims: Mapping[str, int] | None = None,
+    ) -> None:
+        known = ", ".join(sorted(PROJECTIONS))
+        require(
+            family != "svd",
+            "projection='svd' is computed from gradients, and those that are projected here are "
+            "not private yet: the release would not be either. Choose a method that projects "
+            f"private gradients (dp_galore), or one of: {known}.",
+        )
+        if family not in PROJECTIONS:
+            raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
+        require(update_steps >= 1, f"projection_update_steps={update_steps} must be at least 1.")
+        placed = placements(shapes, rank, side, input_dims)
+        cls = PROJECTIONS[family]
+        self._family = cls() if cls else None
+        self._update_steps, self._seed = update_steps, seed
+        self._device = torch.device(device)
+        self._placements = placed if cls else {}
+        self._refresh = -1
+        self._projectors: dict[str, Projector] = {}
+
+    def at(self, step: int) -> dict[str, Projector]:
+        """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
+        refresh = step // self._update_steps
+        if refresh != self._refresh:
+            self._projectors = {
+                name: Projector(self._draw(name, place, refresh), place.side)
+                for name, place in self._placements.items()
+            }
+            self._refresh = refresh
+        return self._projectors
+
+    def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
+        assert self._family is not None
+        size = place.rows if self._family.whole else BLOCK_ROWS
+        blocks = [
+            self._family.draw(
+                min(size, place.rows - start),
+                place.rank,
+                projection_generator(self._seed, refresh, name, start // size),
+            )
+            for start in range(0, place.rows, size)
+        ]
+        return torch.cat(blocks).to(self._device)

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.forwards import first_tensor
-from dp_grape_hf.layer_rules import MATRIX_LAYERS
-from dp_grape_hf.optimizer import ProjectedOptimizer
-from dp_grape_hf.projection import Projector, shared_parameters
+from dp_grape_hf.optimizers.projected import ProjectedOptimizer
+from dp_grape_hf.projections import MATRIX_LAYERS, Projector, shared_parameters
 
 _MANY_CALLS = 100  # of one layer, after which another is taken for never called
 
@@ -124,7 +122,7 @@ class _Branch:
         self.calls += 1
         if self.projector is None or self.update is None:
             return output
-        layer_input = first_tensor(args, kwargs)
+        layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         assert layer_input is not None
         dtype = output.dtype  # what the layer computes in, under autocast too
         left, right = self.projector.factors(self.update.to(dtype))  # (m, r), (r, n)

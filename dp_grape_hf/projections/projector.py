@@ -11,16 +11,15 @@ To add a family, subclass ``Projection`` and register it with ``@projection("nam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.placement import Placement, Side, placements
-from dp_grape_hf.randomness import projection_generator
+from dp_grape_hf.errors import require
+from dp_grape_hf.projections.placement import Side
 
 BLOCK_ROWS = 1024  # P is drawn in blocks of rows, so that any rank can draw any slice of it
 
@@ -168,113 +167,3 @@ class Projector:
     def coordinate_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Returns the shape of the projected gradient of an m x n weight."""
         return (self.rank, shape[1]) if self.side is Side.LEFT else (shape[0], self.rank)
-
-
-class ProjectionSchedule:
-    """Draws the projectors of a model and redraws them every F steps.
-
-    Args:
-        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
-            not below the projected dimension stay unprojected.
-        family: a name in ``PROJECTIONS``; ``identity`` projects nothing.
-        rank: r, the columns of P; or parameter name -> r, for every matrix in ``shapes``.
-        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
-        seed: the public projection seed.
-        device: where projectors are used.
-        side: which dimension is projected, a name in ``ProjectionSide``.
-        input_dims: parameter name -> its dimension that is the layer's input, of those where it is
-            not 1.
-
-    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere. (The QR of
-    ``stiefel`` may round differently in another linear algebra library.)
-
-    Raises:
-        PrivacyError: for an unknown family or side, or rank or update_steps below 1; and for
-            ``svd``, which must not see the gradients that are projected before they are private.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        family: str = "gaussian",
-        rank: int | Mapping[str, int],
-        update_steps: int,
-        seed: int,
-        device: torch.device | str = "cpu",
-        side: str = "smaller",
-        input_dims: Mapping[str, int] | None = None,
-    ) -> None:
-        known = ", ".join(sorted(PROJECTIONS))
-        require(
-            family != "svd",
-            "projection='svd' is computed from gradients, and those that are projected here are "
-            "not private yet: the release would not be either. Choose a method that projects "
-            f"private gradients (dp_galore), or one of: {known}.",
-        )
-        if family not in PROJECTIONS:
-            raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
-        require(update_steps >= 1, f"projection_update_steps={update_steps} must be at least 1.")
-        placed = placements(shapes, rank, side, input_dims)
-        cls = PROJECTIONS[family]
-        self._family = cls() if cls else None
-        self._update_steps, self._seed = update_steps, seed
-        self._device = torch.device(device)
-        self._placements = placed if cls else {}
-        self._refresh = -1
-        self._projectors: dict[str, Projector] = {}
-
-    def at(self, step: int) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
-        refresh = step // self._update_steps
-        if refresh != self._refresh:
-            self._projectors = {
-                name: Projector(self._draw(name, place, refresh), place.side)
-                for name, place in self._placements.items()
-            }
-            self._refresh = refresh
-        return self._projectors
-
-    def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
-        assert self._family is not None
-        size = place.rows if self._family.whole else BLOCK_ROWS
-        blocks = [
-            self._family.draw(
-                min(size, place.rows - start),
-                place.rank,
-                projection_generator(self._seed, refresh, name, start // size),
-            )
-            for start in range(0, place.rows, size)
-        ]
-        return torch.cat(blocks).to(self._device)
-
-
-def default_targets(model: Any, matrix_layers: tuple[type[nn.Module], ...]) -> list[str]:
-    """Returns the names of the weights that are projected unless the user names others.
-
-    These are the trainable weights of the linear layers in the body of the model. The output
-    embeddings and a head whose output is one number per label stay unprojected, as in the paper
-    (Appendix, experimental details): their gradients have low rank already.
-    """
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    labels = getattr(getattr(model, "config", None), "num_labels", None)
-    shared = shared_parameters(model)
-    targets = []
-    for name, module in model.named_modules():
-        if not isinstance(module, matrix_layers) or module is output:
-            continue
-        weight: Any = module.weight
-        is_head = "." not in name and name and labels in tuple(weight.shape)
-        if weight.requires_grad and not is_head and id(weight) not in shared:
-            targets.append(f"{name}.weight" if name else "weight")
-    return targets
-
-
-def shared_parameters(model: nn.Module) -> set[int]:
-    """Returns the ids of parameters that the model holds under more than one name."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    names: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)
-    for _, parameter in names:
-        (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared

@@ -25,15 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.projection import Projector
-from dp_grape_hf.randomness import round_at_random, rounding_generator, row_blocks
-from dp_grape_hf.update_rules import (
-    UPDATE_RULES,
-    Redraws,
-    Term,
-    known_noise,
-    require_in_range,
-)
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, Redraws, Term, known_noise, require_in_range
+from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
 

@@ -1,0 +1,24 @@
+"""What is done with private gradients: post-processing, which costs no privacy.
+
+``projected`` keeps its state in the coordinates of P, ``rules`` has its update rules, ``low_rank``
+carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random directions, and
+``iterates`` says which weights of a run are released.
+"""
+
+from dp_grape_hf.optimizers.iterates import ITERATES, Iterate, LastIterate
+from dp_grape_hf.optimizers.low_rank import LowRankUpdates
+from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, AtRedraw
+from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
+
+__all__ = [
+    "ITERATES",
+    "UPDATE_RULES",
+    "AtRedraw",
+    "Iterate",
+    "LastIterate",
+    "LowRankUpdates",
+    "ProjectedAdam",
+    "ProjectedOptimizer",
+    "ZerothOrderSGD",
+]

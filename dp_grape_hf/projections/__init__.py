@@ -1,0 +1,53 @@
+"""P: which weights are projected, on which side, to which rank, and how P is made.
+
+P is public: it is drawn from a seed that stands in the ledger, or made of gradients that are
+private already. ``projector`` has the families, ``schedules`` says when P is made anew,
+``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
+"""
+
+from dp_grape_hf.projections.directions import DIRECTION, DirectionDistribution, Directions
+from dp_grape_hf.projections.placement import (
+    Placement,
+    ProjectionSide,
+    Side,
+    first_matches,
+    placements,
+    ranks_for,
+)
+from dp_grape_hf.projections.projector import PROJECTIONS, Projection, Projector, projection
+from dp_grape_hf.projections.schedules import SVD, ProjectionSchedule, ReleasedProjection
+from dp_grape_hf.projections.seeds import round_at_random, rounding_generator, row_blocks
+from dp_grape_hf.projections.targets import (
+    MATRIX_LAYERS,
+    default_targets,
+    input_dimensions,
+    projection_targets,
+    shared_parameters,
+)
+
+__all__ = [
+    "DIRECTION",
+    "MATRIX_LAYERS",
+    "PROJECTIONS",
+    "SVD",
+    "DirectionDistribution",
+    "Directions",
+    "Placement",
+    "Projection",
+    "ProjectionSchedule",
+    "ProjectionSide",
+    "Projector",
+    "ReleasedProjection",
+    "Side",
+    "default_targets",
+    "first_matches",
+    "input_dimensions",
+    "placements",
+    "projection",
+    "projection_targets",
+    "ranks_for",
+    "round_at_random",
+    "rounding_generator",
+    "row_blocks",
+    "shared_parameters",
+]

@@ -1,0 +1,113 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def projection_seed_for(projection_seed: int, refresh: int, name: str, block: int = 0) -> int:
+    """Returns the 63-bit seed of one block of rows of one projection.
+
+    The seed is a hash of all four arguments, so it depends on neither the device, the process
+    nor the order in which layers are visited, and any rank can draw any block.
+
+    Args:
+        projection_seed: The run's public seed, as the ledger records it.
+        refresh: How often this projection was redrawn before; 0 for the first draw.
+        name: Full name of the parameter that is projected.
+        block: Index of the block of rows.
+
+    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 0, "layer.weight")
+    True
+    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 1, "layer.weight")
+    False
+    """
+    # The name comes last: it is the only part that may contain the separator.
+    key = f"{projection_seed:d}/{refresh:d}/{block:d}/{name}".encode()
+    digest = hashlib.blake2b(key, digest_size=8, person=b"projection").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def projection_generator(
+    projection_seed: int, refresh: int, name: str, block: int = 0
+) -> torch.Generator:
+    """Returns the public, reproducible generator of one block of one projection, on the CPU.
+
+    It is always a CPU generator, so that the projection is the same whatever device trains.
+    PyTorch keeps the low 32 bits of the seed; two blocks that share them share their rows,
+    which harms neither privacy (projections are public) nor the expectation of any of them.
+    """
+    seed = projection_seed_for(projection_seed, refresh, name, block)
+    return torch.Generator().manual_seed(seed)
+
+
+def rounding_generator(
+    seed: int, number: int, device: str | torch.device = "cpu"
+) -> torch.Generator:
+    """Returns the public generator that the coins of one rounding are drawn from.
+
+    It depends on its arguments alone, so all ranks round their copies of a weight alike, and so
+    does a run that is resumed. What is rounded is private already: the coins protect nothing.
+
+    Args:
+        seed: A public seed of the run.
+        number: Which rounding of the run it is; no two may have the same.
+        device: Where the weight is. Devices of different types draw different coins.
+    """
+    key = f"{seed:d}/{number:d}".encode()
+    digest = hashlib.blake2b(key, digest_size=8, person=b"rounding").digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+# The bits of a float32 number that the type has no place for.
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+
+
+def round_at_random(
+    value: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Returns float32 numbers in a shorter type, rounded up or down with mean ``value``.
+
+    A number between two neighbours of the type becomes the upper one with probability
+    proportional to its distance from the lower one. Numbers that the type has, NaN and infinity
+    are kept.
+
+    Args:
+        value: Any shape, float32.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        generator: The source of the coins, on the device of ``value``.
+
+    Raises:
+        ValueError: For another dtype.
+    """
+    if dtype not in _DROPPED_BITS:
+        raise ValueError(
+            f"{dtype=} has no rounding at random: weights must be bfloat16, float16 or float32."
+        )
+    dropped = _DROPPED_BITS[dtype]
+    coins = torch.empty(value.shape, dtype=torch.int32, device=value.device)
+    coins.random_(0, 2**dropped, generator=generator)
+    # To add to the bits is to add to the magnitude; a carry moves on into the exponent.
+    bits = (value.contiguous().view(torch.int32) + coins).bitwise_and_(-(2**dropped))
+    rounded = bits.view(torch.float32)
+    if dtype is torch.float16:  # below 2**-14 its numbers stand at equal distances of 2**-24
+        equal = (value * 2**24 + coins / 2**dropped).floor_() * 2**-24
+        rounded = torch.where(value.abs() < 2**-14, equal, rounded)
+    return torch.where(value.isfinite(), rounded, value).to(dtype)
+
+
+def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:
+    """Yields indices of blocks of rows with at most ``most`` numbers, or of one row.
+
+    What is drawn, or rounded, for a large weight is so many numbers at a time.
+    """
+    if weight.dim() == 0:
+        yield ...
+        return
+    count = max(1, most // max(1, weight[0].numel())) if len(weight) else 1
+    for start in range(0, len(weight), count):
+        yield slice(start, start + count)
