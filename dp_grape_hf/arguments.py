@@ -13,12 +13,11 @@ from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
 from dp_grape_hf.continuing import EarlierData
-from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import Clipping, Sampling
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
-from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PROJECTIONS, DirectionDistribution, ProjectionSide
 from dp_grape_hf.refusals import (
     refuse_contradictions,

@@ -20,18 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_grape_hf.coins import guarding_streams
 from dp_grape_hf.distributed import give_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
-from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.per_sample import (
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    PerSampleGradient,
+    guarding_streams,
+    refusing_changed_weights,
+)
 from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
-from dp_grape_hf.probing import refusing_changed_weights
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.randomness import add_noise_
-from dp_grape_hf.representations import PerSampleGradient
 
 # By how much, relative, a norm may grow when it is computed once more, and is taken for larger:
 # a CPU repeats itself, other devices add in no fixed order.

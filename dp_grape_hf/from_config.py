@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.heads import choice, classification
-from dp_grape_hf.losses import loss_for
+from dp_grape_hf.per_sample import choice, classification, loss_for
 
 _CHOICES = 4  # options of a multiple-choice question
 

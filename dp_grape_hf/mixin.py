@@ -44,6 +44,7 @@ from dp_grape_hf.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from dp_grape_hf.collators import collated_examples, examine_collator
 from dp_grape_hf.continuing import find_earlier, remember
 from dp_grape_hf.data import loader_of, refuse_training_data
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
@@ -52,13 +53,23 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
 from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.losses import LossFunction, loss_for, with_three_arguments
 from dp_grape_hf.methods import METHODS, refuse_model
 from dp_grape_hf.model_card import CardDetails, declare, render
-from dp_grape_hf.per_sample import batch_size_of
+from dp_grape_hf.per_sample import (
+    LossFunction,
+    TrainerLoss,
+    batch_size_of,
+    check_gradients,
+    evaluating,
+    examine_batch,
+    examine_trainer_loss,
+    loss_for,
+    require_each_once,
+    warn_of_lost_updates,
+    with_three_arguments,
+)
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
-from dp_grape_hf.probing import evaluating
 from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
 from dp_grape_hf.run import Run
 from dp_grape_hf.sampling import (
@@ -67,17 +78,7 @@ from dp_grape_hf.sampling import (
     PoissonBatchSampler,
 )
 from dp_grape_hf.seams import require_seams
-from dp_grape_hf.selfcheck import (
-    check_gradients,
-    collated_examples,
-    examine_batch,
-    examine_collator,
-    examine_trainer_loss,
-    require_each_once,
-    warn_of_lost_updates,
-)
 from dp_grape_hf.staging import is_hub_name
-from dp_grape_hf.trainer_loss import TrainerLoss
 from dp_grape_hf.units import (
     UnitBatchSampler,
     Units,

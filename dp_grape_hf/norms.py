@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.distributed import from_first
-from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.per_sample import Dense, Gradients
 from dp_grape_hf.randomness import SecretGenerator, derived_generator
-from dp_grape_hf.representations import Dense
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
 _KEY_BYTES = 32

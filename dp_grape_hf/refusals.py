@@ -16,11 +16,10 @@ from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.accounting import Trials
-from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import EXAMPLE, Clipping, Sampling
 from dp_grape_hf.methods import METHODS, Method, Projected
-from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PROJECTIONS, SVD
 
 LEAST_PERTURBATION = 1e-4

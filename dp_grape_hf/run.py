@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.batch_engine import BatchGradient
 from dp_grape_hf.engine import PrivateMechanism, private_norm
-from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.losses import LossFunction
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizers import (
     ITERATES,
@@ -28,7 +26,14 @@ from dp_grape_hf.optimizers import (
     ProjectedOptimizer,
     ZerothOrderSGD,
 )
-from dp_grape_hf.per_sample import Inputs, PerSampleEngine
+from dp_grape_hf.per_sample import (
+    Inputs,
+    LossFunction,
+    PerSampleEngine,
+    UnitEngine,
+    ZerothOrderEngine,
+    make_engine,
+)
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (
     DIRECTION,
@@ -41,8 +46,6 @@ from dp_grape_hf.projections import (
     ranks_for,
 )
 from dp_grape_hf.sampling import LogicalBatch
-from dp_grape_hf.unit_engine import UnitEngine
-from dp_grape_hf.zeroth_order import ZerothOrderEngine
 
 Engine = PrivateMechanism | BatchGradient
 Savable = ReleasedProjection | Iterate

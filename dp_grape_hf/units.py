@@ -28,14 +28,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.per_sample import UNIT_OF_ROW
 from dp_grape_hf.sampling import (
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
 )
-
-UNIT_OF_ROW = "privacy_unit_of_row"
-"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
 
 _KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
 _AT_ONCE = 2**14  # examples whose column is in memory while it is read
@@ -303,8 +301,3 @@ def refuse_large_unit(size: int, physical_batch_size: int) -> None:
         f"per_device_train_batch_size={physical_batch_size}; a unit is clipped as a whole, so it "
         "must fit into one. Raise per_device_train_batch_size, or set max_examples_per_unit.",
     )
-
-
-def without_units(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a physical batch as the collator made it, without whose its rows are."""
-    return {name: value for name, value in batch.items() if name != UNIT_OF_ROW}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.capture import Pass, Stream
-from dp_grape_hf.engines import ENGINES, make_engine
-from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from tests.support.mechanism import joint_norm, make_private, released
 from tests.support.models import TYPICAL, Case, only
 from tests.support.networks import Twice, total

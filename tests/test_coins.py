@@ -30,8 +30,7 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError, per_sample_gradients
-from dp_grape_hf.coins import refuse_shared_collation
-from dp_grape_hf.engines import make_engine
+from dp_grape_hf.per_sample import make_engine, refuse_shared_collation
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import only

@@ -11,17 +11,10 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from dp_grape_hf.coordinates import call_in_coordinates, outside_vmap
+from dp_grape_hf.per_sample import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, Single, SparseRows, add
 from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import (
-    Dense,
-    Factored,
-    GradientSum,
-    PerSampleGradient,
-    Single,
-    SparseRows,
-    add,
-)
 from tests.support.oracles import Largest, dense, relative_error
 
 B, T, N = 3, 5, 6  # samples, positions, features

@@ -10,7 +10,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, defau
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.engine import PrivateMechanism
-from dp_grape_hf.engines import make_engine
+from dp_grape_hf.per_sample import make_engine
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import TinyForSequenceClassification, make_trainer, points

@@ -5,8 +5,8 @@ import torch
 from torch.func import vmap
 from torch.nn import functional
 
-from dp_grape_hf import cross_entropy as module
-from dp_grape_hf.cross_entropy import IGNORE_INDEX, cross_entropy
+from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
+from dp_grape_hf.per_sample.losses import cross_entropy as module
 
 N, V = 12, 7
 

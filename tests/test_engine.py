@@ -17,21 +17,13 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.engine import add_clipped_sum_, private_norm
-from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Clipping
-from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_engine
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
+from dp_grape_hf.per_sample.losses.heads import next_tokens, tokens
 from dp_grape_hf.projections import ProjectionSchedule, default_targets
-from dp_grape_hf.representations import (
-    Dense,
-    Factored,
-    GradientSum,
-    PerSampleGradient,
-    SparseRows,
-    add,
-)
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,

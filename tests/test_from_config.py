@@ -8,7 +8,7 @@ from transformers import GPT2Config, RobertaConfig, T5Config, ViTConfig, Whisper
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.from_config import ModelOfConfig
-from dp_grape_hf.losses import loss_for
+from dp_grape_hf.per_sample import loss_for
 
 SIZES = {
     **{"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},

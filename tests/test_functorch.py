@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.engines import make_engine
+from dp_grape_hf.per_sample import Dense, make_engine
+from dp_grape_hf.per_sample.functorch import vmap_safe
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
-from dp_grape_hf.vectorise import vmap_safe
 from tests.support.models import TYPICAL, VOCABULARY, Batch, Case, only
 from tests.support.oracles import (
     Largest,

@@ -12,7 +12,7 @@ import yaml
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import engine, per_sample_gradients
-from dp_grape_hf.layer_rules import LinearRule
+from dp_grape_hf.per_sample.layerwise.rules import LinearRule
 from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.checks import EXACT, checks

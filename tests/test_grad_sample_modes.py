@@ -11,13 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.capture import Pass
-from dp_grape_hf.engines import make_engine, per_sample_gradients
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.per_sample import Gradients, GradSampleMode, PerSampleEngine
+from dp_grape_hf.per_sample import (
+    Dense,
+    Gradients,
+    GradSampleMode,
+    PerSampleEngine,
+    make_engine,
+    per_sample_gradients,
+)
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
+from dp_grape_hf.per_sample.layerwise.capture import Pass
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.support.mechanism import make_private, sample_norms, split
 from tests.support.models import only
 from tests.support.networks import (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dp_grape_hf.engines import ENGINES, make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 WIDTH, VOCABULARY = 8, 20

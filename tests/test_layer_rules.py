@@ -16,9 +16,10 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.layer_rules import RULES, LayerRule, layer_rule, rule_for
+from dp_grape_hf.per_sample import LayerRule, layer_rule
+from dp_grape_hf.per_sample.gradients import SparseRows
+from dp_grape_hf.per_sample.layerwise.rules import RULES, rule_for
 from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import SparseRows
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 B, T = 4, 3

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5EncoderModel
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.losses import loss_for
+from dp_grape_hf.per_sample import Dense, loss_for
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import Dense, Factored, GradientSum, SparseRows
 from tests.support.models import CASES, HEADS, HIDDEN, TYPICAL, Case, only
 from tests.support.oracles import (
     assert_gradients_equal,

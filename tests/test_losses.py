@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.heads import HEADS, UNKNOWN_LOSSES
-from dp_grape_hf.losses import LabelledPositions, checked, loss_for, split
-from dp_grape_hf.per_sample import PerSampleEngine
+from dp_grape_hf.per_sample import PerSampleEngine, loss_for
+from dp_grape_hf.per_sample.losses.heads import HEADS, UNKNOWN_LOSSES
+from dp_grape_hf.per_sample.losses.losses import LabelledPositions, checked, split
 from tests.support.models import CASES, LABELS, ROWS, VOCABULARY, Batch, Case, Row, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
+from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projections import ProjectionSchedule, Projector, Side
 from recipes.digits import bf16_updates
 from tests.support.models import only

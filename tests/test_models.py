@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.engines import ENGINES, make_engine, per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.losses import IGNORE_INDEX
+from dp_grape_hf.per_sample import ENGINES, IGNORE_INDEX, make_engine, per_sample_gradients
 from recipes.common.runs import read_lines
 from recipes.models.matrix import (
     CONDITIONS,

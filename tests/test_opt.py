@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.engines import make_engine
+from dp_grape_hf.per_sample import make_engine
 from recipes.paper import opt
 from recipes.paper.experiment import CONFIGS, UNKNOWN, main, parse
 from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.engines import ENGINES, make_engine
-from dp_grape_hf.losses import HEADS
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.per_sample.losses.losses import HEADS
 from dp_grape_hf.projections import Projector, Side
 from tests.support.models import HIDDEN, PAD, TYPICAL, Batch, Case, only, texts
 from tests.support.oracles import (

@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf.representations import (
-    Dense,
-    Factored,
-    GradientSum,
-    PerSampleGradient,
-    Single,
-    SparseRows,
-    add,
-    inner,
-)
+from dp_grape_hf.per_sample import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum, Single, SparseRows, add, inner
 from tests.support.gradients import COLS, FORMS, ROWS, B, factored, materialised
 
 

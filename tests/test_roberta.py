@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from dp_grape_hf import METHODS, per_sample_gradients
-from dp_grape_hf.layerwise import LayerwiseEngine
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import projection_targets
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
-from dp_grape_hf.engines import make_engine
-from dp_grape_hf.functorch import FunctorchEngine
-from dp_grape_hf.layer_rules import RULES, LayerRule
-from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.representations import Dense
-from dp_grape_hf.selfcheck import check_gradients, require_each_once, warn_of_lost_updates
+from dp_grape_hf.per_sample import (
+    Dense,
+    LayerRule,
+    check_gradients,
+    make_engine,
+    require_each_once,
+    warn_of_lost_updates,
+)
+from dp_grape_hf.per_sample.functorch import FunctorchEngine
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
+from dp_grape_hf.per_sample.layerwise.rules import RULES
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
 from tests.support.oracles import projectors_for
@@ -337,10 +342,12 @@ def test_updates_that_sixteen_bits_may_lose_are_reported_once(
             train_dataset=dataset,
             **{"learning_rate": 1e-3} | changes | settings,
         ).train()
-        records = [r.getMessage() for r in caplog.records if r.name == "dp_grape_hf.selfcheck"]
+        records = [
+            r.getMessage() for r in caplog.records if r.name == "dp_grape_hf.per_sample.selfcheck"
+        ]
         return [text for text in records if "rounding" in text]
 
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.selfcheck"):
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.per_sample.selfcheck"):
         (text,) = said_of("lost")
         assert text.startswith("Updates of head.weight may be lost to rounding")
         assert said_of("large", learning_rate=2**-6) == []
@@ -350,7 +357,7 @@ def test_updates_that_sixteen_bits_may_lose_are_reported_once(
 def test_weights_of_32_bits_and_a_rate_of_zero_are_not_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.selfcheck"):
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.per_sample.selfcheck"):
         make_trainer(tmp_path / "float32", learning_rate=1e-12).train()
         model = nn.Linear(2, 2).bfloat16()
         named = dict(model.named_parameters())

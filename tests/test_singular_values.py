@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import ViTConfig, ViTForImageClassification
 
-from dp_grape_hf.losses import LossFunction
+from dp_grape_hf.per_sample import LossFunction
 from recipes.paper import singular_values, vit
 from recipes.paper.opt import AnswerScorer, choice_loss
 from recipes.paper.opt_tasks import Collator

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.losses import loss_for
+from dp_grape_hf.per_sample import loss_for
 from tests.support.models import TYPICAL, Case, only
 from tests.support.trainers import (
     TinyForSequenceClassification,

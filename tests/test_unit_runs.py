@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.unit_engine import UnitEngine
+from dp_grape_hf.per_sample import UnitEngine
 from tests.support.models import only
 from tests.support.trainers import (
     OWNERS,

@@ -18,14 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.engine import PrivateMechanism
-from dp_grape_hf.engines import make_engine
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.losses import loss_for
 from dp_grape_hf.optimizers import ZerothOrderSGD
+from dp_grape_hf.per_sample import ZerothOrderEngine, loss_for, make_engine
 from dp_grape_hf.projections import DIRECTION, Directions
 from dp_grape_hf.projections import directions as directions_module
 from dp_grape_hf.projections.seeds import projection_seed_for
-from dp_grape_hf.zeroth_order import ZerothOrderEngine
 from tests.support.mechanism import make_private
 from tests.support.models import IGNORED, TYPICAL, Batch, Case, only
 from tests.support.oracles import projectors_for, single_sample_gradients

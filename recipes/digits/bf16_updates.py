@@ -35,9 +35,9 @@ from tqdm import tqdm
 
 from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.engine import PrivateMechanism
-from dp_grape_hf.engines import make_engine
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
+from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projections import ProjectionSchedule, default_targets
 from recipes.digits.train import DigitsArguments, Example, build_model, load_data
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.engines import ENGINES
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.zoo import FAMILIES, Batch, Row, rows
 from recipes.models.zoo_wide import WIDE

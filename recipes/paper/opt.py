@@ -34,7 +34,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from dp_grape_hf.cross_entropy import IGNORE_INDEX, cross_entropy
+from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
 from recipes.common.provenance import with_adapter
 from recipes.paper.data import origin
 from recipes.paper.experiment import (

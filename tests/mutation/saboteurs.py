@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf import coins, engine, file_checks, mixin, representations, selfcheck, unit_engine
+from dp_grape_hf import engine, file_checks, mixin
 from dp_grape_hf.accounting import calibration
 from dp_grape_hf.engine import Factors, PrivateMechanism, add_weighted_sum_
-from dp_grape_hf.forms import Factored
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.norms import Gathered
-from dp_grape_hf.per_sample import Gradients
-from dp_grape_hf.representations import Dense, GradientSum
+from dp_grape_hf.per_sample import Dense, Gradients, coins, selfcheck, units
+from dp_grape_hf.per_sample import gradients as representations
+from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.sampling import PoissonBatchSampler
 from dp_grape_hf.weight_files import Tree, is_weights
 
@@ -217,7 +217,7 @@ def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
 
 
 def _users_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unit_engine, "_of_units", lambda gradients, sizes: gradients)
+    patch.setattr(units, "_of_units", lambda gradients, sizes: gradients)
 
 
 def _record_afterwards(patch: pytest.MonkeyPatch) -> None:

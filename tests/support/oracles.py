@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.losses import LossFunction, loss_for
-from dp_grape_hf.per_sample import Gradients
+from dp_grape_hf.per_sample import Gradients, LossFunction, loss_for
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.matrix import worst_error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.coins import keeping_random_state, seed_all
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.representations import PerSampleGradient
+from dp_grape_hf.per_sample.coins import keeping_random_state, seed_all
+from dp_grape_hf.per_sample.gradients import PerSampleGradient
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
@@ -161,125 +160,6 @@ def refuse_coupled_batch(
             refuse_coupled_losses(run(rows)[kept], together[kept], tolerance)
     if torch.equal(together.nan_to_num(), run(everyone, seed=1).nan_to_num()):
         refuse_coupled_losses(run(everyone[:2]), together[:2], tolerance)
-
-
-Collator = Callable[[list[Any]], Mapping[str, Any]]
-
-
-def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
-    """Refuses a collator that puts one example into another's row, as mixup does.
-
-    Args:
-        collate: the data collator.
-        examples: at least three examples.
-    """
-    first, second, third = examples[:3]
-    with_second, with_third = (_collate(collate, [first, other]) for other in (second, third))
-    for key, left in with_second.items():
-        right = with_third.get(key)
-        if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.dim() == 0:
-            continue
-        if len(left) != 2:
-            raise PrivacyError(
-                "The data collator made other rows than it was given examples, so a row is not "
-                "an example and its clipping bounds nothing. Turn packing off."
-            )
-        # Equal numbers; NaN, which is not equal to itself, is no sign of mixing.
-        if left.shape == right.shape and not torch.allclose(
-            left[0], right[0], rtol=0, atol=0, equal_nan=True
-        ):
-            raise PrivacyError(
-                f"The data collator makes {key!r} of one example depend on the other examples of "
-                "its batch (mixup, say). An example would then contribute to several rows, and "
-                "clipping rows would not bound it. Transform examples one by one."
-            )
-
-
-def refuse_reordering_collator(collate: Collator, examples: Sequence[Any]) -> None:
-    """Refuses a collator whose rows are not in the order of its examples, or may not be.
-
-    Where several rows are one privacy unit, they are told by their places.
-
-    Args:
-        collate: the data collator.
-        examples: some examples, as different as the data has them; nothing is shown by one.
-    """
-    if len(examples) < 2:
-        return
-    rows, again = (_collate(collate, list(examples), seed=seed) for seed in (0, 1))
-    backwards = _collate(collate, list(examples)[::-1])
-    shown = False
-    for key, value in rows.items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or not torch.equal(value, again[key]):
-            continue  # of no sample, or drawn at random
-        if not torch.equal(value.flip(0), backwards[key]):
-            raise PrivacyError(
-                f"The data collator gives {key!r} its rows in another order than that of the "
-                "examples (sorted by length, say), so it is not known which of them are one "
-                "privacy unit. Leave the order as it is."
-            )
-        shown |= not torch.equal(value, value.flip(0))
-    if not shown:
-        raise PrivacyError(
-            "The data collator's rows are random, or alike for all examples that it was tried on, "
-            "so it is not known whether they keep the order of the examples, and which of them are "
-            "one privacy unit. Move what is random (masking, say) into the data set, or into the "
-            "model."
-        )
-
-
-def refuse_padding_dependence(
-    losses: Callable[[Mapping[str, Any]], Tensor],
-    collate: Collator,
-    examples: Sequence[Any],
-    tolerance: float,
-) -> None:
-    """Refuses a model for which an example's loss depends on how far its batch is padded.
-
-    The length of a batch is that of its longest example, so such a loss depends on batch-mates:
-    with padding on the left and absolute positions, for example, or where padding is not masked.
-    A collator that draws random numbers (it masks tokens, say) cannot be examined.
-
-    Args:
-        losses: a batch -> one loss per sample, (B,), without dropout.
-        collate: the data collator.
-        examples: some examples, of different lengths if there are any.
-        tolerance: relative, for the comparison of two losses.
-    """
-    short, long = shortest_and_longest(collate, examples)
-    alone, again = _collate(collate, [short]), _collate(collate, [short], seed=1)
-    padded = _collate(collate, [short, long])
-    tensors = {k: v for k, v in alone.items() if isinstance(v, Tensor) and v.dim() > 0}
-    draws = any(not torch.equal(value, again[key]) for key, value in tensors.items())
-    if draws or all(value.shape[1:] == padded[key].shape[1:] for key, value in tensors.items()):
-        return
-    by_itself, in_company = losses(alone)[0].float(), losses(padded)[0].float()
-    if not torch.allclose(by_itself, in_company, rtol=tolerance, atol=0.1 * tolerance):
-        raise PrivacyError(
-            "The loss of an example changes when its batch is padded to the length of a longer "
-            "example, so it depends on its batch-mates and clipping bounds nothing. Pad every "
-            "example to one fixed length (padding='max_length'; for question answering there is no "
-            "other way, as its softmax runs over the padding too), or pad on the right and give "
-            "the model an attention_mask."
-        )
-
-
-def shortest_and_longest(collate: Collator, examples: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns two of some examples, by the size of what the collator makes of each alone."""
-
-    def size(example: Any) -> int:
-        leaves = tree_leaves(dict(_collate(collate, [example])))
-        return max((t.numel() for t in leaves if isinstance(t, Tensor)), default=0)
-
-    ordered = sorted(examples, key=size)
-    return ordered[0], ordered[-1]
-
-
-def _collate(collate: Collator, examples: list[Any], seed: int = 0) -> Mapping[str, Any]:
-    """Collates with given random numbers, and leaves the random state as it was."""
-    with keeping_random_state():
-        seed_all(seed)
-        return collate(examples)
 
 
 @contextlib.contextmanager

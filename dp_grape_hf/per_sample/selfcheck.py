@@ -21,30 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
-from transformers.trainer_utils import RemoveColumnsCollator
 
-from dp_grape_hf.coins import keeping_random_state, refuse_shared_collation
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.losses import LossFunction, ModelLoss, checked, split
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine, batch_size_of
-from dp_grape_hf.probing import (
+from dp_grape_hf.per_sample.coins import keeping_random_state
+from dp_grape_hf.per_sample.engine import Gradients, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.gradients import PerSampleGradient
+from dp_grape_hf.per_sample.losses.losses import LossFunction, ModelLoss, checked, split
+from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
+from dp_grape_hf.per_sample.probing import (
     copies_of_first,
     evaluating,
     first_two,
     refuse_coupled_batch,
     refuse_coupled_losses,
-    refuse_mixing_collator,
-    refuse_padding_dependence,
-    refuse_reordering_collator,
     refusing_changed_weights,
     rows_of,
-    shortest_and_longest,
 )
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.representations import PerSampleGradient
-from dp_grape_hf.sampling import LogicalBatchCollator
-from dp_grape_hf.trainer_loss import OTHERWISE, TrainerLoss
 
 logger = logging.getLogger(__name__)
 
@@ -54,64 +47,7 @@ IN_COMPANY = {False: 1e-3, True: 5e-2}
 _NAMED = 5  # parameters that an error or a warning names, at most
 
 
-EXAMINED = 16  # examples that the data collator is tried on before training
-ORDERED = 64  # examples that it must keep in order, where that matters
-
-
 # ---- The collator ----
-
-
-def collated_examples(loader: DataLoader[Any], count: int) -> Any:
-    """Returns a batch of examples from all over the data set of a training loader."""
-    with keeping_random_state():
-        return _collator_of(loader)(_examples_of(loader, count))
-
-
-def examine_collator(
-    losses: Callable[[Any], Tensor],
-    loader: DataLoader[Any],
-    low_precision: bool,
-    units: bool = False,
-) -> None:
-    """Tries the collator on a few examples: it must not make examples depend on each other.
-
-    Args:
-        losses: a batch -> one loss per sample, (B,), without dropout.
-        loader: the training loader.
-        low_precision: whether weights or matrix products are rounded to 16 bits.
-        units: whether several examples are one privacy unit, so that their order matters.
-
-    Raises:
-        PrivacyError: if an example shows in another's row, the loss depends on padding, or the
-            collator has a seed of its own.
-    """
-    examples, collate = _examples_of(loader, EXAMINED), _collator_of(loader)
-    own: Any = collate
-    own = own.data_collator if isinstance(own, RemoveColumnsCollator) else own
-    if (seed := getattr(own, "seed", None)) is not None:
-        raise PrivacyError(
-            f"The data collator {type(own).__name__} draws its random numbers from {seed=}. "
-            "Whoever knows them knows which draws went before, and so who was drawn. Leave the "
-            "collator's seed at None: it then uses the stream that is seeded in secret."
-        )
-    if len(examples) >= 3:
-        refuse_mixing_collator(collate, examples)
-    refuse_shared_collation(collate, *shortest_and_longest(collate, examples))
-    if units:
-        refuse_reordering_collator(collate, _examples_of(loader, ORDERED))
-    tolerance = IN_COMPANY[low_precision]
-    refuse_padding_dependence(losses, collate, examples, tolerance=tolerance)
-
-
-def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
-    dataset: Any = loader.dataset
-    step = max(1, len(dataset) // count)
-    return [dataset[i] for i in range(0, len(dataset), step)][:count]
-
-
-def _collator_of(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
-    assert isinstance(loader.collate_fn, LogicalBatchCollator)
-    return loader.collate_fn.collator
 
 
 # ---- The first batch ----

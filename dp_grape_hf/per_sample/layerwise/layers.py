@@ -9,27 +9,163 @@ around it, which runs under the generic rule.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.forwards import (
-    Forward,
-    LookUps,
-    detached,
-    first_tensor,
-    replaced_forwards,
-)
-from dp_grape_hf.layer_rules import LayerRule, rule_for
-from dp_grape_hf.rows import Key, Rows, Shapes, has_rows, leading_sizes
+from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
+
+Forward = Callable[..., Any]
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Returns the first tensor that a module is called with, or None."""
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
+
+@contextlib.contextmanager
+def replaced_forwards(
+    modules: Sequence[nn.Module], make: Callable[[int, Forward], Forward]
+) -> Iterator[None]:
+    """Replaces the forward of each module by ``make(its number, its forward)`` for a while."""
+    before = [vars(module).get("forward") for module in modules]
+    try:
+        for i, module in enumerate(modules):
+            module.forward = make(i, module.forward)
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
+@contextlib.contextmanager
+def detached(module: nn.Module) -> Iterator[None]:
+    """Runs a module without tracking its own weights: their gradients come from its rule."""
+    tracked = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    try:
+        for parameter in tracked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in tracked:
+            parameter.requires_grad_(True)
+
+
+class LookUps(TorchFunctionMode):
+    """Hands every look-up in one table to ``capture``, also inside a subclass of Embedding.
+
+    ``only`` tells whether the table was used in no other way while the mode was on.
+    """
+
+    def __init__(self, weight: Any, capture: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._weight, self._capture = weight, capture
+        self.only = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is functional.embedding and args[1] is self._weight:
+            return self._capture(args[0], output)
+        if isinstance(output, Tensor) and any(
+            leaf is self._weight for leaf in tree_leaves((args, kwargs))
+        ):
+            self.only = False
+        return output
+
+
+Key = tuple[str, int]
+"""A tensor in a nest of containers: the structure of the nest, and the number of its leaf."""
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names of the model's inputs, and what their shapes are for one sample."""
+
+
+class Rows:
+    """How many leading rows a tensor has (per sample, if it carries the batch), and why so many.
+
+    One always; or as many as a dimension of the model's inputs counts, positions say; or as many as
+    were seen for inputs of the same shapes. A number that fits in no other way may depend on the
+    values of the inputs (padding that is taken out), and would then not be the same for each
+    sample.
+    """
+
+    def __init__(self) -> None:
+        self.carries: bool | None = None  # the batch; None: not seen yet
+        self._seen: dict[Shapes, int] = {}
+        self._dims: set[tuple[str, int]] | None = None
+
+    @property
+    def one_each(self) -> bool:
+        """Whether there was never another number of rows than one."""
+        return set(self._seen.values()) == {1}
+
+    def learn(self, two: int, three: int, shapes: Shapes) -> str | None:
+        """Stores the leading sizes of 2 and of 3 samples; returns why they contradict earlier ones.
+
+        What carries the batch grows in proportion.
+        """
+        carries = two * 3 == three * 2 > 0
+        if self.carries not in (None, carries):
+            return "is called in different ways, with and without the batch."
+        self.carries = carries
+        rows = two // 2 if carries else two
+        dims = {(n, d) for n, shape in shapes for d, size in enumerate(shape) if size == rows}
+        self._dims = dims if self._dims is None else self._dims & dims
+        if self._seen.setdefault(shapes, rows) != rows:
+            return "has a number of rows that depends on the inputs' values."
+        return None
+
+    def fit(self, leading: int, batch_size: int, shapes: Shapes) -> bool:
+        """Returns whether a tensor should have that leading size for inputs of these shapes."""
+        rows, rest = divmod(leading, batch_size) if self.carries else (leading, 0)
+        if rest:
+            return False
+        if shapes in self._seen:
+            return self._seen[shapes] == rows
+        if self.one_each:
+            return rows == 1
+        sizes = {
+            size
+            for name, shape in shapes
+            for d, size in enumerate(shape)
+            if (name, d) in (self._dims or ())
+        }
+        return sizes == {rows}
+
+
+def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
+    """Returns the shapes of the model's inputs for one sample."""
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return tuple((name, tuple(tensors[name].shape[1:])) for name in sorted(tensors))
+
+
+def leading_sizes(tree: Any) -> dict[Key, int]:
+    """Returns the leading sizes of all tensors with dimensions in a nest of containers."""
+    leaves, spec = tree_flatten(tree)
+    structure = repr(spec)
+    return {(structure, i): leaf.shape[0] for i, leaf in enumerate(leaves) if has_rows(leaf)}
+
+
+def has_rows(leaf: Any) -> TypeGuard[Tensor]:
+    """Returns whether something is a tensor with a leading dimension."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
 
 RunModel = Callable[[int], Tensor]
 """Runs the model on a batch of that many copies of one sample; returns its losses."""

@@ -29,8 +29,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from dp_grape_hf.per_sample.gradients import Factored, Single, SparseRows
 from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import Factored, Single, SparseRows
 
 Record = Callable[[str, Single], None]
 

@@ -11,28 +11,33 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from dp_grape_hf.coordinates import call_in_coordinates, zero_coordinates
-from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample import (
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.per_sample.engine import (
     Gradients,
     GradSampleMode,
     Inputs,
     PerSampleEngine,
     batch_size_of,
 )
-from dp_grape_hf.probing import copies_of_first, evaluating, first_two
+from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap, zero_coordinates
+from dp_grape_hf.per_sample.gradients import Dense, Single, add
+from dp_grape_hf.per_sample.probing import copies_of_first, evaluating, first_two
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.representations import Dense, Single, add
-from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
 
 
 class FunctorchEngine(PerSampleEngine):
@@ -197,3 +202,172 @@ class _Rounding:
 
 _FULL = _Rounding(loss=1e-3, gradient=1e-2, small=1e-4)
 _LOW = _Rounding(loss=5e-2, gradient=0.5, small=1e-2)
+
+
+MaskFunction = Callable[..., Tensor | None]
+
+
+def _in_full(build: MaskFunction) -> MaskFunction:
+    """Builds an attention mask always: to leave it out, it would have to be read, per sample."""
+
+    def build_in_full(*args: Any, **kwargs: Any) -> Tensor | None:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return build(*args, **kwargs)
+
+    return build_in_full
+
+
+@contextlib.contextmanager
+def vmap_safe(model: nn.Module) -> Iterator[None]:
+    """Makes transformers models usable under vmap.
+
+    Attention masks are built in full. Kernels that vmap cannot run (flash and flex attention) give
+    way to torch's function. Any other attention keeps its name, which models ask for: what they
+    compute themselves, or add to a mask, depends on it. Gradient checkpointing is off, because it
+    would repeat the forward pass outside vmap.
+
+    Raises:
+        UnsupportedModelError: if the model has put a sample's tensor into a buffer.
+    """
+    modules = list(model.modules())
+    configs = {
+        id(config): config
+        for module in modules
+        if (config := getattr(module, "config", None)) is not None
+        and _is_kernel(getattr(config, "_attn_implementation", None))
+    }.values()
+    before = [config._attn_implementation for config in configs]
+    checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # goes before what is registered
+    masks_before = dict(masks)
+    full = {name: _in_full(build) for name, build in ALL_MASK_ATTENTION_FUNCTIONS.items()}
+    try:
+        for config in configs:  # not through the property, which sets those inside as well
+            config._attn_implementation_internal = "sdpa"
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = False
+        masks.update(full)
+        yield
+    finally:
+        masks.clear()
+        masks.update(masks_before)
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = True
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+    for name, buffer in model.named_buffers():
+        if torch._C._functorch.is_functorch_wrapped_tensor(buffer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps what it computes of the samples in its buffer "
+                f"{name}. Under torch.func.vmap that has no value after the pass, so the model is "
+                'spoilt. Make it anew without that buffer, or use engine="layerwise".'
+            )
+
+
+def _is_kernel(implementation: Any) -> bool:
+    """Returns whether attention of that name is a kernel that takes a batch of its own only."""
+    return isinstance(implementation, str) and bool(re.search("flash|flex", implementation))
+
+
+class Batching(TorchFunctionMode):
+    """Does outside vmap what vmap has no rule for: fused attention, and draws all samples share.
+
+    Args:
+        batched: any tensor of vmap's samples.
+    """
+
+    def __init__(self, batched: Tensor) -> None:
+        super().__init__()
+        self._batched = batched
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
+            # One draw for the whole batch, as in an ordinary pass: branches read it (layer drop, of
+            # which `coins` lets pass only what the draw has no influence on).
+            return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
+        if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
+            return args[0]
+        if func is functional.multi_head_attention_forward:  # what it calls is not seen here
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ) -> tuple[Tensor, int]:
+            """Takes (B, b, heads, T, d) as (B * b, heads, T, d), for which there are kernels."""
+            if mask is not None:  # its dimensions are the last ones of a sample's query
+                mask = mask[(slice(None), *[None] * (query.dim() - mask.dim()))]
+            if query.dim() < 5:  # no batch dimension within a sample: nothing may be merged
+                output = functional.scaled_dot_product_attention(
+                    query, key, value, mask, *args, **kwargs
+                )
+                return output, 0
+            size = query.shape[:2]
+            mask = None if mask is None else mask.expand(*size, *mask.shape[2:]).flatten(0, 1)
+            query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+            output = functional.scaled_dot_product_attention(
+                query, key, value, mask, *args, **kwargs
+            )
+            return output.unflatten(0, size), 0
+
+        return outside_vmap(self._batched, attend, query, key, value, attn_mask)
+
+
+@contextlib.contextmanager
+def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None]:
+    """Turns an error that only vmap brings about into one that names the module.
+
+    Args:
+        label: what error messages call the module.
+        plain: runs the module without vmap. What fails there as well (on bad data, say) is left as
+            it is, and so is a lack of memory.
+    """
+    try:
+        yield
+    except (PrivacyError, torch.OutOfMemoryError):
+        raise
+    except _ERRORS as error:
+        if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
+            reason = str(error).strip().split(". ")[0].split("\n")[0]
+        elif _fails(plain):
+            raise
+        else:
+            reason = f"under torch.func.vmap it raises {type(error).__name__}, without it does not"
+        raise UnsupportedModelError(
+            f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
+            "requires_grad_(False), use an implementation that does not branch on values (for a "
+            "mixture of experts, experts_implementation='batched_mm') nor write into a cache "
+            "(config.use_cache=False), or try the other engine: "
+            'engine="layerwise" vectorises only modules whose own layers have no rule.'
+        ) from error
+
+
+# Of the program, not of the machine; gradient checkpointing ends what it repeats by another one.
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
+def _fails(function: Callable[[], Any]) -> bool:
+    try:
+        with torch.no_grad():
+            function()
+    except _ERRORS:
+        return True
+    return False

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from dp_grape_hf.cross_entropy import IGNORE_INDEX, cross_entropy
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.per_sample.losses.cross_entropy import IGNORE_INDEX, cross_entropy
 
 Inputs = dict[str, Any]
 

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.coins import examine_coins
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
-from dp_grape_hf.layer_rules import refuse_coupling
-from dp_grape_hf.losses import (
+from dp_grape_hf.per_sample.coins import examine_coins
+from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
+from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
+from dp_grape_hf.per_sample.losses.losses import (
     HeadLoss,
     LabelledPositions,
     LossFunction,
@@ -30,10 +31,9 @@ from dp_grape_hf.losses import (
     loss_for,
     split,
 )
+from dp_grape_hf.per_sample.probing import copies_of_first, evaluating
 from dp_grape_hf.phases import FORWARD, Observer
-from dp_grape_hf.probing import copies_of_first, evaluating
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.representations import Dense, PerSampleGradient, Single
 
 Inputs = Mapping[str, Any]
 Gradients = dict[str, PerSampleGradient]

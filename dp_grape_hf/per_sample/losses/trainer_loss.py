@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.heads import Inputs
-from dp_grape_hf.losses import HeadLoss, ModelLoss, loss_for
+from dp_grape_hf.per_sample.losses.heads import Inputs
+from dp_grape_hf.per_sample.losses.losses import HeadLoss, ModelLoss, loss_for
 
 OTHERWISE = (
     "Pass compute_loss_func=f to the trainer, where f(outputs, labels) returns one loss per "

@@ -33,18 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dp_grape_hf.coins import keeping_random_state
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.coins import keeping_random_state
+from dp_grape_hf.per_sample.engine import Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.gradients import Dense
+from dp_grape_hf.per_sample.losses.losses import LossFunction
+from dp_grape_hf.per_sample.probing import copies_of_first, first_two, refuse_coupled_losses
 from dp_grape_hf.phases import FORWARD
-from dp_grape_hf.probing import (
-    copies_of_first,
-    first_two,
-    refuse_coupled_losses,
-)
 from dp_grape_hf.projections import DIRECTION, Directions, Projector
-from dp_grape_hf.representations import Dense
 
 
 class ZerothOrderEngine(PerSampleEngine):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.heads import HEADS, IGNORE_INDEX, UNKNOWN_LOSSES, Head, Inputs
+from dp_grape_hf.per_sample.losses.heads import HEADS, IGNORE_INDEX, UNKNOWN_LOSSES, Head, Inputs
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
 """``(model outputs, labels) -> (B,)``: the type of a user's ``compute_loss_func``."""

@@ -24,7 +24,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.representations import Dense, Factored, Single, SparseRows
+from dp_grape_hf.per_sample.gradients import Dense, Factored, Single, SparseRows
 
 _KEEP_THEIR_INPUT = {
     *(nn.GELU, nn.SiLU, nn.Mish),

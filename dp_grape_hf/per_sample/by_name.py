@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.functorch import FunctorchEngine
-from dp_grape_hf.layerwise import LayerwiseEngine
-from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import Gradients, GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.per_sample.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.per_sample.functorch import FunctorchEngine
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
+from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.projections import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {

@@ -24,13 +24,11 @@ from torch.autograd.function import once_differentiable
 from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dp_grape_hf.coordinates import call_in_coordinates, zero_coordinates
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.forwards import Forward, LookUps, detached, first_tensor
-from dp_grape_hf.per_sample import Consume
-from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
-from dp_grape_hf.projections import Projector, Side
-from dp_grape_hf.representations import (
+from dp_grape_hf.per_sample.engine import Consume
+from dp_grape_hf.per_sample.functional import call_in_coordinates, zero_coordinates
+from dp_grape_hf.per_sample.functorch import Batching, refusing_dynamic_code, vmap_safe
+from dp_grape_hf.per_sample.gradients import (
     Dense,
     Factored,
     PerSampleGradient,
@@ -38,9 +36,18 @@ from dp_grape_hf.representations import (
     SparseRows,
     add,
 )
-from dp_grape_hf.rows import Key, Shapes
-from dp_grape_hf.sites import Site, UnknownTensorError
-from dp_grape_hf.vectorise import Batching, refusing_dynamic_code, vmap_safe
+from dp_grape_hf.per_sample.layerwise.layers import (
+    Forward,
+    Key,
+    LookUps,
+    Shapes,
+    Site,
+    UnknownTensorError,
+    detached,
+    first_tensor,
+)
+from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
+from dp_grape_hf.projections import Projector, Side
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
-from dp_grape_hf.phases import Observer
-from dp_grape_hf.projections import Projector
-from dp_grape_hf.representations import (
+from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.gradients import (
     Dense,
     Factored,
     GradientSum,
@@ -30,7 +28,8 @@ from dp_grape_hf.representations import (
     Single,
     SparseRows,
 )
-from dp_grape_hf.units import UNIT_OF_ROW, without_units
+from dp_grape_hf.phases import Observer
+from dp_grape_hf.projections import Projector
 
 
 @dataclass(frozen=True)
@@ -203,3 +202,12 @@ def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
             "whose a row is and its clipping bounds nothing. Turn packing off."
         )
     return examples, sizes
+
+
+UNIT_OF_ROW = "privacy_unit_of_row"
+"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
+
+
+def without_units(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a physical batch as the collator made it, without whose its rows are."""
+    return {name: value for name, value in batch.items() if name != UNIT_OF_ROW}

@@ -15,13 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.capture import Pass, Stream
-from dp_grape_hf.coins import keeping_random_state
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.forwards import replaced_forwards
-from dp_grape_hf.layer_rules import is_recomputable
-from dp_grape_hf.losses import LossFunction
-from dp_grape_hf.per_sample import (
+from dp_grape_hf.per_sample.coins import keeping_random_state
+from dp_grape_hf.per_sample.engine import (
     Consume,
     Gradients,
     GradSampleMode,
@@ -29,8 +25,16 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     batch_size_of,
 )
-from dp_grape_hf.phases import BACKWARD
-from dp_grape_hf.probing import (
+from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
+from dp_grape_hf.per_sample.layerwise.layers import (
+    Sites,
+    UnknownTensorError,
+    replaced_forwards,
+    shapes_of,
+)
+from dp_grape_hf.per_sample.layerwise.rules import is_recomputable
+from dp_grape_hf.per_sample.losses.losses import LossFunction
+from dp_grape_hf.per_sample.probing import (
     Selections,
     copies_of_first,
     evaluating,
@@ -39,9 +43,8 @@ from dp_grape_hf.probing import (
     refuse_shared_gradients,
     rows_of,
 )
+from dp_grape_hf.phases import BACKWARD
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.rows import shapes_of
-from dp_grape_hf.sites import Sites, UnknownTensorError
 
 
 class LayerwiseEngine(PerSampleEngine):

@@ -1,0 +1,78 @@
+"""Losses and gradients of each example, by themselves.
+
+What is computed here is sensitive: nothing is clipped and nothing has noise. ``engine`` says what
+an engine is; ``layerwise`` is the fast one (one pass, a rule per layer type), ``functorch`` the one
+that is the definition, and ``zeroth_order`` needs no backward pass. ``losses`` knows the loss of
+one example, ``gradients`` the forms its gradient may have, and ``probing``, ``coins`` and
+``selfcheck`` find out, by running the model, whether the examples really are by themselves.
+"""
+
+from dp_grape_hf.per_sample.by_name import ENGINES, make_engine, per_sample_gradients
+from dp_grape_hf.per_sample.coins import (
+    guarding_streams,
+    keeping_random_state,
+    refuse_shared_collation,
+    seed_all,
+)
+from dp_grape_hf.per_sample.engine import (
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+)
+from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.layerwise.rules import LayerRule, layer_rule
+from dp_grape_hf.per_sample.losses.cross_entropy import IGNORE_INDEX, cross_entropy
+from dp_grape_hf.per_sample.losses.heads import choice, classification
+from dp_grape_hf.per_sample.losses.losses import LossFunction, loss_for, with_three_arguments
+from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
+from dp_grape_hf.per_sample.probing import evaluating, refusing_changed_weights
+from dp_grape_hf.per_sample.selfcheck import (
+    IN_COMPANY,
+    check_gradients,
+    examine_batch,
+    examine_trainer_loss,
+    require_each_once,
+    warn_of_lost_updates,
+)
+from dp_grape_hf.per_sample.units import UNIT_OF_ROW, UnitEngine
+from dp_grape_hf.per_sample.zeroth_order import ZerothOrderEngine
+
+__all__ = [
+    "ENGINES",
+    "IGNORE_INDEX",
+    "IN_COMPANY",
+    "UNIT_OF_ROW",
+    "Dense",
+    "GradSampleMode",
+    "Gradients",
+    "Inputs",
+    "LayerRule",
+    "LossFunction",
+    "PerSampleEngine",
+    "PerSampleGradient",
+    "TrainerLoss",
+    "UnitEngine",
+    "ZerothOrderEngine",
+    "batch_size_of",
+    "check_gradients",
+    "choice",
+    "classification",
+    "cross_entropy",
+    "evaluating",
+    "examine_batch",
+    "examine_trainer_loss",
+    "guarding_streams",
+    "keeping_random_state",
+    "layer_rule",
+    "loss_for",
+    "make_engine",
+    "per_sample_gradients",
+    "refuse_shared_collation",
+    "refusing_changed_weights",
+    "require_each_once",
+    "seed_all",
+    "warn_of_lost_updates",
+    "with_three_arguments",
+]
