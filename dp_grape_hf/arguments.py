@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
-from dp_grape_hf.continuing import EarlierData
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import Clipping, Sampling
+from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
 from dp_grape_hf.methods import METHODS
 from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import ADAPTER_CONFIG, CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.model_card import CardDetails, render
-from dp_grape_hf.weight_files import ADAPTER_CONFIG
 
 
 def run(args: argparse.Namespace) -> str:

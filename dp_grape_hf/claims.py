@@ -16,8 +16,7 @@ from huggingface_hub import ModelCard
 
 from dp_grape_hf.accounting import Adjacency, rounded_up
 from dp_grape_hf.errors import require
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import EXAMPLE, Mechanism
+from dp_grape_hf.ledger import EXAMPLE, Ledger, Mechanism
 
 BEGIN = (
     "<!-- dp-grape: from here to the mark below, privacy_ledger.json says what stands here, and "

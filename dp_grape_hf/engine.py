@@ -22,8 +22,7 @@ from torch import Tensor
 
 from dp_grape_hf.distributed import give_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
 from dp_grape_hf.per_sample import (
     Gradients,

@@ -15,19 +15,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from dp_grape_hf.entries import Weights
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.loading import NotLoadable, differences
-from dp_grape_hf.staging import code_named, weights_named
-from dp_grape_hf.weight_files import (
+from dp_grape_hf.ledger import (
     ADAPTER,
     ADAPTER_CONFIG,
+    Ledger,
+    Weights,
     digest,
     files_of_index,
     is_loaded,
     may_be_weights,
     tree,
 )
+from dp_grape_hf.loading import NotLoadable, differences
+from dp_grape_hf.staging import code_named, weights_named
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 _CONFIG = re.compile(r"config.*\.json$|\.index\.json$")

@@ -11,19 +11,20 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import AccountantFailure, EpsilonCurve, rounded_up
-from dp_grape_hf.entries import (
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import (
     KIND_OF,
     LEDGER_NAME,
     Entry,
+    Ledger,
     Link,
+    Mechanism,
     NotPrivate,
+    Release,
     Resume,
     Start,
     Weights,
 )
-from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import Mechanism, Release
 from dp_grape_hf.tables import table
 
 _POINTS = 40  # of the curve

@@ -34,7 +34,7 @@ from dp_grape_hf.fit import (
     turn_until_it_fits,
 )
 from dp_grape_hf.from_config import ModelOfConfig
-from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.memory import COMPARED, DP_GRAPE, Setting, compared, simulate
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.tables import table

@@ -45,14 +45,12 @@ from dp_grape_hf.checkpoints import (
     saving_a_checkpoint,
 )
 from dp_grape_hf.collators import collated_examples, examine_collator
-from dp_grape_hf.continuing import find_earlier, remember
 from dp_grape_hf.data import loader_of, refuse_training_data
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
 from dp_grape_hf.hub import Repository
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests, find_earlier, remember
 from dp_grape_hf.methods import METHODS, refuse_model
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.per_sample import (
@@ -85,7 +83,6 @@ from dp_grape_hf.units import (
     read_units,
     refuse_large_unit,
 )
-from dp_grape_hf.weight_files import digests
 
 if TYPE_CHECKING:
     _Host = Trainer

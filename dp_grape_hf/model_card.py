@@ -25,8 +25,7 @@ from dp_grape_hf.claims import (
     without_guarantee,
 )
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import EXAMPLE
+from dp_grape_hf.ledger import EXAMPLE, Ledger
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _SOURCES = {

@@ -24,16 +24,17 @@ from dp_grape_hf.accounting import (
     smallest_batch_cap,
 )
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.continuing import Earlier
 from dp_grape_hf.distributed import require_agreement
-from dp_grape_hf.entries import require_same_neighbours
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import (
+from dp_grape_hf.ledger import (
     EXAMPLE,
+    LEDGER_NAME,
     SECURE,
+    Earlier,
+    Ledger,
     Mechanism,
     Sampling,
+    require_same_neighbours,
 )
 
 logger = logging.getLogger(__name__)

@@ -19,14 +19,15 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.weight_files import (
+from dp_grape_hf.ledger import (
     ADAPTER,
     ADAPTER_CONFIG,
+    CARD_NAME,
     INDEX,
+    LEDGER_NAME,
     MODEL,
+    Ledger,
     digests,
     files_of_index,
     notes_of,

@@ -32,10 +32,9 @@ from dp_grape_hf.claims import (
     statement_of,
     without_guarantee,
 )
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 
 # The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02

@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from dp_grape_hf.entries import LEDGER_NAME
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.tables import table
 from dp_grape_hf.verify import ABSENT, MISMATCH, verify
 

@@ -23,8 +23,7 @@ from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
 from dp_grape_hf.cli import main
 from dp_grape_hf.comparison import TITLES
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
-from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Clipping
 from dp_grape_hf.memory import COMPARED, Setting
 from dp_grape_hf.tables import WIDTH, table
 from dp_grape_hf.timeline import KINDS

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import Clipping
+from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator

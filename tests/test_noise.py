@@ -21,8 +21,8 @@ import scipy.stats
 import torch
 
 from dp_grape_hf.engine import PrivateMechanism
-from dp_grape_hf.entries import CARD_NAME
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import CARD_NAME
 from dp_grape_hf.noise import SECURE_DRAWS, add_secure_noise_, grid_of
 from dp_grape_hf.randomness import (
     SecretGenerator,

@@ -14,8 +14,7 @@ from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.engine import PrivateMechanism, add_clipped_sum_
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import Clipping, Mechanism
+from dp_grape_hf.ledger import Clipping, Ledger, Mechanism
 from dp_grape_hf.per_sample import UNIT_OF_ROW, Dense, UnitEngine, ZerothOrderEngine, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.units import UnitSum, without_units

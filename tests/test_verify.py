@@ -36,12 +36,19 @@ from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.claims import BEGIN, END, TAG
 from dp_grape_hf.cli import main
-from dp_grape_hf.entries import CARD_NAME, LEDGER_NAME
-from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.ledger import (
+    ADAPTER,
+    CARD_NAME,
+    LEDGER_NAME,
+    Ledger,
+    Mechanism,
+    digests,
+    may_be_weights,
+)
+from dp_grape_hf.ledger.model_files import weight_files
 from dp_grape_hf.loading import differences
 from dp_grape_hf.model_card import CardDetails, render
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, verify
-from dp_grape_hf.weight_files import ADAPTER, digests, may_be_weights, weight_files
 from tests.support.ledgers import MECHANISM, edit, rewrite
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer

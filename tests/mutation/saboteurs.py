@@ -19,13 +19,13 @@ from torch import Tensor
 from dp_grape_hf import engine, file_checks, mixin
 from dp_grape_hf.accounting import calibration
 from dp_grape_hf.engine import Factors, PrivateMechanism, add_weighted_sum_
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import Ledger, is_weights
+from dp_grape_hf.ledger.model_files import Tree
 from dp_grape_hf.norms import Gathered
 from dp_grape_hf.per_sample import Dense, Gradients, coins, selfcheck, units
 from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.sampling import PoissonBatchSampler
-from dp_grape_hf.weight_files import Tree, is_weights
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dp_grape_hf.entries import decoded, extended
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger.entries import decoded, extended
 from tests.support import mechanism
 
 MECHANISM = replace(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from dp_grape_hf import accounting
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism import (
+from dp_grape_hf.ledger.record import (
     LEFT_OUT_IF_NONE,
     MAY_CHANGE_ON_RESUME,
     Mechanism,

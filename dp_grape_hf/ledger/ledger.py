@@ -26,7 +26,8 @@ from dp_grape_hf.accounting import (
     is_installed,
 )
 from dp_grape_hf.distributed import from_first, is_first
-from dp_grape_hf.entries import (
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger.entries import (
     LEDGER_NAME,
     OTHER_DATA,
     SAME_DATA,
@@ -49,14 +50,13 @@ from dp_grape_hf.entries import (
     software_versions,
     with_releases,
 )
-from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism import (
+from dp_grape_hf.ledger.record import (
     MAY_CHANGE_ON_RESUME,
     Mechanism,
     Release,
     require_same_mechanism,
 )
-from dp_grape_hf.storage import RunLock, hold, read_links, to_text, write_text
+from dp_grape_hf.ledger.storage import RunLock, hold, read_links, to_text, write_text
 
 __all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]
 

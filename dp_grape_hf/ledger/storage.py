@@ -10,7 +10,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from dp_grape_hf.entries import (
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger.entries import (
     SCHEMA_VERSION,
     Link,
     decoded,
@@ -18,7 +19,6 @@ from dp_grape_hf.entries import (
     is_digest,
     require_keys,
 )
-from dp_grape_hf.errors import PrivacyError, require
 
 logger = logging.getLogger(__name__)
 

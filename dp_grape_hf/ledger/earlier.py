@@ -20,9 +20,9 @@ from torch import nn
 from dp_grape_hf import accounting
 from dp_grape_hf.accounting import rounded_up
 from dp_grape_hf.distributed import from_first
-from dp_grape_hf.entries import Run
 from dp_grape_hf.errors import Choice, PrivacyError, require
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger.entries import Run
+from dp_grape_hf.ledger.ledger import LEDGER_NAME, Ledger
 
 logger = logging.getLogger(__name__)
 
