@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
+from dp_grape_hf.mechanism import secret_generator
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.randomness import secret_generator
 from dp_grape_hf.trainers import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd", "dp_jl")

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism import LogicalBatchCollator
 from dp_grape_hf.per_sample import (
     IN_COMPANY,
     keeping_random_state,
     refuse_shared_collation,
     seed_all,
 )
-from dp_grape_hf.sampling import LogicalBatchCollator
 
 EXAMINED = 16  # examples that the data collator is tried on before training
 

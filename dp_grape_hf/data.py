@@ -12,13 +12,16 @@ from transformers.trainer_utils import seed_worker
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.sampling import (
+from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
     LengthOf,
     LogicalBatchCollator,
     PoissonBatchSampler,
+    UnitBatchSampler,
+    UnitCollator,
+    UnitDataset,
+    Units,
 )
-from dp_grape_hf.units import UnitBatchSampler, UnitCollator, UnitDataset, Units
 
 
 def loader_of(

@@ -26,12 +26,11 @@ from dp_grape_hf import methods, phases
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.plan import PrivacyPlan
-from dp_grape_hf.randomness import NOISE_SLICE
 from dp_grape_hf.run import Run
-from dp_grape_hf.sampling import LogicalBatch
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     OPTIMIZER,

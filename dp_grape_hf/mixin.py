@@ -51,6 +51,18 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
 from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests, find_earlier, remember
+from dp_grape_hf.mechanism import (
+    LengthOf,
+    LogicalBatch,
+    PoissonBatchSampler,
+    UnitBatchSampler,
+    Units,
+    forget_the_seed,
+    noise_generator,
+    read_units,
+    refuse_large_unit,
+    shared_sampling_generator,
+)
 from dp_grape_hf.methods import METHODS, refuse_model
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.per_sample import (
@@ -68,21 +80,9 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
-from dp_grape_hf.randomness import forget_the_seed, noise_generator, shared_sampling_generator
 from dp_grape_hf.run import Run
-from dp_grape_hf.sampling import (
-    LengthOf,
-    LogicalBatch,
-    PoissonBatchSampler,
-)
 from dp_grape_hf.seams import require_seams
 from dp_grape_hf.staging import is_hub_name
-from dp_grape_hf.units import (
-    UnitBatchSampler,
-    Units,
-    read_units,
-    refuse_large_unit,
-)
 
 if TYPE_CHECKING:
     _Host = Trainer

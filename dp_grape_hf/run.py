@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.batch_engine import BatchGradient
-from dp_grape_hf.engine import PrivateMechanism, private_norm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import BatchGradient, LogicalBatch, PrivateMechanism, private_norm
 from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizers import (
     ITERATES,
@@ -45,7 +44,6 @@ from dp_grape_hf.projections import (
     projection_targets,
     ranks_for,
 )
-from dp_grape_hf.sampling import LogicalBatch
 
 Engine = PrivateMechanism | BatchGradient
 Savable = ReleasedProjection | Iterate

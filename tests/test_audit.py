@@ -12,7 +12,6 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from scipy.stats import binom, norm
 
-from dp_grape_hf import engine
 from dp_grape_hf.auditing import (
     AuditSettings,
     audit,
@@ -23,7 +22,8 @@ from dp_grape_hf.auditing import (
 )
 from dp_grape_hf.cli import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.randomness import add_noise_
+from dp_grape_hf.mechanism import release
+from dp_grape_hf.mechanism.streams import add_noise_
 
 # ---- The bound ----
 
@@ -225,7 +225,7 @@ def _less_noise(values: Any, std: float, *rest: Any) -> None:
 
 
 def test_a_claim_that_is_not_kept_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "add_noise_", _less_noise)
+    monkeypatch.setattr(release, "add_noise_", _less_noise)
     result = audit(AuditSettings(steps=1, canaries=4000))
     assert not result.passed
     assert result.lower_bound > result.claimed_epsilon
@@ -267,7 +267,7 @@ def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) 
 def test_the_command_fails_where_the_claim_is_refuted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "add_noise_", _less_noise)
+    monkeypatch.setattr(release, "add_noise_", _less_noise)
     assert main(["audit", "--canaries", "4000", "--max_steps", "1", "--eps", "1"]) == 1
     assert "NOT AS PRIVATE AS IT CLAIMS" in capsys.readouterr().out
 

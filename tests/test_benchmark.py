@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf import engine
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import release
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.per_sample import PerSampleEngine
 from dp_grape_hf.per_sample import engine as per_sample
@@ -244,11 +244,11 @@ def test_a_phase_does_not_count_what_runs_inside_it(monkeypatch: pytest.MonkeyPa
         (per_sample, "split", benchmark_profile.FORWARD),
         (torch.autograd, "grad", benchmark_profile.BACKWARD),
         (capture, "_project", benchmark_profile.PROJECTION),
-        (engine, "add_clipped_sum_", benchmark_profile.CLIP),
-        (engine, "add_noise_", benchmark_profile.NOISE),
+        (release, "add_clipped_sum_", benchmark_profile.CLIP),
+        (release, "add_noise_", benchmark_profile.NOISE),
         (Ledger, "record", benchmark_profile.RECORD),
         (ProjectedOptimizer, "step", benchmark_profile.UPDATE),
-        (engine, "refusing_changed_weights", benchmark_profile.REST),
+        (release, "refusing_changed_weights", benchmark_profile.REST),
     ],
 )
 def test_the_time_of_a_part_goes_to_its_phase(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.engine import PrivateMechanism
+from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import make_engine
 from tests.support.mechanism import make_private
 from tests.support.models import only

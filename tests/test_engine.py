@@ -16,9 +16,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dp_grape_hf.engine import add_clipped_sum_, private_norm
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
+from dp_grape_hf.mechanism import add_clipped_sum_, private_norm
 from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.per_sample.losses.heads import next_tokens, tokens

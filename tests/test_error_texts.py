@@ -12,11 +12,17 @@ from torch import Tensor
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.bad_data import described
 from dp_grape_hf.collators import refuse_mixing_collator
+from dp_grape_hf.mechanism import (
+    EmptyDrawDataset,
+    LogicalBatch,
+    PoissonBatchSampler,
+    UnitBatchSampler,
+    read_units,
+    refuse_large_unit,
+)
 from dp_grape_hf.per_sample import UNIT_OF_ROW, batch_size_of, loss_for
 from dp_grape_hf.per_sample.losses.losses import checked
 from dp_grape_hf.per_sample.units import _split
-from dp_grape_hf.sampling import EmptyDrawDataset, LogicalBatch, PoissonBatchSampler
-from dp_grape_hf.units import UnitBatchSampler, read_units, refuse_large_unit
 from tests.support.models import only
 from tests.support.trainers import make_trainer, points
 

@@ -11,7 +11,8 @@ import torch
 import yaml
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
-from dp_grape_hf import engine, per_sample_gradients
+from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.mechanism import clipping, release
 from dp_grape_hf.per_sample.layerwise.rules import LinearRule
 from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
@@ -389,17 +390,17 @@ def _wrong_rule(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_clip(patch: pytest.MonkeyPatch) -> None:
-    right = engine.add_clipped_sum_
+    right = clipping.add_clipped_sum_
     patch.setattr(
-        engine,
+        clipping,
         "add_clipped_sum_",
         lambda total, found, bound, *rest: right(total, found, 1.01 * bound, *rest),
     )
 
 
 def _wrong_noise(patch: pytest.MonkeyPatch) -> None:
-    right = engine.add_noise_
-    patch.setattr(engine, "add_noise_", lambda values, std, *rest: right(values, 1.5 * std, *rest))
+    right = release.add_noise_
+    patch.setattr(release, "add_noise_", lambda values, std, *rest: right(values, 1.5 * std, *rest))
 
 
 @pytest.mark.parametrize(

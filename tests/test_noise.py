@@ -20,16 +20,11 @@ import scipy.special
 import scipy.stats
 import torch
 
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME
-from dp_grape_hf.noise import SECURE_DRAWS, add_secure_noise_, grid_of
-from dp_grape_hf.randomness import (
-    SecretGenerator,
-    add_noise_,
-    noise_generator,
-    secret_generator,
-)
+from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, secret_generator
+from dp_grape_hf.mechanism.noise import SECURE_DRAWS, add_secure_noise_, grid_of
+from dp_grape_hf.mechanism.streams import SecretGenerator, add_noise_
 from tests.support.trainers import make_args, make_trainer, no_loss, spy_releases
 
 both = pytest.mark.parametrize("secure", [False, True], ids=["default", "secure"])

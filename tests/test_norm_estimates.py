@@ -13,14 +13,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dp_grape_hf import norms
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.norms import EstimatedNorms, ExactNorms, NormDirections
+from dp_grape_hf.mechanism import PrivateMechanism, secret_generator
+from dp_grape_hf.mechanism import clipping as norms
+from dp_grape_hf.mechanism.clipping import EstimatedNorms, ExactNorms, NormDirections
+from dp_grape_hf.mechanism.streams import derived_generator
 from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
 from dp_grape_hf.per_sample import gradients as forms
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
-from dp_grape_hf.randomness import derived_generator, secret_generator
 from tests.support.gradients import COLS, FORMS, ROWS, B, materialised
 from tests.support.mechanism import Given, joint_norm, make_private, released, sample_norms, split
 from tests.support.models import only

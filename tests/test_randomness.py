@@ -13,18 +13,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
-from dp_grape_hf import randomness
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.noise import add_noise_at_once_
+from dp_grape_hf.mechanism import noise_generator, secret_generator, shared_sampling_generator
+from dp_grape_hf.mechanism import streams as randomness
+from dp_grape_hf.mechanism.noise import add_noise_at_once_
+from dp_grape_hf.mechanism.streams import add_noise_, sampling_generator
 from dp_grape_hf.projections import round_at_random, rounding_generator
 from dp_grape_hf.projections.seeds import projection_generator, projection_seed_for
-from dp_grape_hf.randomness import (
-    add_noise_,
-    noise_generator,
-    sampling_generator,
-    secret_generator,
-    shared_sampling_generator,
-)
 
 # ---- The public stream ----
 

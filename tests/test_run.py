@@ -10,6 +10,7 @@ import torch
 from transformers import default_data_collator
 
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import (
     BACKWARD,
     CLIP,
@@ -26,7 +27,6 @@ from dp_grape_hf.phases import (
 from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projections import ProjectionSchedule
 from dp_grape_hf.run import Run
-from dp_grape_hf.sampling import LogicalBatch
 from tests.support.trainers import (
     EXACT,
     TinyForSequenceClassification,

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.mechanism import noise_generator
+from dp_grape_hf.mechanism.streams import add_noise_, derived_generator
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
-from dp_grape_hf.randomness import add_noise_, derived_generator, noise_generator
 from tests.processes.run import trained
 from tests.support.models import only
 from tests.support.ports import free_port

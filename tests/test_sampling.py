@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from dp_grape_hf import sampling
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.randomness import sampling_generator
-from dp_grape_hf.sampling import (
+from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
     LengthOf,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
+    sampling,
 )
+from dp_grape_hf.mechanism.streams import sampling_generator
 
 
 def _coins(seed: int = 0) -> torch.Generator:

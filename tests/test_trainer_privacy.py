@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.accounting import compute_epsilon
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.sampling import LogicalBatch, PoissonBatchSampler
+from dp_grape_hf.mechanism import LogicalBatch, PoissonBatchSampler
 from tests.support.models import only
 from tests.support.trainers import (
     EXACT,

@@ -13,14 +13,20 @@ from torch import Tensor
 from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.engine import PrivateMechanism, add_clipped_sum_
 from dp_grape_hf.ledger import Clipping, Ledger, Mechanism
+from dp_grape_hf.mechanism import (
+    PoissonBatchSampler,
+    PrivateMechanism,
+    UnitBatchSampler,
+    UnitCollator,
+    UnitDataset,
+    add_clipped_sum_,
+    read_units,
+)
 from dp_grape_hf.per_sample import UNIT_OF_ROW, Dense, UnitEngine, ZerothOrderEngine, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.units import UnitSum, without_units
 from dp_grape_hf.projections import DIRECTION
-from dp_grape_hf.sampling import PoissonBatchSampler
-from dp_grape_hf.units import UnitBatchSampler, UnitCollator, UnitDataset, read_units
 from tests.support.models import only, row
 from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
 from tests.support.trainers import (

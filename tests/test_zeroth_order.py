@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.optimizers import ZerothOrderSGD
 from dp_grape_hf.per_sample import ZerothOrderEngine, loss_for, make_engine
 from dp_grape_hf.projections import DIRECTION, Directions

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.sampling import LogicalBatch
+from dp_grape_hf.mechanism import LogicalBatch
 from recipes.benchmark.models import Batch, Setting
 from recipes.models.matrix import own_gradients
 

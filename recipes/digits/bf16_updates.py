@@ -34,8 +34,8 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import find_noise_multiplier
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projections import ProjectionSchedule, default_targets

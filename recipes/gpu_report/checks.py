@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import is_flash_attn_2_available
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.matrix import own_gradients, whole_error, worst_error

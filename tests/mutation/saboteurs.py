@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf import engine, file_checks, mixin
+from dp_grape_hf import file_checks, mixin
 from dp_grape_hf.accounting import calibration
-from dp_grape_hf.engine import Factors, PrivateMechanism, add_weighted_sum_
 from dp_grape_hf.ledger import Ledger, is_weights
 from dp_grape_hf.ledger.model_files import Tree
-from dp_grape_hf.norms import Gathered
+from dp_grape_hf.mechanism import PoissonBatchSampler, PrivateMechanism, clipping
+from dp_grape_hf.mechanism import release as engine
+from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.per_sample import Dense, Gradients, coins, selfcheck, units
 from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
-from dp_grape_hf.sampling import PoissonBatchSampler
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _same_draw(patch: pytest.MonkeyPatch) -> None:
 
 def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
     _std_times(0.0)(patch)
-    original = engine.add_clipped_sum_
+    original = clipping.add_clipped_sum_
 
     def add_clipped_sum_(
         total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
@@ -197,7 +197,7 @@ def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
             noisy[name] = Dense(whole + bound * torch.randn_like(whole))
         original(total, noisy, bound, automatic)
 
-    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
+    patch.setattr(clipping, "add_clipped_sum_", add_clipped_sum_)
 
 
 def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
     def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
         return Factors((max_grad_norm / norms).nan_to_num(1.0).clamp(max=1.0), None)
 
-    patch.setattr(engine, "clip_factors", clip_factors)
+    patch.setattr(clipping, "clip_factors", clip_factors)
 
 
 def _small_tensors_unmeasured(patch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
             value = value * min(1.0, bound / max(whole, 1e-12))
             total[name] = total[name] + value if name in total else value
 
-    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
+    patch.setattr(clipping, "add_clipped_sum_", add_clipped_sum_)
 
 
 def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
         finite = norms.isfinite()
         return Factors(torch.ones(int(finite.sum())), None if finite.all() else finite)
 
-    patch.setattr(engine, "clip_factors", clip_factors)
+    patch.setattr(clipping, "clip_factors", clip_factors)
 
 
 def _weights_known_by_name(patch: pytest.MonkeyPatch) -> None:

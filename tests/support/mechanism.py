@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.engine import PrivateMechanism
 from dp_grape_hf.ledger import Ledger, Mechanism
+from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import Gradients, PerSampleEngine
 from dp_grape_hf.projections import Projector
 

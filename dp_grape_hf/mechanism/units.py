@@ -28,12 +28,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism.sampling import LogicalBatch, LogicalBatchCollator, PoissonBatchSampler
 from dp_grape_hf.per_sample import UNIT_OF_ROW
-from dp_grape_hf.sampling import (
-    LogicalBatch,
-    LogicalBatchCollator,
-    PoissonBatchSampler,
-)
 
 _KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
 _AT_ONCE = 2**14  # examples whose column is in memory while it is read

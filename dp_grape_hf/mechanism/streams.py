@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.noise import (
+from dp_grape_hf.mechanism.noise import (
     SECURE_DRAWS,
     add_noise_at_once_,
     add_noise_in_slices_,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,24 +22,33 @@ from torch import Tensor
 from dp_grape_hf.distributed import give_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
-from dp_grape_hf.norms import EstimatedNorms, ExactNorms, Gathered, NormDirections, Norms
+from dp_grape_hf.mechanism.clipping import (
+    EstimatedNorms,
+    ExactNorms,
+    Factors,
+    Gathered,
+    NormDirections,
+    Norms,
+    add_clipped_sum_,
+    add_weighted_sum_,
+    clip_factors,
+)
+from dp_grape_hf.mechanism.streams import add_noise_
 from dp_grape_hf.per_sample import (
     Gradients,
     GradSampleMode,
     Inputs,
     PerSampleEngine,
-    PerSampleGradient,
+    batch_size_of,
     guarding_streams,
     refusing_changed_weights,
 )
-from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
+from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.randomness import add_noise_
 
 # By how much, relative, a norm may grow when it is computed once more, and is taken for larger:
 # a CPU repeats itself, other devices add in no fixed order.
 _REPEATED_ON_CPU, _REPEATED = 1e-5, 1e-3
-_STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
 
 
 class PrivateMechanism:
@@ -246,68 +254,80 @@ class PrivateMechanism:
             give_up(self.per_sample.device)
 
 
-def add_clipped_sum_(
-    total: dict[str, Tensor],
-    per_sample_grads: Gradients,
-    max_grad_norm: float,
-    automatic: bool = False,
-) -> None:
-    """Adds ``sum_i clip(R_i, C)`` to ``total``, in which missing parameters count as zero.
-
-    The dictionary of gradients is emptied: each is freed as soon as it is summed. ``automatic``
-    clipping also scales up what is shorter than C.
-
-    Sensitivity:
-        One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
-        norm is not finite has no part.
-    """
-    gathered = Gathered.of(per_sample_grads)
-    norms = gathered.squared_norm().sqrt()  # (B,)
-    add_weighted_sum_(total, gathered, clip_factors(norms, max_grad_norm, automatic))
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What the gradients of samples are multiplied by."""
-
-    values: Tensor  # of the samples that contribute
-    contributing: Tensor | None  # (B,), a mask; None if all samples contribute
-
-
-def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
-    """Returns what clips gradients of these norms (B,) to C; those that are not finite are out."""
-    finite = norms.isfinite()
-    whole = bool(finite.all())
-    if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
-        norms = norms[finite]
-    if automatic:
-        values = max_grad_norm / (norms + _STABILITY)
-    else:
-        values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
-    return Factors(values, None if whole else finite)
-
-
-def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Factors) -> None:
-    """Adds the weighted gradients to ``total``; each is freed as soon as it is summed."""
-    for name in list(gathered.large):
-        gradient = gathered.large.pop(name)
-        if name not in total:
-            shape, device = gradient.shape, factors.values.device
-            total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-        part = _contributing(gradient, factors)
-        part.add_weighted_sum_(total[name], factors.values)
-    if gathered.small:
-        small = _contributing(gathered.small, factors).weighted_sum(factors.values)
-        sizes = [shape.numel() for shape in gathered.shapes.values()]
-        for (name, shape), own in zip(gathered.shapes.items(), small.split(sizes), strict=True):
-            own = own.view(shape)
-            total[name] = total[name].add_(own) if name in total else own
-
-
-def _contributing(gradient: PerSampleGradient, factors: Factors) -> PerSampleGradient:
-    return gradient if factors.contributing is None else gradient.select(factors.contributing)
-
-
 def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:
     """Returns the L2 norm of private gradients, a scalar, free to log."""
     return torch.nn.utils.get_total_norm(list(private_grads.values()))
+
+
+class BatchGradient:
+    """Turns the physical batches of a draw into the gradient of their mean loss.
+
+    Args:
+        per_sample: computes losses; its trainable parameters are differentiated.
+        ledger: where each step is recorded, of a mechanism without noise.
+        distributed: whether the batch is spread over the ranks of the default process group.
+
+    Raises:
+        PrivacyError: if the ledger would claim a guarantee.
+    """
+
+    noise_std = 0.0
+
+    def __init__(
+        self, per_sample: PerSampleEngine, *, ledger: Ledger, distributed: bool = False
+    ) -> None:
+        if ledger.private:
+            raise PrivacyError("A ledger that claims privacy cannot record releases without noise.")
+        self.per_sample = per_sample
+        self.ledger = ledger
+        self._distributed = distributed
+        self._sum: dict[str, Tensor] | None = None
+        self._count = 0
+
+    def begin(self, projectors: Mapping[str, Projector]) -> None:
+        """Starts a logical batch; nothing is projected before the release."""
+        if projectors:
+            raise PrivacyError("A batch gradient is projected after its release, not at capture.")
+        self._sum, self._count = {}, 0
+
+    def accumulate(self, inputs: Inputs) -> Tensor:
+        """Adds the gradients of a physical batch; returns its losses (B,)."""
+        if self._sum is None:
+            raise PrivacyError("accumulate() without begin(): no logical batch was started.")
+        size = batch_size_of(inputs)
+        losses = self.per_sample.losses(self.per_sample.model, inputs, size)
+        trainable = self.per_sample.trainable
+        with self.per_sample.observer.phase(BACKWARD):
+            found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+            for name, gradient in zip(trainable, found, strict=True):
+                if gradient is not None:
+                    known = self._sum.get(name)
+                    self._sum[name] = gradient.float() if known is None else known + gradient
+        self._count += size
+        return losses.detach()
+
+    def release(self) -> dict[str, Tensor]:
+        """Records the step, and returns mean gradients by parameter name; zero if none was drawn.
+
+        A collective call where the batch is spread over several processes.
+        """
+        if self._sum is None:
+            raise PrivacyError("release() without begin(): no logical batch was started.")
+        total, self._sum = self._sum, None
+        with self.per_sample.observer.phase(RECORD):
+            self.ledger.record()
+        count = torch.tensor([float(self._count)], device=self.per_sample.device)
+        for name, weight in self.per_sample.trainable.items():
+            if name not in total:
+                total[name] = torch.zeros_like(weight, dtype=torch.float32)
+        gradients = {name: total.pop(name).contiguous() for name in self.per_sample.trainable}
+        if self._distributed:
+            sum_over_processes_([count, *gradients.values()])
+        size = count.clamp(min=1)  # each gradient is freed when its mean is there
+        return {name: gradients.pop(name) / size for name in list(gradients)}
+
+    def abandon(self) -> None:
+        """Drops the logical batch after an error, and makes the other processes fail as well."""
+        self._sum = None
+        if self._distributed:
+            give_up(self.per_sample.device)

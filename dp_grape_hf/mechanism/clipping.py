@@ -26,8 +26,12 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.distributed import from_first
-from dp_grape_hf.per_sample import Dense, Gradients
-from dp_grape_hf.randomness import SecretGenerator, derived_generator
+from dp_grape_hf.mechanism.streams import SecretGenerator, derived_generator
+from dp_grape_hf.per_sample import (
+    Dense,
+    Gradients,
+    PerSampleGradient,
+)
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
 _KEY_BYTES = 32
@@ -172,3 +176,68 @@ class EstimatedNorms(Norms):
         assert self._products is not None
         assert self._squared_rounding is not None
         return self._products.square().mean(1).sqrt() + self._squared_rounding.sqrt()
+
+
+_STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
+
+
+def add_clipped_sum_(
+    total: dict[str, Tensor],
+    per_sample_grads: Gradients,
+    max_grad_norm: float,
+    automatic: bool = False,
+) -> None:
+    """Adds ``sum_i clip(R_i, C)`` to ``total``, in which missing parameters count as zero.
+
+    The dictionary of gradients is emptied: each is freed as soon as it is summed. ``automatic``
+    clipping also scales up what is shorter than C.
+
+    Sensitivity:
+        One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
+        norm is not finite has no part.
+    """
+    gathered = Gathered.of(per_sample_grads)
+    norms = gathered.squared_norm().sqrt()  # (B,)
+    add_weighted_sum_(total, gathered, clip_factors(norms, max_grad_norm, automatic))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the gradients of samples are multiplied by."""
+
+    values: Tensor  # of the samples that contribute
+    contributing: Tensor | None  # (B,), a mask; None if all samples contribute
+
+
+def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+    """Returns what clips gradients of these norms (B,) to C; those that are not finite are out."""
+    finite = norms.isfinite()
+    whole = bool(finite.all())
+    if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
+        norms = norms[finite]
+    if automatic:
+        values = max_grad_norm / (norms + _STABILITY)
+    else:
+        values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
+    return Factors(values, None if whole else finite)
+
+
+def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Factors) -> None:
+    """Adds the weighted gradients to ``total``; each is freed as soon as it is summed."""
+    for name in list(gathered.large):
+        gradient = gathered.large.pop(name)
+        if name not in total:
+            shape, device = gradient.shape, factors.values.device
+            total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
+        part = _contributing(gradient, factors)
+        part.add_weighted_sum_(total[name], factors.values)
+    if gathered.small:
+        small = _contributing(gathered.small, factors).weighted_sum(factors.values)
+        sizes = [shape.numel() for shape in gathered.shapes.values()]
+        for (name, shape), own in zip(gathered.shapes.items(), small.split(sizes), strict=True):
+            own = own.view(shape)
+            total[name] = total[name].add_(own) if name in total else own
+
+
+def _contributing(gradient: PerSampleGradient, factors: Factors) -> PerSampleGradient:
+    return gradient if factors.contributing is None else gradient.select(factors.contributing)

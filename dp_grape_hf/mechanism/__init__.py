@@ -1,0 +1,54 @@
+"""Draw, clip, sum, add noise: what the guarantee rests on. The room to audit.
+
+``sampling`` draws each logical batch (``units`` draws people instead of examples), ``clipping``
+bounds what one of them adds, ``release`` adds it up and makes it private, and ``noise`` and
+``streams`` are the randomness, which is secret.
+"""
+
+from dp_grape_hf.mechanism.clipping import add_clipped_sum_
+from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
+from dp_grape_hf.mechanism.sampling import (
+    EmptyDrawDataset,
+    LengthOf,
+    LogicalBatch,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+)
+from dp_grape_hf.mechanism.streams import (
+    NOISE_SLICE,
+    forget_the_seed,
+    noise_generator,
+    secret_generator,
+    shared_sampling_generator,
+)
+from dp_grape_hf.mechanism.units import (
+    UnitBatchSampler,
+    UnitCollator,
+    UnitDataset,
+    Units,
+    read_units,
+    refuse_large_unit,
+)
+
+__all__ = [
+    "NOISE_SLICE",
+    "BatchGradient",
+    "EmptyDrawDataset",
+    "LengthOf",
+    "LogicalBatch",
+    "LogicalBatchCollator",
+    "PoissonBatchSampler",
+    "PrivateMechanism",
+    "UnitBatchSampler",
+    "UnitCollator",
+    "UnitDataset",
+    "Units",
+    "add_clipped_sum_",
+    "forget_the_seed",
+    "noise_generator",
+    "private_norm",
+    "read_units",
+    "refuse_large_unit",
+    "secret_generator",
+    "shared_sampling_generator",
+]
