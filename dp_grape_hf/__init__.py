@@ -18,13 +18,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dp_grape_hf.arguments import DPGrapeTrainingArguments
+    from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacySpent
     from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
     from dp_grape_hf.ledger import Ledger
-    from dp_grape_hf.methods import METHODS
     from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.per_sample import per_sample_gradients
-    from dp_grape_hf.plan import PrivacySpent
     from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
     from dp_grape_hf.trainers import (
         DPGrapeSeq2SeqTrainer,

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from dp_grape_hf.arguments import PrivacySpent
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.plan import PrivacySpent
 
 logger = logging.getLogger(__name__)
 

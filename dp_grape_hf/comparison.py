@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dp_grape_hf.arguments import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.memory import (
@@ -22,7 +23,6 @@ from dp_grape_hf.memory import (
     Setting,
     footprint,
 )
-from dp_grape_hf.methods import METHODS, Method
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.projections import Placement, input_dimensions, placements, projection_targets
 

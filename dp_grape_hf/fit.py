@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory import Setting
-from dp_grape_hf.methods import METHODS
 from dp_grape_hf.timeline import Peak
 
 Simulate = Callable[[Setting], Peak]

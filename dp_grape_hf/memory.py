@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf import methods, phases
-from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf import arguments, phases
+from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
-from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.run import Run
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
@@ -94,7 +93,7 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         PrivacyError: for an unknown method, or a combination that no run can have.
     """
     asked: dict[str, Any] = {}
-    row = methods.METHODS.get(setting.method)
+    row = arguments.METHODS.get(setting.method)
     if row is not None and row.private:
         asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
     if row is not None and row.projected is not None:
@@ -121,7 +120,7 @@ def prepared(model: Any, setting: Setting) -> nn.Module:
     if setting.gradient_checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    row = methods.METHODS.get(setting.method)
+    row = arguments.METHODS.get(setting.method)
     if row is not None and row.adapter:
         import peft  # not above, because that takes seconds
 
@@ -260,7 +259,7 @@ class Step:
         # What the engine does with the first batch only is no part of a step.
         run.per_sample.assume_probed(self.inputs)
         timeline.phase = "setup"
-        if not methods.METHODS[args.method].private:
+        if not arguments.METHODS[args.method].private:
             for parameter in run.trainable.values():
                 parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
         batch = LogicalBatch([self.inputs], [setting.batch_size])

@@ -30,7 +30,15 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
-from dp_grape_hf.arguments import DPGrapeArguments, DPGrapeTrainingArguments
+from dp_grape_hf.arguments import (
+    METHODS,
+    DPGrapeArguments,
+    DPGrapeTrainingArguments,
+    PrivacyPlan,
+    PrivacySpent,
+    check_dataset,
+    refuse_model,
+)
 from dp_grape_hf.bad_data import explaining_bad_data
 from dp_grape_hf.callbacks import (
     OnlyPrivateLogs,
@@ -63,7 +71,6 @@ from dp_grape_hf.mechanism import (
     refuse_large_unit,
     shared_sampling_generator,
 )
-from dp_grape_hf.methods import METHODS, refuse_model
 from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.per_sample import (
     LossFunction,
@@ -79,7 +86,6 @@ from dp_grape_hf.per_sample import (
     with_three_arguments,
 )
 from dp_grape_hf.phases import Observer
-from dp_grape_hf.plan import PrivacyPlan, PrivacySpent, check_dataset
 from dp_grape_hf.run import Run
 from dp_grape_hf.seams import require_seams
 from dp_grape_hf.staging import is_hub_name

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import BatchGradient, LogicalBatch, PrivateMechanism, private_norm
-from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizers import (
     ITERATES,
     Iterate,

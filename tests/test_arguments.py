@@ -15,9 +15,10 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from dp_grape_hf.arguments import ALIASES, DPGrapeArguments
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.arguments.arguments import ALIASES
+from dp_grape_hf.arguments.refusals import UPLOADING_TRACKERS
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.refusals import UPLOADING_TRACKERS
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
 BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from dp_grape_hf import memory_command
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.cli import main
 from dp_grape_hf.comparison import (
     FORMULAS,
@@ -22,7 +23,6 @@ from dp_grape_hf.comparison import (
 )
 from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
 from dp_grape_hf.memory_command import Comparison, Report
-from dp_grape_hf.methods import METHODS
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projections import placements
 from tests.support.marks import slow_but

@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from dp_grape_hf.accounting import Releases, compose_epsilon, compute_epsilon, find_noise_multiplier
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
 from dp_grape_hf.ledger import earlier as continuing
 from dp_grape_hf.ledger.entries import OTHER_DATA, SAME_DATA
 from dp_grape_hf.model_card import render
-from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.verify import MISMATCH, verify
 from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
 from tests.support.ledgers import MECHANISM

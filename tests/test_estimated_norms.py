@@ -25,8 +25,8 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.accounting.accountants import Block
 from dp_grape_hf.accounting.estimated_norms import sensitivities
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.plan import PrivacyPlan
 from tests.support.trainers import make_args
 
 VALID: dict[str, Any] = {

@@ -14,13 +14,13 @@ import pytest
 
 from dp_grape_hf.accounting import Releases, compose_epsilon
 from dp_grape_hf.accounting.calibration import PRV
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release
 from dp_grape_hf.ledger import ledger as ledger_module
 from dp_grape_hf.ledger.entries import broken, has_been_head, is_prefix
 from dp_grape_hf.ledger.ledger import SCHEMA_VERSION
 from dp_grape_hf.ledger.record import LEFT_OUT_IF_NONE, MAY_CHANGE_ON_RESUME
-from dp_grape_hf.plan import PrivacyPlan
 from tests.support.ledgers import MECHANISM, edit, rewrite
 from tests.support.trainers import make_args
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
+from dp_grape_hf.arguments import METHODS, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
-from dp_grape_hf.methods import METHODS, Projected
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.run import scale_rates

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import (
     OtherProcessFailed,
     failing_together,
@@ -25,7 +26,6 @@ from dp_grape_hf.distributed import (
     require_agreement,
 )
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.methods import METHODS
 from dp_grape_hf.projections import default_targets
 from tests.processes.run import (
     NOISE_ALONE,

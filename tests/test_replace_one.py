@@ -25,9 +25,9 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.accounting.accountants import ORDERS, log_moments, log_moments_of_replacement
 from dp_grape_hf.accounting.replace_one import output_of_loss
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.plan import PrivacyPlan
 from tests.support.trainers import make_args
 
 REPLACE_ONE = Adjacency.REPLACE_ONE

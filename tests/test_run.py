@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import default_data_collator
 
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import (
@@ -24,7 +25,6 @@ from dp_grape_hf.phases import (
     UPDATE,
     Observer,
 )
-from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.projections import ProjectionSchedule
 from dp_grape_hf.run import Run
 from tests.support.trainers import (

@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from dp_grape_hf import PrivacyError, ProjectedOptimizer, plan
+from dp_grape_hf import PrivacyError, ProjectedOptimizer
 from dp_grape_hf.accounting import find_noise_multiplier
+from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
 from tests.support.ledgers import edit, rewrite

@@ -27,12 +27,11 @@ from dp_grape_hf.accounting import (
     find_noise_multiplier,
 )
 from dp_grape_hf.accounting.accountants import ORDERS
-from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.cli import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests
 from dp_grape_hf.model_card import render
-from dp_grape_hf.plan import PrivacyPlan
 from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
 from tests.support.ledgers import MECHANISM, edit
 from tests.support.marks import slow_but

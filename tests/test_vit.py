@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as Picture
 from transformers import ViTConfig, ViTForImageClassification
 
-from dp_grape_hf.methods import METHODS
+from dp_grape_hf.arguments import METHODS
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, main, parse
 from recipes.paper.images import Batches, Images, Source, accuracy, held_out, load_images

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainer
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import from_first, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.methods import METHODS
 from tests.processes.traffic import per_call
 from tests.support.models import only
 from tests.support.trainers import (

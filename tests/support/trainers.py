@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.mechanism import LogicalBatch
-from dp_grape_hf.methods import METHODS
 from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.trainers import TestGenerators

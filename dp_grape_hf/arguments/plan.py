@@ -23,7 +23,7 @@ from dp_grape_hf.accounting import (
     refuse_large_delta,
     smallest_batch_cap,
 )
-from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.arguments.arguments import DPGrapeArguments
 from dp_grape_hf.distributed import require_agreement
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import (

@@ -16,9 +16,9 @@ from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.accounting import Trials
+from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import EXAMPLE, Clipping, Sampling
-from dp_grape_hf.methods import METHODS, Method, Projected
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PROJECTIONS, SVD
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 from transformers import TrainingArguments
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
-from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
-from dp_grape_hf.methods import METHODS
-from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
-from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import PROJECTIONS, DirectionDistribution, ProjectionSide
-from dp_grape_hf.refusals import (
+from dp_grape_hf.arguments.methods import METHODS
+from dp_grape_hf.arguments.refusals import (
     refuse_contradictions,
     refuse_host_options,
     refuse_machine,
 )
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
+from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
+from dp_grape_hf.per_sample import ENGINES, GradSampleMode
+from dp_grape_hf.projections import PROJECTIONS, DirectionDistribution, ProjectionSide
 
 ALIASES = {
     "eps": "target_epsilon",
