@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import ADAPTER_CONFIG, CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.model_card import CardDetails, render
+from dp_grape_hf.publishing import CardDetails, render
 
 
 def run(args: argparse.Namespace) -> str:

@@ -57,7 +57,6 @@ from dp_grape_hf.data import loader_of, refuse_training_data
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
-from dp_grape_hf.hub import Repository
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests, find_earlier, remember
 from dp_grape_hf.mechanism import (
     LengthOf,
@@ -71,7 +70,6 @@ from dp_grape_hf.mechanism import (
     refuse_large_unit,
     shared_sampling_generator,
 )
-from dp_grape_hf.model_card import CardDetails, declare, render
 from dp_grape_hf.per_sample import (
     LossFunction,
     TrainerLoss,
@@ -86,9 +84,9 @@ from dp_grape_hf.per_sample import (
     with_three_arguments,
 )
 from dp_grape_hf.phases import Observer
+from dp_grape_hf.publishing import CardDetails, Repository, declare, is_hub_name, render
 from dp_grape_hf.run import Run
 from dp_grape_hf.seams import require_seams
-from dp_grape_hf.staging import is_hub_name
 
 if TYPE_CHECKING:
     _Host = Trainer

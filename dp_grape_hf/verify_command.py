@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.publishing import ABSENT, MISMATCH, verify
 from dp_grape_hf.tables import table
-from dp_grape_hf.verify import ABSENT, MISMATCH, verify
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:

@@ -24,8 +24,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
 from dp_grape_hf.ledger import earlier as continuing
 from dp_grape_hf.ledger.entries import OTHER_DATA, SAME_DATA
-from dp_grape_hf.model_card import render
-from dp_grape_hf.verify import MISMATCH, verify
+from dp_grape_hf.publishing import MISMATCH, render, verify
 from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
 from tests.support.ledgers import MECHANISM
 from tests.support.models import only

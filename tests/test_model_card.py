@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
-from dp_grape_hf.claims import BEGIN, END, statement_in
 from dp_grape_hf.cli import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.model_card import CardDetails, declare, render
+from dp_grape_hf.publishing import CardDetails, declare, render
+from dp_grape_hf.publishing.statement import BEGIN, END, statement_in
 from tests.support import ledgers
 from tests.support.hub_server import metadata_errors
 

@@ -31,8 +31,8 @@ from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.cli import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests
-from dp_grape_hf.model_card import render
-from dp_grape_hf.verify import ABSENT, MISMATCH, OK, verify
+from dp_grape_hf.publishing import ABSENT, MISMATCH, render, verify
+from dp_grape_hf.publishing.verification import OK
 from tests.support.ledgers import MECHANISM, edit
 from tests.support.marks import slow_but
 from tests.support.trainers import make_args, make_trainer

@@ -34,7 +34,6 @@ from transformers import (
 from dp_grape_hf import ledger_command, verify_command
 from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
-from dp_grape_hf.claims import BEGIN, END, TAG
 from dp_grape_hf.cli import main
 from dp_grape_hf.ledger import (
     ADAPTER,
@@ -46,9 +45,10 @@ from dp_grape_hf.ledger import (
     may_be_weights,
 )
 from dp_grape_hf.ledger.model_files import weight_files
-from dp_grape_hf.loading import differences
-from dp_grape_hf.model_card import CardDetails, render
-from dp_grape_hf.verify import ABSENT, MISMATCH, OK, Check, verify
+from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
+from dp_grape_hf.publishing.loading import differences
+from dp_grape_hf.publishing.statement import BEGIN, END, TAG
+from dp_grape_hf.publishing.verification import OK, Check
 from tests.support.ledgers import MECHANISM, edit, rewrite
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import ADAPTER_CONFIG, is_weights
-from dp_grape_hf.staging import Card, OnHub, is_hub_name, stage
+from dp_grape_hf.publishing.staging import Card, OnHub, is_hub_name, stage
 
 logger = logging.getLogger(__name__)
 

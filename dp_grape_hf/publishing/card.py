@@ -14,7 +14,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from dp_grape_hf.claims import (
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import EXAMPLE, Ledger
+from dp_grape_hf.publishing.statement import (
     TAG,
     epsilon_text,
     is_tag,
@@ -24,8 +26,6 @@ from dp_grape_hf.claims import (
     unit_of,
     without_guarantee,
 )
-from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import EXAMPLE, Ledger
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _SOURCES = {

@@ -26,8 +26,8 @@ from dp_grape_hf.ledger import (
     may_be_weights,
     tree,
 )
-from dp_grape_hf.loading import NotLoadable, differences
-from dp_grape_hf.staging import code_named, weights_named
+from dp_grape_hf.publishing.loading import NotLoadable, differences
+from dp_grape_hf.publishing.staging import code_named, weights_named
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 _CONFIG = re.compile(r"config.*\.json$|\.index\.json$")

@@ -20,7 +20,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from dp_grape_hf.accounting import LEAST, AccountantFailure, rounded_up
-from dp_grape_hf.claims import (
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
+from dp_grape_hf.publishing.statement import (
     LAST_DIGITS,
     TAG,
     epsilon_in,
@@ -32,9 +35,6 @@ from dp_grape_hf.claims import (
     statement_of,
     without_guarantee,
 )
-from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 
 # The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02

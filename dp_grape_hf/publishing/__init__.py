@@ -1,0 +1,23 @@
+"""What leaves the machine, and how to check it.
+
+``statement`` says what a ledger allows to claim, ``card`` puts it into a model card, ``staging``
+lists the files that may be uploaded and takes local paths out of them, ``hub`` uploads them as one
+commit, and ``verification`` holds card, weights and ledger against each other.
+"""
+
+from dp_grape_hf.publishing.card import CardDetails, declare, render
+from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
+from dp_grape_hf.publishing.hub import Repository
+from dp_grape_hf.publishing.staging import is_hub_name
+from dp_grape_hf.publishing.verification import verify
+
+__all__ = [
+    "ABSENT",
+    "MISMATCH",
+    "CardDetails",
+    "Repository",
+    "declare",
+    "is_hub_name",
+    "render",
+    "verify",
+]
