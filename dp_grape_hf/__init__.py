@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from dp_grape_hf.ledger import Ledger
     from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.per_sample import per_sample_gradients
-    from dp_grape_hf.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401  (needs TRL)
-    from dp_grape_hf.trainers import (
+    from dp_grape_hf.trainer import (  # noqa: F401  (needs TRL)
         DPGrapeSeq2SeqTrainer,
         DPGrapeSeq2SeqTrainingArguments,
+        DPGrapeSFTConfig,
+        DPGrapeSFTTrainer,
         DPGrapeTrainer,
     )
 

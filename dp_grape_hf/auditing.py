@@ -32,7 +32,7 @@ from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import secret_generator
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.trainers import DPGrapeTrainer
+from dp_grape_hf.trainer import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd", "dp_jl")
 """Methods whose release is linear in the gradients of the canaries, with SGD as update rule."""

@@ -29,7 +29,6 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
-from dp_grape_hf.run import Run
 from dp_grape_hf.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -40,6 +39,7 @@ from dp_grape_hf.timeline import (
     Peak,
     Timeline,
 )
+from dp_grape_hf.trainer import Run
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
 COMPARED = (ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE)

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.bad_data import described, explaining_bad_data
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.bad_data import described
-from dp_grape_hf.collators import refuse_mixing_collator
 from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
     LogicalBatch,
@@ -23,6 +21,8 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.per_sample import UNIT_OF_ROW, batch_size_of, loss_for
 from dp_grape_hf.per_sample.losses.losses import checked
 from dp_grape_hf.per_sample.units import _split
+from dp_grape_hf.trainer.bad_data import described
+from dp_grape_hf.trainer.collators import refuse_mixing_collator
 from tests.support.models import only
 from tests.support.trainers import make_trainer, points
 

@@ -22,13 +22,13 @@ from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.checkpoints import (
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
     last_whole_checkpoint,
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from tests.support.trainers import (
     FEATURES,
     Examples,

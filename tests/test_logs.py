@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from dp_grape_hf.mixin import DPGrapeMixin
+from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from tests.support.trainers import Watch, make_trainer, points
 
 LEAK = 0.8642  # a number of the training data, wherever it turns up

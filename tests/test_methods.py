@@ -22,7 +22,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator
-from dp_grape_hf.run import scale_rates
+from dp_grape_hf.trainer.run import scale_rates
 from tests.support.marks import slow_but
 from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (

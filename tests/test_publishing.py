@@ -29,7 +29,6 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_grape_hf.checkpoints import fault_of_checkpoint
 from dp_grape_hf.cli import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights, digests
@@ -38,7 +37,8 @@ from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.publishing import Repository, is_hub_name
 from dp_grape_hf.publishing import hub as uploads
 from dp_grape_hf.publishing.staging import kind_of, stage, without_paths
-from dp_grape_hf.trainers import DPGrapeTrainer
+from dp_grape_hf.trainer import DPGrapeTrainer
+from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
 from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
 from tests.support.models import only
 from tests.support.trainers import (

@@ -26,7 +26,7 @@ from dp_grape_hf.phases import (
     Observer,
 )
 from dp_grape_hf.projections import ProjectionSchedule
-from dp_grape_hf.run import Run
+from dp_grape_hf.trainer import Run
 from tests.support.trainers import (
     EXACT,
     TinyForSequenceClassification,

@@ -21,8 +21,8 @@ import transformers
 from transformers import Trainer
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
-from dp_grape_hf.mixin import DPGrapeMixin
-from dp_grape_hf.seams import SEAMS
+from dp_grape_hf.trainer.mixin import DPGrapeMixin
+from dp_grape_hf.trainer.seams import SEAMS
 from tests.support.trainers import make_trainer
 
 ROOT = Path(__file__).resolve().parent.parent

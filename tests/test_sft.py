@@ -25,7 +25,7 @@ trl = pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
 
 from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: E402  (needs TRL)
-from dp_grape_hf.sft import REFUSED_IF_SET  # noqa: E402
+from dp_grape_hf.trainer.sft import REFUSED_IF_SET  # noqa: E402
 
 # TRL sets the old name of the option by default, and transformers says so.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
@@ -229,7 +229,7 @@ def test_arguments_of_the_original_are_refused(tmp_path: Path) -> None:
 
 def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "dp_grape_hf.sft")
+    monkeypatch.delitem(sys.modules, "dp_grape_hf.trainer.sft")
     monkeypatch.delattr(dp_grape_hf, "sft")
     with pytest.raises(ImportError, match=r"pip install 'dp_grape_hf\[sft\]'"):
         dp_grape_hf.__getattr__("DPGrapeSFTTrainer")

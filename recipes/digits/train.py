@@ -39,7 +39,7 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
     per_sample_gradients,
 )
-from dp_grape_hf.callbacks import PrivacyProgress
+from dp_grape_hf.trainer import PrivacyProgress
 from recipes.common.provenance import settings, spent_as_json, versions
 
 CONFIG = Path(__file__).with_name("config.yaml")

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf import mixin
 from dp_grape_hf.accounting import calibration
 from dp_grape_hf.ledger import Ledger, is_weights
 from dp_grape_hf.ledger.model_files import Tree
@@ -27,6 +26,7 @@ from dp_grape_hf.per_sample import Dense, Gradients, coins, selfcheck, units
 from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.publishing import file_checks
+from dp_grape_hf.trainer import mixin
 
 
 @dataclass(frozen=True)

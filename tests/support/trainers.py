@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.mechanism import LogicalBatch
-from dp_grape_hf.mixin import DPGrapeMixin
 from dp_grape_hf.phases import RELEASED, Observer
-from dp_grape_hf.trainers import TestGenerators
+from dp_grape_hf.trainer.mixin import DPGrapeMixin
+from dp_grape_hf.trainer.trainers import TestGenerators
 from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3

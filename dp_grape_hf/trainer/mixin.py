@@ -39,24 +39,8 @@ from dp_grape_hf.arguments import (
     check_dataset,
     refuse_model,
 )
-from dp_grape_hf.bad_data import explaining_bad_data
-from dp_grape_hf.callbacks import (
-    OnlyPrivateLogs,
-    PrivacyProgress,
-    SeeIterates,
-    StopAtBudget,
-    refuse_early_stopping,
-)
-from dp_grape_hf.checkpoints import (
-    last_whole_checkpoint,
-    require_whole_checkpoint,
-    saving_a_checkpoint,
-)
-from dp_grape_hf.collators import collated_examples, examine_collator
-from dp_grape_hf.data import loader_of, refuse_training_data
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.host_options import refuse_launcher, refuse_scheduler
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests, find_earlier, remember
 from dp_grape_hf.mechanism import (
     LengthOf,
@@ -85,8 +69,24 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.publishing import CardDetails, Repository, declare, is_hub_name, render
-from dp_grape_hf.run import Run
-from dp_grape_hf.seams import require_seams
+from dp_grape_hf.trainer.bad_data import explaining_bad_data
+from dp_grape_hf.trainer.callbacks import (
+    OnlyPrivateLogs,
+    PrivacyProgress,
+    SeeIterates,
+    StopAtBudget,
+    refuse_early_stopping,
+)
+from dp_grape_hf.trainer.checkpoints import (
+    last_whole_checkpoint,
+    require_whole_checkpoint,
+    saving_a_checkpoint,
+)
+from dp_grape_hf.trainer.collators import collated_examples, examine_collator
+from dp_grape_hf.trainer.data import loader_of, refuse_training_data
+from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.run import Run
+from dp_grape_hf.trainer.seams import require_seams
 
 if TYPE_CHECKING:
     _Host = Trainer

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mixin import DPGrapeMixin
+from dp_grape_hf.trainer.mixin import DPGrapeMixin
 
 try:
     from trl import SFTConfig, SFTTrainer
