@@ -48,29 +48,29 @@ __all__ = [
     "per_sample_gradients",
 ]
 
-_MODULE_OF = {
-    "METHODS": "methods",
-    "DPGrapeSFTConfig": "sft",
-    "DPGrapeSFTTrainer": "sft",
-    "DPGrapeSeq2SeqTrainer": "trainers",
-    "DPGrapeSeq2SeqTrainingArguments": "trainers",
-    "DPGrapeTrainer": "trainers",
+_ROOM_OF = {
+    "METHODS": "arguments",
+    "DPGrapeSFTConfig": "trainer",
+    "DPGrapeSFTTrainer": "trainer",
+    "DPGrapeSeq2SeqTrainer": "trainer",
+    "DPGrapeSeq2SeqTrainingArguments": "trainer",
+    "DPGrapeTrainer": "trainer",
     "DPGrapeTrainingArguments": "arguments",
     "Ledger": "ledger",
     "PrivacyError": "errors",
-    "PrivacySpent": "plan",
-    "ProjectedAdam": "optimizer",
-    "ProjectedOptimizer": "optimizer",
+    "PrivacySpent": "arguments",
+    "ProjectedAdam": "optimizers",
+    "ProjectedOptimizer": "optimizers",
     "UnsupportedModelError": "errors",
-    "per_sample_gradients": "engines",
+    "per_sample_gradients": "per_sample",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *_ROOM_OF})

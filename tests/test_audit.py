@@ -20,7 +20,7 @@ from dp_grape_hf.auditing import (
     log_likelihood_ratio,
     p_value,
 )
-from dp_grape_hf.cli import main
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import release
 from dp_grape_hf.mechanism.streams import add_noise_

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import RobertaConfig, ViTConfig
 
-from dp_grape_hf import options
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     LEAST,
@@ -20,13 +19,12 @@ from dp_grape_hf.accounting import (
     compute_epsilon,
 )
 from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
-from dp_grape_hf.calibrate_command import DEFAULT_EPSILONS
-from dp_grape_hf.cli import main
-from dp_grape_hf.comparison import TITLES
+from dp_grape_hf.cli import options
+from dp_grape_hf.cli.calibrate import DEFAULT_EPSILONS
+from dp_grape_hf.cli.main import main
+from dp_grape_hf.cli.tables import WIDTH, table
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Clipping
-from dp_grape_hf.memory import COMPARED, Setting
-from dp_grape_hf.tables import WIDTH, table
-from dp_grape_hf.timeline import KINDS
+from dp_grape_hf.memory import COMPARED, KINDS, TITLES, Setting
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"

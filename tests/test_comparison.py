@@ -9,20 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-from dp_grape_hf import memory_command
 from dp_grape_hf.arguments import METHODS
-from dp_grape_hf.cli import main
-from dp_grape_hf.comparison import (
+from dp_grape_hf.cli import memory
+from dp_grape_hf.cli.main import main
+from dp_grape_hf.cli.memory import Comparison, Report
+from dp_grape_hf.memory import (
+    ADAMW,
     FORMULAS,
     Compared,
+    Setting,
     choices,
     every_method,
+    footprint,
     simulate_all,
-    sizes_of,
     sizes_of_model,
 )
-from dp_grape_hf.memory import ADAMW, Setting, footprint, prepared
-from dp_grape_hf.memory_command import Comparison, Report
+from dp_grape_hf.memory.comparison import sizes_of
+from dp_grape_hf.memory.step import prepared
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projections import placements
 from tests.support.marks import slow_but
@@ -245,7 +248,7 @@ def test_the_command_prints_json(
         found = every_method(setting)
         return [one(found, ADAMW), one(found, "dp_grape")]
 
-    monkeypatch.setattr(memory_command, "every_method", few)
+    monkeypatch.setattr(memory, "every_method", few)
     command = (
         f"memory --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
     )

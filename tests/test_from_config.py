@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, RobertaConfig, T5Config, ViTConfig, WhisperConfig
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.from_config import ModelOfConfig
+from dp_grape_hf.memory import ModelOfConfig
 from dp_grape_hf.per_sample import loss_for
 
 SIZES = {

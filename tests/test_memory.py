@@ -21,34 +21,30 @@ from transformers import (
 )
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.fit import GIB, MOST_SAMPLES, largest_batch, turn_each, turn_until_it_fits
 from dp_grape_hf.memory import (
+    ACTIVATIONS,
     ADAMW,
     COMPARED,
-    DP_ADAM,
-    DP_ADAM_DENSE,
     DP_GRAPE,
-    Setting,
-    Step,
-    cast,
-    compared,
-    prepared,
-)
-from dp_grape_hf.memory import simulate as simulate_step
-from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.timeline import (
-    ACTIVATIONS,
+    GIB,
     KINDS,
+    MOST_SAMPLES,
     OPTIMIZER,
-    PER_SAMPLE,
     PROJECTIONS,
-    SUMS,
-    TEMPORARY,
     WEIGHTS,
     Peak,
+    Setting,
     Timeline,
+    compared,
+    largest_batch,
+    turn_each,
+    turn_until_it_fits,
 )
+from dp_grape_hf.memory import simulate as simulate_step
+from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.step import DP_ADAM, DP_ADAM_DENSE, Step, cast, prepared
+from dp_grape_hf.memory.timeline import PER_SAMPLE, SUMS, TEMPORARY
+from dp_grape_hf.per_sample import GradSampleMode
 
 SLOW = pytest.mark.slow
 TEXT, IMAGE = "text", "image"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
-from dp_grape_hf.cli import main
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import CardDetails, declare, render

@@ -51,7 +51,7 @@ from transformers import (
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST
-from dp_grape_hf.cli import COMMANDS, main
+from dp_grape_hf.cli.main import COMMANDS, main
 from tests.support.hub_server import TOKEN, serve_as_the_hub
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,7 +29,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_grape_hf.cli import main
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights, digests
 from dp_grape_hf.ledger.entries import extended

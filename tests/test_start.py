@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import dp_grape_hf
-from dp_grape_hf.cli import COMMANDS, main
+from dp_grape_hf.cli.main import COMMANDS, main
 
 HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "peft", "trl", "pandas"}
 OF_A_TRAINER = {"dp_grape_hf", "prv_accountant", "scipy", "tqdm"}
@@ -31,7 +31,7 @@ def modules_after(code: str) -> set[str]:
 
 
 def of_command(command: str) -> str:
-    return f"import sys\nfrom dp_grape_hf.cli import main\nsys.exit(main({command.split()!r}))"
+    return f"import sys\nfrom dp_grape_hf.cli.main import main\nsys.exit(main({command.split()!r}))"
 
 
 def packages(modules: set[str]) -> set[str]:

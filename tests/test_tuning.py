@@ -28,7 +28,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.accounting.accountants import ORDERS
 from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
-from dp_grape_hf.cli import main
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests
 from dp_grape_hf.publishing import ABSENT, MISMATCH, render, verify

@@ -31,10 +31,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from dp_grape_hf import ledger_command, verify_command
 from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
-from dp_grape_hf.cli import main
+from dp_grape_hf.cli import ledger as ledger_command
+from dp_grape_hf.cli import verify as verify_command
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import (
     ADAPTER,
     CARD_NAME,

@@ -8,7 +8,7 @@
 Four parts, in this order: ``checks`` compares gradients and releases on the device with their
 definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
 configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, of images also naive
-DP-GaLore, and notes memory and time; ``simulations`` runs ``dp_grape_hf.memory`` for the same
+DP-GaLore, and notes memory and time; ``simulations`` runs ``dp_grape_hf.memory.step`` for the same
 cells; ``table`` renders what is there.
 
 Each device has a report of its own, ``gpu_report-nvidia-h100-80gb-hbm3.json`` for example, which is
@@ -45,8 +45,8 @@ from transformers import set_seed
 
 import dp_grape_hf
 from dp_grape_hf import memory
+from dp_grape_hf.memory import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.timeline import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from recipes.benchmark.methods import PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark.models import VIT, Batch, Setting
 from recipes.common.provenance import git_commit

@@ -12,33 +12,36 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from dp_grape_hf.comparison import (
+from dp_grape_hf.cli.tables import table
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Clipping
+from dp_grape_hf.memory import (
+    COMPARED,
+    DP_GRAPE,
     FORMULAS,
+    GIB,
+    KINDS,
+    MOST_SAMPLES,
     TITLES,
     Compared,
+    Fit,
+    ModelOfConfig,
+    Peak,
+    Setting,
+    Simulate,
     Sizes,
+    Turned,
     choices,
+    compared,
     every_method,
+    largest_batch,
+    simulate,
     simulate_all,
     sizes_of_model,
-)
-from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.fit import (
-    GIB,
-    MOST_SAMPLES,
-    Fit,
-    Simulate,
-    Turned,
-    largest_batch,
     turn_each,
     turn_until_it_fits,
 )
-from dp_grape_hf.from_config import ModelOfConfig
-from dp_grape_hf.ledger import Clipping
-from dp_grape_hf.memory import COMPARED, DP_GRAPE, Setting, compared, simulate
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.tables import table
-from dp_grape_hf.timeline import KINDS, Peak
 
 
 def run(args: argparse.Namespace) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.memory import Setting
-from dp_grape_hf.timeline import Peak
+from dp_grape_hf.memory.step import Setting
+from dp_grape_hf.memory.timeline import Peak
 
 Simulate = Callable[[Setting], Peak]
 GIB = 2**30

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.fakes import fake_tensors
+from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.per_sample import choice, classification, loss_for
 
 _CHOICES = 4  # options of a multiple-choice question

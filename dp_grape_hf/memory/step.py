@@ -24,12 +24,10 @@ from torch import Tensor, nn
 
 from dp_grape_hf import arguments, phases
 from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
-from dp_grape_hf.fakes import fake_tensors
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
-from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
-from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
-from dp_grape_hf.timeline import (
+from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
     PER_SAMPLE,
@@ -39,6 +37,8 @@ from dp_grape_hf.timeline import (
     Peak,
     Timeline,
 )
+from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
+from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.trainer import Run
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import AccountantFailure, EpsilonCurve, rounded_up
+from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import (
     KIND_OF,
@@ -25,7 +26,6 @@ from dp_grape_hf.ledger import (
     Start,
     Weights,
 )
-from dp_grape_hf.tables import table
 
 _POINTS = 40  # of the curve
 

@@ -14,15 +14,8 @@ from torch import nn
 
 from dp_grape_hf.arguments import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.fakes import fake_tensors
-from dp_grape_hf.memory import (
-    ADAMW,
-    DP_ADAM,
-    DP_ADAM_DENSE,
-    Footprint,
-    Setting,
-    footprint,
-)
+from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.step import ADAMW, DP_ADAM, DP_ADAM_DENSE, Footprint, Setting, footprint
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.projections import Placement, input_dimensions, placements, projection_targets
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from dp_grape_hf import options
+from dp_grape_hf.cli import options
 from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
@@ -16,7 +16,7 @@ COMMANDS = {
     "verify": "check a saved or published model against its privacy ledger",
     "ledger": "show what a run recorded, and the epsilon it spent",
 }
-"""By name: a line of help. ``options.add_NAME`` has its options, ``NAME_command.run`` runs it.
+"""By name: a line of help. ``options.add_NAME`` has its options, the ``run`` of the module of its name runs it.
 
 Only the command that runs is imported: some need torch, which takes seconds.
 """
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         getattr(options, f"add_{name}")(subparser)
     args = parser.parse_args(argv)
-    command = import_module(f"dp_grape_hf.{args.command}_command")
+    command = import_module(f"dp_grape_hf.cli.{args.command}")
     run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run
     try:
         result = run(args)

@@ -1,0 +1,1 @@
+"""The door: the command ``dp-grape``, and one module for each of its subcommands."""

@@ -1,0 +1,79 @@
+"""The memory of a training step, before there is a GPU.
+
+``step`` runs the step of the trainer on fake tensors, ``timeline`` says what was alive when,
+``fit`` finds the largest batch for a card, and ``comparison`` does it for every method.
+"""
+
+from dp_grape_hf.memory.comparison import (
+    FORMULAS,
+    TITLES,
+    Compared,
+    Sizes,
+    choices,
+    every_method,
+    simulate_all,
+    sizes_of_model,
+)
+from dp_grape_hf.memory.fit import (
+    GIB,
+    MOST_SAMPLES,
+    Fit,
+    Simulate,
+    Turned,
+    largest_batch,
+    turn_each,
+    turn_until_it_fits,
+)
+from dp_grape_hf.memory.from_config import ModelOfConfig
+from dp_grape_hf.memory.step import (
+    ADAMW,
+    COMPARED,
+    DP_GRAPE,
+    Setting,
+    compared,
+    footprint,
+    simulate,
+)
+from dp_grape_hf.memory.timeline import (
+    ACTIVATIONS,
+    KINDS,
+    OPTIMIZER,
+    PROJECTIONS,
+    WEIGHTS,
+    Peak,
+    Timeline,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "ADAMW",
+    "COMPARED",
+    "DP_GRAPE",
+    "FORMULAS",
+    "GIB",
+    "KINDS",
+    "MOST_SAMPLES",
+    "OPTIMIZER",
+    "PROJECTIONS",
+    "TITLES",
+    "WEIGHTS",
+    "Compared",
+    "Fit",
+    "ModelOfConfig",
+    "Peak",
+    "Setting",
+    "Simulate",
+    "Sizes",
+    "Timeline",
+    "Turned",
+    "choices",
+    "compared",
+    "every_method",
+    "footprint",
+    "largest_batch",
+    "simulate",
+    "simulate_all",
+    "sizes_of_model",
+    "turn_each",
+    "turn_until_it_fits",
+]
