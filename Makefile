@@ -50,7 +50,7 @@ seams: $(VENV)/.installed-test  ## hold the overrides against the Trainer of eve
 	@minor=10; while $(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps \
 		--only-binary :all: --dest $(WHEELS) "transformers==5.$$minor.*" 2>/dev/null; \
 		do minor=$$((minor + 1)); done
-	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/test_seams.py
+	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/trainer/test_seams.py
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
 	$(RUFF) dp_grape_hf recipes tests

@@ -334,68 +334,66 @@ SABOTEURS = (
         "noise is halved",
         _std_times(0.5),
         (
-            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_engine.py::test_the_noise_has_its_std_in_every_single_coordinate",
+            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_release.py::test_the_noise_has_its_std_in_every_single_coordinate",
         ),
     ),
     Saboteur(
         "noise is of the mean's size, on the sum",
         _std_of_mean,
         (
-            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_engine.py::test_the_noise_has_its_std_in_every_single_coordinate",
+            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_release.py::test_the_noise_has_its_std_in_every_single_coordinate",
         ),
     ),
     Saboteur(
         "noise is skipped on empty batches",
         _quiet_when_empty,
-        ("test_engine.py::test_an_empty_logical_batch_releases_noise_and_is_recorded",),
+        ("test_release.py::test_an_empty_logical_batch_releases_noise_and_is_recorded",),
     ),
     Saboteur(
         "noise is seeded from args.seed",
         _noise_from_seed,
-        (
-            "test_trainer_privacy.py::test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise",
-        ),
+        ("test_privacy.py::test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise",),
     ),
     Saboteur(
         "noise is the same in every step",
         _noise_again,
-        ("test_engine.py::test_no_two_releases_and_no_two_tensors_share_noise",),
+        ("test_release.py::test_no_two_releases_and_no_two_tensors_share_noise",),
     ),
     Saboteur(
         "noise is added before the clip",
         _noise_before_clip,
-        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
     ),
     Saboteur(
         "noise in coordinates is divided by sqrt(r)",
         _unscaled_in_coordinates,
         (
-            "test_engine.py::test_the_release_equals_its_definition[opt-projected]",
-            "test_trainer_privacy.py::test_projected_noise_has_the_same_std_in_every_coordinate",
+            "test_release.py::test_the_release_equals_its_definition[opt-projected]",
+            "test_privacy.py::test_projected_noise_has_the_same_std_in_every_coordinate",
         ),
     ),
     Saboteur(
         "noise is added by every process",
         _every_rank(0),
-        ("test_engine.py::test_the_first_of_two_processes_alone_adds_noise[1]",),
+        ("test_release.py::test_the_first_of_two_processes_alone_adds_noise[1]",),
     ),
     Saboteur(
         "noise is added by no process",
         _every_rank(1),
-        ("test_engine.py::test_the_first_of_two_processes_alone_adds_noise[0]",),
+        ("test_release.py::test_the_first_of_two_processes_alone_adds_noise[0]",),
     ),
     Saboteur(
         "the drawn size is the divisor",
         _drawn_divisor,
-        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
     ),
     Saboteur(
         "nothing is clipped",
         _nothing_is_clipped,
         (
-            "test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",
+            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
             "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat]",
         ),
     ),
@@ -410,17 +408,17 @@ SABOTEURS = (
     Saboteur(
         "the batch is clipped, not the example",
         _batch_is_clipped,
-        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
     ),
     Saboteur(
         "small tensors do not count in the norm",
         _small_tensors_unmeasured,
-        ("test_engine.py::test_the_release_equals_its_definition[opt-unprojected]",),
+        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
     ),
     Saboteur(
         "NaN passes the clip",
         _nan_is_finite,
-        ("test_engine.py::test_a_bad_image_contributes_nothing_wherever_it_stands[nan-0]",),
+        ("test_release.py::test_a_bad_image_contributes_nothing_wherever_it_stands[nan-0]",),
     ),
     Saboteur(
         "a tied gradient counts once",
@@ -436,7 +434,7 @@ SABOTEURS = (
         "options are measured one by one",
         _options_one_by_one,
         (
-            "test_representations.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
+            "test_gradients.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
         ),
     ),
     Saboteur(
@@ -458,12 +456,12 @@ SABOTEURS = (
     Saboteur(
         "the ledger is written after the release",
         _record_afterwards,
-        ("test_engine.py::test_the_ledger_is_on_disk_before_the_noise_is_drawn",),
+        ("test_release.py::test_the_ledger_is_on_disk_before_the_noise_is_drawn",),
     ),
     Saboteur(
         "the ledger counts every second release",
         _record_every_second,
-        ("test_engine.py::test_one_logical_batch_is_one_release_in_the_ledger[[4]]",),
+        ("test_release.py::test_one_logical_batch_is_one_release_in_the_ledger[[4]]",),
     ),
     Saboteur(
         "replaced examples cost as added ones",
@@ -491,11 +489,11 @@ SABOTEURS = (
     Saboteur(
         "verify knows weights by their names",
         _weights_known_by_name,
-        ("test_verify.py::test_planted_weights_are_found[as an optimizer]",),
+        ("test_verification.py::test_planted_weights_are_found[as an optimizer]",),
     ),
     Saboteur(
         "verify does not look into folders",
         _folders_unseen,
-        ("test_verify.py::test_planted_weights_are_found[in a folder]",),
+        ("test_verification.py::test_planted_weights_are_found[in a folder]",),
     ),
 )

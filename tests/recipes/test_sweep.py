@@ -19,7 +19,7 @@ from recipes.paper import opt, roberta, sweep, vit
 from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, parse
 from recipes.paper.sweep import Sweep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {
     "recipe": "toy",
     "arguments": {"max_steps": 3},

@@ -25,7 +25,7 @@ from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from dp_grape_hf.trainer.seams import SEAMS
 from tests.support.trainers import make_trainer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = os.environ.get("DP_GRAPE_WHEELS")
 WHEELS = {} if FOLDER is None else {p.name.split("-")[1]: p for p in Path(FOLDER).glob("*.whl")}
 VERSIONS = {transformers.__version__: Path(transformers.__file__).parent, **WHEELS}

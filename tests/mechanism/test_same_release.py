@@ -2,7 +2,7 @@
 
 Each run is described by a few numbers of every tensor, so the file stays small. Write it anew with
 
-    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python -m tests.test_same_release
+    HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python -m tests.mechanism.test_same_release
 
 only where a change of the release is meant, and say in the changelog which runs it concerns.
 """
@@ -24,7 +24,6 @@ from dp_grape_hf.mechanism import noise_generator
 from dp_grape_hf.mechanism.streams import add_noise_, derived_generator
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
-from tests.processes.run import trained
 from tests.support.models import only
 from tests.support.ports import free_port
 from tests.support.trainers import (
@@ -34,6 +33,7 @@ from tests.support.trainers import (
     make_args,
     spy_releases,
 )
+from tests.trainer.distributed.run import trained
 
 RECORD = Path(__file__).with_name("same_release.json")
 # Of a tensor's norm. In float32, with other vector instructions or threads, releases were off by

@@ -1,6 +1,6 @@
 """Two and three processes, started as a user starts them, against one.
 
-What they do is in ``tests/processes/run.py``; one launch of each number of processes does all of
+What they do is in ``tests/trainer/distributed/run.py``; one launch of each number of processes does all of
 it, because each process takes seconds to import what it needs.
 """
 
@@ -27,7 +27,16 @@ from dp_grape_hf.distributed import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
-from tests.processes.run import (
+from tests.support.marks import slow_but
+from tests.support.ports import free_port
+from tests.support.trainers import (
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    make_trainer,
+    weights_of,
+)
+from tests.trainer.distributed.run import (
     NOISE_ALONE,
     ROBERTA,
     RUN,
@@ -41,17 +50,8 @@ from tests.processes.run import (
     roberta,
     trained,
 )
-from tests.support.marks import slow_but
-from tests.support.ports import free_port
-from tests.support.trainers import (
-    TinyForSequenceClassification,
-    Watch,
-    assert_same_weights,
-    make_trainer,
-    weights_of,
-)
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, through Adam
 WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
 FLAG = 4  # bytes that say whether a process has failed
@@ -65,7 +65,7 @@ def launch(folder: Path, processes: int) -> None:
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
         *("--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"),
         *("--dynamo_backend", "no", "--main_process_port", str(free_port())),
-        *("-m", "tests.processes.run", str(folder)),
+        *("-m", "tests.trainer.distributed.run", str(folder)),
     ]
     settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
     run = subprocess.run(
@@ -83,7 +83,7 @@ def launch(folder: Path, processes: int) -> None:
 def fork(folder: Path, processes: int) -> None:
     """Starts processes from one that has imported everything, which costs a third of the time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.processes.run"])
+    context.set_forkserver_preload(["tests.trainer.distributed.run"])
     port = free_port()
     ranks = [
         context.Process(target=main_of, args=(rank, processes, port, str(folder)), daemon=True)

@@ -463,7 +463,7 @@ def test_the_command_needs_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 # ---- The cards that are committed ----
 
-CARDS = sorted((Path(__file__).parent.parent / "model_cards").glob("*/README.md"))
+CARDS = sorted((Path(__file__).parents[2] / "model_cards").glob("*/README.md"))
 DECLARED = {
     "digits_described": CardDetails(
         repo_id="user/digits-vit-dp",

@@ -1,6 +1,6 @@
-"""What each of several processes does in ``tests/test_processes.py``; started by a launcher.
+"""What each of several processes does in ``tests/trainer/distributed/test_processes.py``; started by a launcher.
 
-    accelerate launch --multi_gpu --num_processes 2 -m tests.processes.run FOLDER [SCENARIO ...]
+    accelerate launch --multi_gpu --num_processes 2 -m tests.trainer.distributed.run FOLDER [SCENARIO ...]
 
 Each scenario returns what the test wants to see; it is saved as ``FOLDER/<scenario>-<rank>.pt``. An
 error is a result as well, and must leave the processes in step for the next scenario.
@@ -28,7 +28,6 @@ from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import from_first, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
-from tests.processes.traffic import per_call
 from tests.support.models import only
 from tests.support.trainers import (
     Examples,
@@ -44,6 +43,7 @@ from tests.support.trainers import (
     spy_releases,
     tiny,
 )
+from tests.trainer.distributed.traffic import per_call
 
 # ---- Runs that are made in one process and in several, and compared ----
 

@@ -391,7 +391,7 @@ print(*values.tolist(), *torch.rand(4, generator=sampling_generator()).tolist())
 
 def test_a_process_that_is_started_again_draws_other_numbers() -> None:
     """The same seed, the same code; what this process draws is the other start."""
-    command, root = [sys.executable, "-c", _DIGEST], Path(__file__).parents[1]
+    command, root = [sys.executable, "-c", _DIGEST], Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     theirs = [float(number) for number in result.stdout.split()]
     ours = io.StringIO()
