@@ -6,6 +6,7 @@ bounds what one of them adds, ``release`` adds it up and makes it private, and `
 """
 
 from dp_grape_hf.mechanism.clipping import add_clipped_sum_
+from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
 from dp_grape_hf.mechanism.sampling import (
     EmptyDrawDataset,
@@ -15,7 +16,6 @@ from dp_grape_hf.mechanism.sampling import (
     PoissonBatchSampler,
 )
 from dp_grape_hf.mechanism.streams import (
-    NOISE_SLICE,
     forget_the_seed,
     noise_generator,
     secret_generator,

@@ -33,7 +33,7 @@ from dp_grape_hf.mechanism.clipping import (
     add_weighted_sum_,
     clip_factors,
 )
-from dp_grape_hf.mechanism.streams import add_noise_
+from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.per_sample import (
     Gradients,
     GradSampleMode,

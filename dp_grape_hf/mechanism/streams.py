@@ -10,8 +10,7 @@ import os
 import random
 import struct
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -19,20 +18,6 @@ import torch
 import torch.distributed as dist
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism.noise import (
-    SECURE_DRAWS,
-    add_noise_at_once_,
-    add_noise_in_slices_,
-    add_secure_noise_,
-    run_in_threads,
-)
-
-_DRAWS = 2  # independent ones that add up to a number of noise; see ``add_noise_``
-_SLICE = 2**15  # numbers of one operation on a CPU: torch starts no threads for so few
-_LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
-_DRAWN_BY_A_THREAD = 2**17  # in one call; after fewer, threads mostly wait for one another
-NOISE_SLICE = 2**24
-"""Numbers that get noise at once on another device than a CPU."""
 
 # ---- Public: projections ----
 
@@ -186,72 +171,6 @@ def noise_generator(device: str | torch.device = "cpu", secure: bool = False) ->
     generator = secret_generator(device)
     generator.secure = secure
     return generator
-
-
-def add_noise_(
-    values: Sequence[torch.Tensor],
-    std: float,
-    generator: torch.Generator,
-    divisor: float = 1.0,
-    at_once: int | None = None,
-) -> None:
-    """Makes each value ``(value + N(0, std^2)) / divisor`` in place.
-
-    The noise of a ``SecretGenerator`` is the sum of two draws from streams of their own, each of
-    variance ``std^2 / 2``. PyTorch's float32 normals end at 5.77 standard deviations on a CPU, as
-    their radius is of a uniform number with 24 bits: what lies beyond would betray a gradient along
-    one coordinate with probability 9e-7 a release at ``std = C``. Two of them reach 8.16, where it
-    is 4e-13. On a GPU each of the two has a 64-bit key, so that the noise has 128. If the
-    generator is ``secure``, there are four draws, and ``noise`` says how they are added.
-
-    On a CPU, a ``SecretGenerator`` lends streams of their own to every thread of torch. Any other
-    generator, a test's, serves one thread with one draw: the noise is then what ``normal_`` draws
-    for one value after the other.
-
-    Args:
-        values: Float32 tensors, contiguous, all on the device of the generator.
-        std: Of the noise, before the division; 0 draws none.
-        generator: The noise stream.
-        divisor: A constant.
-        at_once: How many numbers get noise at once; None for as many as suit the device.
-
-    Guarantee:
-        No two numbers share noise, and an error in any thread is raised here.
-    """
-    flat = [value.view(-1) for value in values]
-    cpu, secret = generator.device.type == "cpu", isinstance(generator, SecretGenerator)
-    at_once = at_once or (_SLICE if cpu else NOISE_SLICE)
-    parts = [part for v in flat for part in v.split(at_once) if len(part)]
-    if cpu and (std == 0 or not secret):
-        add_noise_in_slices_(parts, std, generator, divisor)
-    elif std == 0 or not isinstance(generator, SecretGenerator):
-        add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
-    else:
-        _add_secret_noise_(parts, std, generator, divisor)
-
-
-def _add_secret_noise_(
-    parts: list[torch.Tensor], std: float, generator: SecretGenerator, divisor: float
-) -> None:
-    """Spreads the parts over threads, each of which has streams of its own."""
-    cpu, total = generator.device.type == "cpu", sum(len(part) for part in parts)
-    threads = max(1, min(torch.get_num_threads(), total // _LEAST_PER_THREAD)) if cpu else 1
-    shares: list[list[torch.Tensor]] = [[] for _ in range(threads)]
-    position = 0
-    for part in parts:
-        shares[position * threads // max(1, total)].append(part)
-        position += len(part)
-    at_once = _DRAWN_BY_A_THREAD if cpu else NOISE_SLICE
-    draws = SECURE_DRAWS if generator.secure else _DRAWS
-    streams = generator.streams(threads * draws)
-    work: list[Callable[[], None]] = []
-    for i, share in enumerate(shares):
-        own = streams[i * draws : (i + 1) * draws]
-        if generator.secure:
-            work.append(partial(add_secure_noise_, share, std, own, divisor))
-        else:
-            work.append(partial(add_noise_at_once_, share, std, own, divisor, at_once))
-    run_in_threads(work)
 
 
 def shared_sampling_generator(

@@ -23,7 +23,7 @@ from dp_grape_hf.auditing import (
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import release
-from dp_grape_hf.mechanism.streams import add_noise_
+from dp_grape_hf.mechanism.noise import add_noise_
 
 # ---- The bound ----
 

@@ -23,8 +23,8 @@ import torch
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME
 from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, secret_generator
-from dp_grape_hf.mechanism.noise import SECURE_DRAWS, add_secure_noise_, grid_of
-from dp_grape_hf.mechanism.streams import SecretGenerator, add_noise_
+from dp_grape_hf.mechanism.noise import SECURE_DRAWS, add_noise_, add_secure_noise_, grid_of
+from dp_grape_hf.mechanism.streams import SecretGenerator
 from tests.support.trainers import make_args, make_trainer, no_loss, spy_releases
 
 both = pytest.mark.parametrize("secure", [False, True], ids=["default", "secure"])

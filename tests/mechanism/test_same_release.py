@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.mechanism import noise_generator
-from dp_grape_hf.mechanism.streams import add_noise_, derived_generator
+from dp_grape_hf.mechanism.noise import add_noise_
+from dp_grape_hf.mechanism.streams import derived_generator
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
 from tests.support.models import only
