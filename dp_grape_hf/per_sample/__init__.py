@@ -8,12 +8,7 @@ one example, ``gradients`` the forms its gradient may have, and ``probing``, ``c
 """
 
 from dp_grape_hf.per_sample.by_name import ENGINES, make_engine, per_sample_gradients
-from dp_grape_hf.per_sample.coins import (
-    guarding_streams,
-    keeping_random_state,
-    refuse_shared_collation,
-    seed_all,
-)
+from dp_grape_hf.per_sample.coins import refuse_shared_collation
 from dp_grape_hf.per_sample.engine import (
     Gradients,
     GradSampleMode,
@@ -22,12 +17,17 @@ from dp_grape_hf.per_sample.engine import (
     batch_size_of,
 )
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.guards import (
+    guarding_streams,
+    keeping_random_state,
+    refusing_changed_weights,
+    seed_all,
+)
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, layer_rule
-from dp_grape_hf.per_sample.losses.cross_entropy import IGNORE_INDEX, cross_entropy
-from dp_grape_hf.per_sample.losses.heads import choice, classification
+from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classification, cross_entropy
 from dp_grape_hf.per_sample.losses.losses import LossFunction, loss_for, with_three_arguments
 from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
-from dp_grape_hf.per_sample.probing import evaluating, refusing_changed_weights
+from dp_grape_hf.per_sample.probing import evaluating
 from dp_grape_hf.per_sample.selfcheck import (
     IN_COMPANY,
     check_gradients,

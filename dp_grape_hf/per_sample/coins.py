@@ -12,21 +12,25 @@ and over three copies of one sample: what is drawn for each sample grows in prop
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.per_sample.guards import (
+    draws_beside,
+    host_streams,
+    keeping_random_state,
+    same_state,
+    seed_all,
+)
 
 _TRIALS = 3  # of other values for shared draws; the first two are the least and the largest
 _REDRAWS = 200  # until a draw differs from the one before
@@ -34,74 +38,6 @@ _COPIES, _SEEDS = 8, 8  # of an example, and of the streams, that a collator is 
 
 Run = Callable[[int], Sequence[Tensor]]
 """A number of copies of one sample -> everything that their pass, or their batch, shows."""
-
-
-@contextmanager
-def keeping_random_state() -> Iterator[None]:
-    """Restores the global streams of torch (on all devices), numpy and Python afterwards."""
-    host = _host_streams()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        _set_host_streams(host)
-
-
-def seed_all(seed: int) -> None:
-    """Seeds the global streams, of which the caller has kept the state."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-# ---- Streams beside torch's ----
-
-
-def _host_streams() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_host_streams(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two states of one stream are equal."""
-    return all(map(np.array_equal, left, right))
-
-
-def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
-    return all(map(_same, left, right))
-
-
-@contextmanager
-def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
-    """Keeps the forward passes inside from numpy's and Python's streams, which collators draw from.
-
-    Args:
-        reseeds: whether the model is known, in the end, to set them to a fixed state: what it draws
-            then is public, and the state from before is put back.
-
-    Raises:
-        PrivacyError: the model draws from them.
-    """
-    before = _host_streams()
-    yield
-    if not _equal(before, _host_streams()):
-        _set_host_streams(before)
-        if not reseeds():
-            raise PrivacyError(_draws_beside("The model"))
-
-
-def _draws_beside(who: str) -> str:
-    return (
-        f"{who} draws from random numbers of numpy or Python, or from a generator of its own: "
-        "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
-        "physical batch, so that an example has influence on the gradients of others. Switch it "
-        "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
-        "sample from torch's global stream."
-    )
 
 
 # ---- Draws of torch ----
@@ -158,7 +94,7 @@ class Draws(TorchDispatchMode):
         result, tensor = drawn(0)
         end = _torch_streams()
         torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS)
-        if all(map(_same, _torch_streams(), end)):
+        if all(map(same_state, _torch_streams(), end)):
             return result  # attention without dropout, say
         self.made.append(Draw(func._schema.name, tuple(tensor.shape), _module_around()))
         if number in self._others:
@@ -281,7 +217,7 @@ def examine_coins(run: Run) -> bool:
 
     def noting(copies: int) -> Sequence[Tensor]:
         shown = run(copies)
-        ends.append(_host_streams())
+        ends.append(host_streams())
         return shown
 
     shown, draws = refuse_shared_draws(
@@ -292,13 +228,13 @@ def examine_coins(run: Run) -> bool:
     )
     with keeping_random_state():
         seed_all(1)
-        before = _host_streams()
+        before = host_streams()
         with Draws(2):
             again = noting(2)
-    moved = [not _same(*pair) for pair in zip(before, ends[-1], strict=True)]
-    fixed = [_same(*pair) for pair in zip(ends[0], ends[-1], strict=True)]
+    moved = [not same_state(*pair) for pair in zip(before, ends[-1], strict=True)]
+    fixed = [same_state(*pair) for pair in zip(ends[0], ends[-1], strict=True)]
     if _differ(shown, again) or any(m and not f for m, f in zip(moved, fixed, strict=True)):
-        raise PrivacyError(_draws_beside("The model"))
+        raise PrivacyError(draws_beside("The model"))
     if draws:
         _refuse_reseeding(run)
     return any(fixed)
@@ -312,8 +248,8 @@ def _are_set(starts: Sequence[Sequence[Any]], ends: Sequence[Sequence[Any]], dra
         ends: the states afterwards.
         drawn: whether the runs showed other numbers.
     """
-    fixed = any(map(_same, ends[0], ends[1]))  # though they began otherwise
-    return fixed or (drawn and all(map(_same, starts[0], ends[0])))
+    fixed = any(map(same_state, ends[0], ends[1]))  # though they began otherwise
+    return fixed or (drawn and all(map(same_state, starts[0], ends[0])))
 
 
 def _refuse_reseeding(run: Run) -> None:
@@ -366,9 +302,9 @@ def refuse_shared_collation(
     for seed in range(_SEEDS):
         with keeping_random_state():
             seed_all(seed)
-            starts.append([*_torch_streams(), *_host_streams()])
+            starts.append([*_torch_streams(), *host_streams()])
             batches.append(batch(_COPIES))
-            ends.append([*_torch_streams(), *_host_streams()])
+            ends.append([*_torch_streams(), *host_streams()])
     drawn = any(_differ([*batches[0].values()], [*other.values()]) for other in batches)
     if _are_set(starts, ends, drawn):
         raise PrivacyError(

@@ -10,7 +10,6 @@ coordinates, which must be zero.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.per_sample.coins import keeping_random_state, seed_all
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
+from dp_grape_hf.per_sample.guards import keeping_random_state, seed_all
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
@@ -160,44 +159,3 @@ def refuse_coupled_batch(
             refuse_coupled_losses(run(rows)[kept], together[kept], tolerance)
     if torch.equal(together.nan_to_num(), run(everyone, seed=1).nan_to_num()):
         refuse_coupled_losses(run(everyone[:2]), together[:2], tolerance)
-
-
-@contextlib.contextmanager
-def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]:
-    """Refuses a pass that changes a tensor which is saved with the weights.
-
-    Running statistics, moving averages and codebooks are such tensors. They would leave the machine
-    without noise, past clipping and accountant.
-
-    Args:
-        model: the model that runs inside the context.
-        thorough: whether to compare contents, and not only torch's count of in-place changes,
-            which a change through ``.data`` evades.
-    """
-
-    def state() -> dict[str, tuple[Any, ...]]:
-        return {
-            name: (value.data_ptr(), value._version, _contents(value) if thorough else None)
-            if isinstance(value, Tensor)
-            else (pickle.dumps(value),)  # what a module adds by get_extra_state
-            for name, value in model.state_dict(keep_vars=True).items()
-        }
-
-    before = state()
-    yield
-    after = state()
-    if before == after:
-        return
-    for name, fingerprint in before.items():
-        if after.get(name) != fingerprint:
-            raise UnsupportedModelError(
-                f"A training pass changed {name}, which is saved with the weights: it would "
-                "publish a statistic of the training data without noise. Switch that statistic "
-                "off (track_running_stats=False, for example)."
-            )
-
-
-def _contents(tensor: Tensor) -> str:
-    """Returns a summary of a tensor's numbers; as text, for NaN is not equal to itself."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return repr(tensor.sum(dtype=wide).item())

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.per_sample.coins import keeping_random_state
 from dp_grape_hf.per_sample.engine import Gradients, PerSampleEngine, batch_size_of
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
+from dp_grape_hf.per_sample.guards import keeping_random_state, refusing_changed_weights
 from dp_grape_hf.per_sample.losses.losses import LossFunction, ModelLoss, checked, split
 from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
 from dp_grape_hf.per_sample.probing import (
@@ -34,7 +34,6 @@ from dp_grape_hf.per_sample.probing import (
     first_two,
     refuse_coupled_batch,
     refuse_coupled_losses,
-    refusing_changed_weights,
     rows_of,
 )
 from dp_grape_hf.projections import Projector

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample.coins import keeping_random_state
 from dp_grape_hf.per_sample.engine import Gradients, Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.per_sample.gradients import Dense
+from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import copies_of_first, first_two, refuse_coupled_losses
 from dp_grape_hf.phases import FORWARD

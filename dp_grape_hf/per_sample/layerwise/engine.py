@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample.coins import keeping_random_state
 from dp_grape_hf.per_sample.engine import (
     Consume,
     Gradients,
@@ -25,6 +24,7 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
 )
+from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
 from dp_grape_hf.per_sample.layerwise.layers import (
     Sites,

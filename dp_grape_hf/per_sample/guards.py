@@ -1,0 +1,128 @@
+"""What stays as it was while a model runs: random streams, and what is saved with weights."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+
+# ---- Random streams ----
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Restores the global streams of torch (on all devices), numpy and Python afterwards."""
+    host = host_streams()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        _set_host_streams(host)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the global streams, of which the caller has kept the state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@contextmanager
+def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
+    """Keeps the forward passes inside from numpy's and Python's streams, which collators draw from.
+
+    Args:
+        reseeds: whether the model is known, in the end, to set them to a fixed state: what it draws
+            then is public, and the state from before is put back.
+
+    Raises:
+        PrivacyError: the model draws from them.
+    """
+    before = host_streams()
+    yield
+    if not _equal(before, host_streams()):
+        _set_host_streams(before)
+        if not reseeds():
+            raise PrivacyError(draws_beside("The model"))
+
+
+def draws_beside(who: str) -> str:
+    """Returns why a model or a collator with other streams than torch's is refused."""
+    return (
+        f"{who} draws from random numbers of numpy or Python, or from a generator of its own: "
+        "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
+        "physical batch, so that an example has influence on the gradients of others. Switch it "
+        "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
+        "sample from torch's global stream."
+    )
+
+
+def host_streams() -> tuple[Any, Any]:
+    """Returns the states of the global streams of Python and numpy."""
+    return random.getstate(), np.random.get_state()
+
+
+def _set_host_streams(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+
+
+def same_state(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two states of one stream are equal."""
+    return all(map(np.array_equal, left, right))
+
+
+def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    return all(map(same_state, left, right))
+
+
+# ---- Weights ----
+
+
+@contextmanager
+def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]:
+    """Refuses a pass that changes a tensor which is saved with the weights.
+
+    Running statistics, moving averages and codebooks are such tensors. They would leave the machine
+    without noise, past clipping and accountant.
+
+    Args:
+        model: the model that runs inside the context.
+        thorough: whether to compare contents, and not only torch's count of in-place changes,
+            which a change through ``.data`` evades.
+    """
+
+    def state() -> dict[str, tuple[Any, ...]]:
+        return {
+            name: (value.data_ptr(), value._version, _contents(value) if thorough else None)
+            if isinstance(value, Tensor)
+            else (pickle.dumps(value),)  # what a module adds by get_extra_state
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+
+    before = state()
+    yield
+    after = state()
+    if before == after:
+        return
+    for name, fingerprint in before.items():
+        if after.get(name) != fingerprint:
+            raise UnsupportedModelError(
+                f"A training pass changed {name}, which is saved with the weights: it would "
+                "publish a statistic of the training data without noise. Switch that statistic "
+                "off (track_running_stats=False, for example)."
+            )
+
+
+def _contents(tensor: Tensor) -> str:
+    """Returns a summary of a tensor's numbers; as text, for NaN is not equal to itself."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return repr(tensor.sum(dtype=wide).item())
