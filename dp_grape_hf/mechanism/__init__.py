@@ -16,6 +16,7 @@ from dp_grape_hf.mechanism.sampling import (
     PoissonBatchSampler,
 )
 from dp_grape_hf.mechanism.streams import (
+    Streams,
     forget_the_seed,
     noise_generator,
     secret_generator,
@@ -39,6 +40,7 @@ __all__ = [
     "LogicalBatchCollator",
     "PoissonBatchSampler",
     "PrivateMechanism",
+    "Streams",
     "UnitBatchSampler",
     "UnitCollator",
     "UnitDataset",

@@ -1,9 +1,11 @@
-"""The random streams: public ones for projections and rounding, secret ones for coins and noise.
+"""The secret random streams: of sampling coins, and of noise.
 
 Whoever knows the noise can subtract it, and whoever knows the sampling coins voids the
 amplification by sampling. So the secret streams never start from a seed that a user, a
 checkpoint or a log could hold, and they refuse to be pickled.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -11,6 +13,7 @@ import random
 import struct
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -18,14 +21,6 @@ import torch
 import torch.distributed as dist
 
 from dp_grape_hf.errors import PrivacyError
-
-# ---- Public: projections ----
-
-
-# ---- Public: rounding ----
-
-
-# ---- Secret: sampling coins and noise ----
 
 
 def _refusing(method: str) -> Callable[..., NoReturn]:
@@ -224,3 +219,23 @@ def _twister_state(entropy: bytes) -> torch.Tensor:
     # Zeros after the words: no normal number is left over from an earlier call.
     state = (_HEADER.pack(0, 1, 1, 0) + _WORDS.pack(*words)).ljust(_STATE_BYTES, b"\0")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+# ---- Known, for tests ----
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of a run that are known to somebody, who can subtract its noise.
+
+    A run that has them is not private, and its ledger says so.
+    """
+
+    sampling: torch.Generator
+    noise: torch.Generator
+
+    @classmethod
+    def known(cls, seed: int = 0) -> Streams:
+        """Returns streams of coins and noise that a test can repeat."""
+        coins, noise = (torch.Generator().manual_seed(seed + i) for i in (0, 1))
+        return cls(sampling=coins, noise=noise)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -46,6 +46,7 @@ from dp_grape_hf.mechanism import (
     LengthOf,
     LogicalBatch,
     PoissonBatchSampler,
+    Streams,
     UnitBatchSampler,
     Units,
     forget_the_seed,
@@ -96,14 +97,6 @@ else:  # the host is the other base of the class that is made
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TestGenerators:
-    """Seeded streams for tests. Whoever knows them can subtract the noise: nothing is private."""
-
-    sampling: torch.Generator
-    noise: torch.Generator
-
-
 class DPGrapeMixin(_Host):
     """Makes the training of a ``transformers.Trainer`` behind it differentially private.
 
@@ -113,7 +106,7 @@ class DPGrapeMixin(_Host):
         compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
             num_items_in_batch)``, whose last argument is None in training, must return one loss
             per sample, (B,), each computed from that sample alone.
-        test_generators: for tests only; marks the ledger as not private.
+        known_streams: of coins and noise, for tests; the ledger says that the run is not private.
         **kwargs: everything else that the host takes, except ``optimizers``: the optimizer is
             that of the method. For a scheduler of your own, set ``trainer.lr_scheduler`` to one
             made around ``trainer.create_optimizer()``.
@@ -147,7 +140,7 @@ class DPGrapeMixin(_Host):
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _private_norm: Tensor = torch.zeros(())
     _repository: Repository | None = None  # once something is to be published
-    _test_generators: TestGenerators | None = None
+    _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
 
     def __init__(
@@ -162,7 +155,7 @@ class DPGrapeMixin(_Host):
         compute_loss_func: Callable[..., Tensor] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
-        test_generators: TestGenerators | None = None,
+        known_streams: Streams | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, self.arguments_class):
@@ -196,7 +189,7 @@ class DPGrapeMixin(_Host):
         if self._user_loss is not None:
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
         refuse_model(args.method, self.model)
-        self._test_generators = test_generators
+        self._known_streams = known_streams
         self.private_run = self._make_run()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
@@ -309,8 +302,8 @@ class DPGrapeMixin(_Host):
             collator = self._get_collator_with_removed_columns(collator, description="training")
         self.plan.require_size(self._dataset_size)
         generator = (
-            self._test_generators.sampling
-            if self._test_generators
+            self._known_streams.sampling
+            if self._known_streams
             else shared_sampling_generator(device=args.device)
         )
         draws = PoissonBatchSampler(
@@ -382,7 +375,7 @@ class DPGrapeMixin(_Host):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         self._start_run(self._start_ledger(resume_from_checkpoint))
-        if self._test_generators is None:
+        if self._known_streams is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
@@ -422,7 +415,7 @@ class DPGrapeMixin(_Host):
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )
         self.plan.use_noise_of(self.ledger)
-        if self._test_generators is not None:
+        if self._known_streams is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         if self.args.log_unnoised_statistics:
             self.ledger.mark_not_private("un-noised training statistics were logged")
@@ -435,7 +428,7 @@ class DPGrapeMixin(_Host):
         if args.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.data, src=0)
-        generators = self._test_generators
+        generators = self._known_streams
         noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
         run.start(ledger, noise)
 
@@ -580,12 +573,12 @@ class DPGrapeMixin(_Host):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves no random state: dropout masks are secret (``randomness.forget_the_seed``)."""
-        if self._test_generators is not None:
+        if self._known_streams is not None:
             super()._save_rng_state(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Loads no random state, for the same reason."""
-        if self._test_generators is not None:
+        if self._known_streams is not None:
             super()._load_rng_state(checkpoint)
 
     # ---- Saving & Serialization ----

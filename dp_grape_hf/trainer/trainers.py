@@ -14,14 +14,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.trainer.mixin import DPGrapeMixin, TestGenerators
-
-__all__ = [
-    "DPGrapeSeq2SeqTrainer",
-    "DPGrapeSeq2SeqTrainingArguments",
-    "DPGrapeTrainer",
-    "TestGenerators",
-]
+from dp_grape_hf.trainer.mixin import DPGrapeMixin
 
 
 class DPGrapeTrainer(DPGrapeMixin, Trainer):

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from dp_grape_hf.arguments import METHODS, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
+from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.trainer.run import scale_rates
@@ -32,7 +33,6 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
-    known_generators,
     make_trainer,
     points,
     spy_releases,
@@ -246,7 +246,7 @@ NOISY = {
 
 def noisy_run(folder: Path, method: str, **changes: Any) -> list[Weights]:
     """Runs a method with noise that ``definition`` can draw again."""
-    settings = NOISY | {"test_generators": known_generators(7)} | changes
+    settings = NOISY | {"known_streams": Streams.known(7)} | changes
     return run(folder, method, **settings)
 
 
@@ -415,7 +415,7 @@ def neighbour(num_samples: int) -> dict[str, Any]:
         "per_device_train_batch_size": 24,
         "max_steps": 1,
         "noise_multiplier": 1.0,
-        "test_generators": known_generators(3),  # the noise of both runs is the same
+        "known_streams": Streams.known(3),  # the noise of both runs is the same
     }
 
 
@@ -448,7 +448,7 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
             method,
             expected_batch_size=24,
             per_device_train_batch_size=size,
-            test_generators=known_generators(5),
+            known_streams=Streams.known(5),
         )
         for size in (24, 5)
     )
@@ -663,7 +663,7 @@ def test_parameters_that_match_move_so_many_times_as_far(
     for factors in (None, patterns):
         trainer = make_trainer(
             tmp_path,
-            test_generators=known_generators(7),
+            known_streams=Streams.known(7),
             **settings,
             learning_rate_factors=factors,
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
+from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import (
     Dense,
     LayerRule,
@@ -29,7 +30,6 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
-    known_generators,
     make_trainer,
     points,
     weights_of,
@@ -95,7 +95,7 @@ def test_training_is_the_same_with_the_check_and_without(tmp_path: Path) -> None
             model=only("bert-classifier").model(num_hidden_layers=1, hidden_dropout_prob=0.3),
             train_dataset=examples_of("bert-classifier"),
             self_check=checked,
-            test_generators=known_generators(),
+            known_streams=Streams.known(),
             seed=1,
         )
         trainer.train()

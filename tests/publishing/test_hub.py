@@ -33,7 +33,7 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights, digests
 from dp_grape_hf.ledger.entries import extended
-from dp_grape_hf.mechanism import PrivateMechanism
+from dp_grape_hf.mechanism import PrivateMechanism, Streams
 from dp_grape_hf.publishing import Repository, is_hub_name
 from dp_grape_hf.publishing import hub as uploads
 from dp_grape_hf.publishing.staging import kind_of, stage, without_paths
@@ -44,7 +44,6 @@ from tests.support.models import only
 from tests.support.trainers import (
     assert_same_weights,
     examples_of,
-    known_generators,
     make_trainer,
     weights_of,
 )
@@ -288,7 +287,7 @@ def test_name_branch_and_privacy_of_the_repository_are_those_asked_for(
 
 
 def test_a_run_without_a_guarantee_is_published_as_such(hub: Hub, tmp_path: Path) -> None:
-    trained(tmp_path, test_generators=known_generators()).push_to_hub(tags=["differential-privacy"])
+    trained(tmp_path, known_streams=Streams.known()).push_to_hub(tags=["differential-privacy"])
     card = hub.files(REPO)["README.md"].decode()
     assert "no privacy guarantee" in card
     assert "differential-privacy" not in card

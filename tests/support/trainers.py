@@ -20,7 +20,6 @@ from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
-from dp_grape_hf.trainer.trainers import TestGenerators
 from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3
@@ -34,7 +33,7 @@ TRAINER_KEYWORDS = (
     "optimizers",
     "peft_config",
     "processing_class",
-    "test_generators",
+    "known_streams",
 )
 
 # ---- Model and data ----
@@ -168,12 +167,6 @@ EXACT = {
     "per_device_train_batch_size": 24,  # all of ``points``: q = 1
 }
 """Arguments of a run without any chance in it but the projection."""
-
-
-def known_generators(seed: int = 0) -> TestGenerators:
-    """Returns streams of coins and noise that a test can repeat."""
-    coins, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
-    return TestGenerators(sampling=coins, noise=noise)
 
 
 def no_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.accounting import compute_epsilon
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import LogicalBatch, PoissonBatchSampler
+from dp_grape_hf.mechanism import LogicalBatch, PoissonBatchSampler, Streams
 from tests.support.models import only
 from tests.support.trainers import (
     EXACT,
@@ -22,7 +22,6 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
-    known_generators,
     make_trainer,
     no_loss,
     points,
@@ -169,7 +168,7 @@ def test_an_empty_draw_still_takes_a_noisy_step(workers: int, tmp_path: Path) ->
         max_steps=10,
         callbacks=[watch],
         dataloader_num_workers=workers,
-        test_generators=known_generators(),
+        known_streams=Streams.known(),
     )
     trainer.train()
     assert trainer.draws[0] == []
@@ -282,7 +281,7 @@ def test_physical_batch_size_never_changes_the_release(tmp_path: Path) -> None:
             tmp_path / str(physical),
             per_device_train_batch_size=physical,
             expected_batch_size=8,
-            test_generators=known_generators(),
+            known_streams=Streams.known(),
         )
         trainer.train()
         weights.append(weights_of(trainer.model))
@@ -571,7 +570,7 @@ def test_an_infinite_clipping_norm_needs_noise_zero(tmp_path: Path) -> None:
 
 
 def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, test_generators=known_generators())
+    trainer = make_trainer(tmp_path, known_streams=Streams.known())
     trainer.train()
     assert not Ledger.load(tmp_path / LEDGER_NAME).private
     assert trainer.privacy_spent().epsilon == math.inf

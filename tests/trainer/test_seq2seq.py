@@ -19,6 +19,7 @@ from dp_grape_hf import (
     DPGrapeTrainer,
     PrivacyError,
 )
+from dp_grape_hf.mechanism import Streams
 from tests.support.seq2seq import (
     END,
     FIRST_WORD,
@@ -31,7 +32,6 @@ from tests.support.trainers import (
     Examples,
     Watch,
     assert_same_weights,
-    known_generators,
     make_args,
     make_trainer,
     weights_of,
@@ -62,7 +62,7 @@ def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None
             cls=cls,
             model=bart(),
             train_dataset=sentences(),
-            test_generators=known_generators(),
+            known_streams=Streams.known(),
             **extra,
         )
         trainer.train()

@@ -11,12 +11,12 @@ from transformers import HfArgumentParser
 
 import dp_grape_hf
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
+from dp_grape_hf.mechanism import Streams
 from tests.support.sft import QUIET, WORDS, chats, llama, prompts, sft, tokenizer
 from tests.support.trainers import (
     EXACT,
     Watch,
     assert_same_weights,
-    known_generators,
     make_trainer,
     weights_of,
 )
@@ -47,7 +47,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None:
     """The same tokens, labels, coins and noise: the same weights, bit by bit."""
-    first = sft(tmp_path / "sft", test_generators=known_generators())
+    first = sft(tmp_path / "sft", known_streams=Streams.known())
     rows, collator = first.train_dataset, first.data_collator
     assert rows[0]["labels"].count(-100) == 2  # the prompt
     first.train()
@@ -57,7 +57,7 @@ def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None
         model=llama(),
         train_dataset=rows.select_columns(["input_ids", "labels"]),
         data_collator=collator,
-        test_generators=known_generators(),
+        known_streams=Streams.known(),
     )
     second.train()
     assert first.ledger.steps == second.ledger.steps == 4

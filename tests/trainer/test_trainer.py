@@ -24,6 +24,7 @@ from transformers import (
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer, UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.projections import projection_targets
 from tests.support.models import only
 from tests.support.trainers import (
@@ -34,7 +35,6 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
-    known_generators,
     make_args,
     make_trainer,
     points,
@@ -681,7 +681,7 @@ def test_small_updates_of_bfloat16_weights_are_kept_in_float32(
             projection_update_steps=4,
             max_steps=10,
             weight_decay=0.0,
-            test_generators=known_generators(),
+            known_streams=Streams.known(),
             **settings,
         )
         trainer.train()
@@ -738,7 +738,7 @@ def test_draws_split_by_length_train_the_same_with_less_padding(tmp_path: Path) 
             expected_batch_size=12,
             train_sampling_strategy=strategy,
             self_check=False,
-            test_generators=known_generators(),
+            known_streams=Streams.known(),
         )
         trainer.train()
         padded[strategy] = sum(rows * length for rows, length in pad.shapes)

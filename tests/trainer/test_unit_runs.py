@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import UnitEngine
 from tests.support.models import only
 from tests.support.trainers import (
@@ -21,7 +22,6 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
-    known_generators,
     make_trainer,
     owned,
     points,
@@ -41,7 +41,7 @@ OWNED = {
 def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
     """Returns a trainer after training with known coins and noise, and what was seen of it."""
     watch = Watch()
-    settings = {"train_dataset": owned(), "test_generators": known_generators()} | settings
+    settings = {"train_dataset": owned(), "known_streams": Streams.known()} | settings
     trainer = make_trainer(folder, callbacks=[watch], **OWNED | settings)
     trainer.train()
     return trainer, watch
@@ -155,7 +155,7 @@ def test_neither_physical_batches_nor_forms_change_a_run(
 def test_everything_is_counted_in_units(tmp_path: Path) -> None:
     """An epoch has 1/q steps; q, the divisor and N are of units."""
     settings = {"max_steps": -1, "num_train_epochs": 2, "target_epsilon": 6.0}
-    settings |= {"test_generators": None, "expected_batch_size": 2}
+    settings |= {"known_streams": None, "expected_batch_size": 2}
     trainer, _ = _run(tmp_path, **settings)
     spent = trainer.privacy_spent()
     assert trainer.state.global_step == spent.steps == 2 * len(SIZES) / 2
@@ -200,9 +200,9 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     }
 
     def run(folder: str, *callbacks: Any, resume: bool = False) -> Any:
-        generators, callbacks = known_generators(), list(callbacks)
+        generators, callbacks = Streams.known(), list(callbacks)
         trainer = make_trainer(
-            tmp_path / folder, test_generators=generators, callbacks=callbacks, **settings
+            tmp_path / folder, known_streams=generators, callbacks=callbacks, **settings
         )
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -286,7 +286,7 @@ def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
         warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")
         patch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
         settings = OWNED | {"train_dataset": data, "max_steps": 2}
-        first = host.sft(tmp_path / "sft", test_generators=known_generators(), **settings)
+        first = host.sft(tmp_path / "sft", known_streams=Streams.known(), **settings)
     rows = first.train_dataset
     assert rows["user"] == data["user"]
     first.train()

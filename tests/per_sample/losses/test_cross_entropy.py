@@ -6,7 +6,7 @@ from torch.func import vmap
 from torch.nn import functional
 
 from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
-from dp_grape_hf.per_sample.losses import cross_entropy as module
+from dp_grape_hf.per_sample.losses import heads
 
 N, V = 12, 7
 
@@ -16,7 +16,7 @@ N, V = 12, 7
 def test_values_and_gradients_are_those_of_torch(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(heads, "_AT_ONCE", at_once)
     logits = (10 * torch.randn(N, V)).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, V, (N,)), torch.rand(N)
     targets[::3] = IGNORE_INDEX

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import loss_for
 from tests.support.models import TYPICAL, Case, only
 from tests.support.trainers import (
     TinyForSequenceClassification,
     assert_same_weights,
     examples_of,
-    known_generators,
     make_trainer,
     points,
     weights_of,
@@ -103,7 +103,7 @@ class Unasked(Custom):
 
 
 def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
-    trainer = make_trainer(tmp_path, cls=cls, test_generators=known_generators(), **settings)
+    trainer = make_trainer(tmp_path, cls=cls, known_streams=Streams.known(), **settings)
     trainer.train()
     return trainer
 

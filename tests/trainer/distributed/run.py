@@ -28,6 +28,7 @@ from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import from_first, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import Streams
 from tests.support.models import only
 from tests.support.trainers import (
     Examples,
@@ -35,7 +36,6 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     examples_of,
-    known_generators,
     make_args,
     make_trainer,
     no_loss,
@@ -118,11 +118,11 @@ def trained(
         seed_of_draws: seeds coins and noise.
         settings: of ``make_trainer``.
     """
-    generators, watch = known_generators(seed_of_draws), settings.pop("watch", None) or Watch()
+    generators, watch = Streams.known(seed_of_draws), settings.pop("watch", None) or Watch()
     if noise is not None:
         generators.noise.set_state(noise)
     settings.setdefault("model", TinyForSequenceClassification())
-    trainer = make_trainer(folder, test_generators=generators, callbacks=[watch], **settings)
+    trainer = make_trainer(folder, known_streams=generators, callbacks=[watch], **settings)
     trainer.train(resume_from_checkpoint=resume)
     return {
         "weights": watch.weights,
