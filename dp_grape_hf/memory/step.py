@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf import arguments, phases
-from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
+from dp_grape_hf import phases
+from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
@@ -93,7 +93,7 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         PrivacyError: for an unknown method, or a combination that no run can have.
     """
     asked: dict[str, Any] = {}
-    row = arguments.METHODS.get(setting.method)
+    row = METHODS.get(setting.method)
     if row is not None and row.private:
         asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
     if row is not None and row.projected is not None:
@@ -120,7 +120,7 @@ def prepared(model: Any, setting: Setting) -> nn.Module:
     if setting.gradient_checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    row = arguments.METHODS.get(setting.method)
+    row = METHODS.get(setting.method)
     if row is not None and row.adapter:
         import peft  # not above, because that takes seconds
 
@@ -259,7 +259,7 @@ class Step:
         # What the engine does with the first batch only is no part of a step.
         run.per_sample.assume_probed(self.inputs)
         timeline.phase = "setup"
-        if not arguments.METHODS[args.method].private:
+        if not METHODS[args.method].private:
             for parameter in run.trainable.values():
                 parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
         batch = LogicalBatch([self.inputs], [setting.batch_size])

@@ -233,7 +233,7 @@ def test_exact_and_estimated_norms_compose() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"norm_directions": 0}, "norm_directions=0 must be a whole number of directions"),
+        ({"norm_directions": 0}, "norm_directions=0 must be a whole number, at least 1"),
         ({"norm_directions": 1.5}, r"norm_directions=1\.5"),
         ({"norm_directions": True}, "norm_directions=True"),
         ({"max_batch_size": 20, "num_samples": 100}, "=20 and norm_directions=16 have no joint"),

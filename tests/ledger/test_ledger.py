@@ -231,9 +231,7 @@ def test_epsilon_is_derived_by_accounting(monkeypatch: pytest.MonkeyPatch) -> No
     ledger.record(10)
     assert ledger.epsilon() == 3.25
     assert ledger.epsilon(delta=1e-6) == 3.25
-    variant = {"max_batch_size": None, "num_samples": 1024, "norm_directions": None}
-    variant |= {"num_trials": None, "trials_distribution": None}
-    whole = [(1.5, 0.0625, 10, variant | {"adjacency": "add_or_remove_one"})]
+    whole = [Releases(1.5, 0.0625, 10, num_samples=1024)]
     assert calls == [(whole, delta, "prv") for delta in (1e-5, 1e-6)]
 
 
@@ -567,7 +565,7 @@ def test_a_run_names_the_accountant_that_answers(
     """The one asked for may have to give up; the others bound the same releases."""
     changes = {"accountant": "prv", "noise_multiplier": 2.0, "target_delta": 1e-5, "max_steps": 9}
     args = make_args(tmp_path, **changes)
-    assert PrivacyPlan(args, 1000).mechanism().accountant == "prv"
+    assert PrivacyPlan(args, 1000).mechanism.accountant == "prv"
     monkeypatch.setattr(PRV, "max_cells", 10)
     plan = PrivacyPlan(args, 1000)
     ledger = Ledger.start(plan.mechanism)

@@ -381,7 +381,8 @@ def test_every_stream_of_a_process_starts_from_at_least_128_bits(
 
 _DIGEST = """
 import torch
-from dp_grape_hf.randomness import add_noise_, noise_generator, sampling_generator
+from dp_grape_hf.mechanism.noise import add_noise_
+from dp_grape_hf.mechanism.streams import noise_generator, sampling_generator
 torch.manual_seed(0)
 values = torch.zeros(4)
 add_noise_([values], 1.0, noise_generator())

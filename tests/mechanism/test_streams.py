@@ -14,8 +14,13 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import noise_generator, secret_generator, shared_sampling_generator
-from dp_grape_hf.mechanism import streams as randomness
+from dp_grape_hf.mechanism import (
+    noise,
+    noise_generator,
+    secret_generator,
+    shared_sampling_generator,
+)
+from dp_grape_hf.mechanism import streams as streams_module
 from dp_grape_hf.mechanism.noise import add_noise_, add_noise_at_once_
 from dp_grape_hf.mechanism.streams import sampling_generator
 from dp_grape_hf.projections import round_at_random, rounding_generator
@@ -207,7 +212,7 @@ def test_numbers_of_a_secret_generator_follow_their_law(monkeypatch: pytest.Monk
 
 
 def test_an_unknown_state_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "_STATE_BYTES", 16)
+    monkeypatch.setattr(streams_module, "_STATE_BYTES", 16)
     with pytest.raises(PrivacyError, match=r"len\(current\)=5056"):
         secret_generator()
 
@@ -262,13 +267,13 @@ def with_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     shares: list[int] = []
 
     def counting(name: str) -> None:
-        original = getattr(randomness, name)
+        original = getattr(noise, name)
 
         def counted(parts: list[torch.Tensor], *args: Any) -> None:
             shares.append(sum(part.numel() for part in parts))
             original(parts, *args)
 
-        monkeypatch.setattr(randomness, name, counted)
+        monkeypatch.setattr(noise, name, counted)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
     counting("add_noise_in_slices_")

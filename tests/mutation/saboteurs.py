@@ -186,7 +186,7 @@ def _same_draw(patch: pytest.MonkeyPatch) -> None:
 
 def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
     _std_times(0.0)(patch)
-    original = clipping.add_clipped_sum_
+    original = engine.add_clipped_sum_
 
     def add_clipped_sum_(
         total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
@@ -198,7 +198,7 @@ def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
             noisy[name] = Dense(whole + bound * torch.randn_like(whole))
         original(total, noisy, bound, automatic)
 
-    patch.setattr(clipping, "add_clipped_sum_", add_clipped_sum_)
+    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
 def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
             value = value * min(1.0, bound / max(whole, 1e-12))
             total[name] = total[name] + value if name in total else value
 
-    patch.setattr(clipping, "add_clipped_sum_", add_clipped_sum_)
+    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
 def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import yaml
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.mechanism import clipping, release
+from dp_grape_hf.mechanism import release
 from dp_grape_hf.per_sample.layerwise.rules import LinearRule
 from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
@@ -390,9 +390,9 @@ def _wrong_rule(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_clip(patch: pytest.MonkeyPatch) -> None:
-    right = clipping.add_clipped_sum_
+    right = release.add_clipped_sum_
     patch.setattr(
-        clipping,
+        release,
         "add_clipped_sum_",
         lambda total, found, bound, *rest: right(total, found, 1.01 * bound, *rest),
     )

@@ -230,7 +230,7 @@ def test_arguments_of_the_original_are_refused(tmp_path: Path) -> None:
 def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "dp_grape_hf.trainer.sft")
-    monkeypatch.delattr(dp_grape_hf, "sft")
+    monkeypatch.delattr(dp_grape_hf.trainer, "sft")
     with pytest.raises(ImportError, match=r"pip install 'dp_grape_hf\[sft\]'"):
         dp_grape_hf.__getattr__("DPGrapeSFTTrainer")
     with pytest.raises(AttributeError, match="DPGrapeNothing"):
