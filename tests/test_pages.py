@@ -19,7 +19,6 @@ import configparser
 import contextlib
 import importlib.util
 import io
-import os
 import re
 import runpy
 import shlex
@@ -68,10 +67,6 @@ SHELLS = ("sh", "bash")
 STEPS = 4
 LONG = ("memory", "audit")
 """Commands of ``dp-grape`` that take from half a minute to some minutes."""
-
-# What pages name already, and only the rooms, the recipes' folders and their commands bring.
-_ROOMS = (ROOT / "dp_grape_hf" / "accounting" / "__init__.py").exists()
-NOT_YET: tuple[str, ...] = () if _ROOMS else ("recipes/", "tests.", "test-all", "tables")
 
 
 # ---- What a page is made of ----
@@ -232,10 +227,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, _Stops])
     # TRL's default is bfloat16, which Arguments refuse where there is no GPU.
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
-    if not _ROOMS:
-        from dp_grape_hf.projections import projector
-
-        monkeypatch.setitem(sys.modules, "dp_grape_hf.projections", projector)
     with serve_as_the_hub(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield
@@ -280,8 +271,7 @@ def only_parsing() -> Iterator[None]:
 
 def parse_module(name: str, words: Sequence[str]) -> None:
     """Lets a recipe that is run by ``-m`` read its words; of other modules, that they exist."""
-    if not name.startswith(NOT_YET):
-        assert importlib.util.find_spec(name), f"there is no module {name}"
+    assert importlib.util.find_spec(name), f"there is no module {name}"
     if name.startswith("recipes.") and words:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), only_parsing():
             warnings.simplefilter("ignore", RuntimeWarning)  # that it was imported before
@@ -292,10 +282,9 @@ def parse_module(name: str, words: Sequence[str]) -> None:
 def parse_make(words: Sequence[str]) -> None:
     targets = [word for word in words if "=" not in word]
     known = re.findall(r"^([\w-]+):.*## ", text_of("Makefile"), re.MULTILINE)
-    unknown = set(targets) - set(known) - set(NOT_YET)
+    unknown = set(targets) - set(known)
     assert not unknown, f"no such target: {unknown}"
-    if not set(targets) & set(NOT_YET):
-        subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
 
 
 def parse_pip(words: Sequence[str]) -> None:
@@ -316,18 +305,14 @@ def parse_accelerate(words: Sequence[str]) -> None:
 
 def parse_dp_grape(words: Sequence[str]) -> None:
     with only_parsing():
-        main(as_it_is_called(words))
-
-
-def as_it_is_called(words: Sequence[str]) -> list[str]:
-    return ["plan" if word == "memory" and word not in COMMANDS else word for word in words]
+        main([*words])
 
 
 def run_dp_grape(words: Sequence[str]) -> str:
     """Runs a command, which has to succeed, and returns what it prints."""
     printed, refused = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):
-        code = main(as_it_is_called(words))
+        code = main([*words])
     assert code == 0, printed.getvalue() + refused.getvalue()
     return printed.getvalue()
 
@@ -420,7 +405,7 @@ def test_a_command_within_a_sentence_exists(page: str) -> None:
             parse(words)
             continue
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
-            main([*as_it_is_called(words[1:2]), "--help"])
+            main([words[1], "--help"])
         unknown = {word for word in words[2:] if word.startswith("--")} - set(
             re.findall(r"--\w+", said.getvalue())
         )
@@ -434,15 +419,11 @@ def test_a_link_leads_somewhere(page: str) -> None:
             continue
         path, _, anchor = target.partition("#")
         place = (ROOT / page).parent / path if path else ROOT / page
-        relative = os.path.relpath(place, ROOT)
-        if relative.startswith(NOT_YET) and not place.exists():
-            continue
         assert place.exists(), f"{page}: {target}"
         if anchor:
             assert anchor in anchors_of(place.read_text(encoding="utf-8")), f"{page}: {target}"
 
 
-@pytest.mark.skipif(not _ROOMS, reason="pages name files as they lie in the rooms")
 @each_page
 def test_a_file_that_a_page_names_is_there(page: str) -> None:
     files = {str(path) for top in TOPS for path in (ROOT / top).rglob("*.*")}
@@ -489,7 +470,7 @@ def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
     accountants = first_column("dp_grape_hf/accounting/README.md", "`accountant`")
     assert accountants == {LEAST, *ACCOUNTANTS}
     commands = {name.split()[1] for name in first_column("dp_grape_hf/cli/README.md", "Command")}
-    assert set(as_it_is_called(sorted(commands))) == COMMANDS.keys()
+    assert commands == COMMANDS.keys()
 
 
 def test_the_first_page_leads_to_every_other() -> None:
