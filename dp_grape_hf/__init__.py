@@ -1,14 +1,10 @@
 """DP-GRAPE for Hugging Face: private training for less than the price of non-private training.
 
-Read in this order: ``arguments`` says what is promised, ``mixin`` adapts the Hugging Face loop
-(``trainers`` and ``sft`` name the trainers that are made of it), ``run`` has the order of a step,
-``engine`` keeps the promise in one readable function, ``ledger`` writes down that it was kept,
-``model_card`` publishes only what the ledger says. Below them, ``per_sample`` with ``layerwise``,
-``functorch``, ``layer_rules``, ``losses``, ``forms`` and ``representations`` computes per-sample
-gradients, ``norms`` says how long they are, ``unit_engine`` adds up those of a privacy unit, and
-``selfcheck`` checks them at the first step; ``projection`` and ``optimizer`` work in
-coordinates, ``sampling``, ``accounting`` and ``randomness`` are what the guarantee rests on.
-``methods`` is the table of what else trains this way.
+Read in this order: ``arguments`` says what is promised, ``trainer`` adapts the Hugging Face loop
+and has the order of a step, ``mechanism`` keeps the promise, ``ledger`` writes down that it was
+kept, ``publishing`` shows only what the ledger says. Below them, ``per_sample`` computes the
+gradients of each example, ``projections`` and ``optimizers`` work in coordinates, and
+``accounting`` says what a release costs. ``memory``, ``auditing`` and ``cli`` look from outside.
 
 A name is imported when it is asked for, so that the command line starts without torch.
 ``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``).

@@ -1,7 +1,8 @@
 """The accountants: what many releases cost together, each answer an upper bound on ε.
 
-They are interchangeable; to add one, subclass `Accountant` in this file. `accounting` is where
-they are asked: it checks the arguments, takes the least of their answers and calibrates.
+They are interchangeable; to add one, subclass `Accountant` in this file. `calibration` is
+where they are asked: it checks the arguments and searches for the noise that a budget buys;
+`composition` takes the least of their answers.
 """
 
 import math
@@ -41,10 +42,10 @@ class Block(NamedTuple):
 
     Each is a Poisson subsampled Gaussian that reveals its sensitivity. ``sensitivities`` is the
     law of it, as (probability, sensitivity in units of the clipping norm) from the smallest to the
-    largest: see `truncated` and `estimated_norms`. Where it is infinite, nothing is hidden if the
-    example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`. With
-    ``trials``, all releases of the block are one run, and what is published is the best of a random
-    number of such runs: see `tuning`. Two such blocks do not merge.
+    largest: see `truncated_poisson` and `estimated_norms`. Where it is infinite, nothing is hidden
+    if the example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`.
+    With ``trials``, all releases of the block are one run, and what is published is the best of a
+    random number of such runs: see `trials`. Two such blocks do not merge.
     """
 
     noise_multiplier: float

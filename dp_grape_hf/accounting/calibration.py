@@ -12,8 +12,8 @@ Guarantee:
 
     With ``max_batch_size`` it is the truncated one: of a larger draw, a uniformly random subset
     of exactly that size is summed. A kept example may then have pushed another out, which
-    doubles the sensitivity; `truncated` says how that is bounded. ``num_samples`` is needed to
-    know how rare it is, and any upper bound on the number of examples will do.
+    doubles the sensitivity; `truncated_poisson` says how that is bounded. ``num_samples`` is needed
+    to know how rare it is, and any upper bound on the number of examples will do.
 
     With ``norm_directions`` the contributions are clipped by estimates of their norms, which may
     be too small; `estimated_norms` says by how much how often.
@@ -22,7 +22,7 @@ Guarantee:
     in a single example. Its contribution then moves by up to 2C; see `replace_one`.
 
     With ``num_trials`` all these steps are one run, and the published one is the best of a random
-    number of such runs; `tuning` says on what terms. RDP answers, whichever accountant is asked.
+    number of such runs; `trials` says on what terms. RDP answers, whichever accountant is asked.
 """
 
 import math
@@ -279,7 +279,7 @@ def smallest_batch_cap(
     With it, the probability that any of ``steps`` capped draws includes a given example is at
     most ``share * delta``; charged to δ outright, no ε exceeds the uncapped one at
     ``(1 - share) * delta``. A smaller cap may be as good as free where the noise is large
-    (`truncated` has figures); ask `compute_epsilon`.
+    (`truncated_poisson` has figures); ask `compute_epsilon`.
 
     Args:
         sample_rate: q, the probability with which each example enters a step.

@@ -29,7 +29,7 @@ class Releases:
     directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
     is given where the releases are those of one run, and what is published is the best of a random
     number of such runs, of that mean, distributed as ``trials_distribution``, a
-    `TrialsDistribution`, says: see `tuning`.
+    `TrialsDistribution`, says: see `trials`.
     """
 
     noise_multiplier: float

@@ -38,7 +38,7 @@ at the mean of q B / (A + 1); we by the pair above, at q. The two agree where th
 rarely, and neither is always the smaller.
 
 Percent that a cap adds to the noise multiplier at δ = 1e-5, by the PRV accountant (0: below
-1e-3), for caps of 1.25, 1.5 and 2 times the mean, and what `accounting.smallest_batch_cap` says:
+1e-3), for caps of 1.25, 1.5 and 2 times the mean, and what `smallest_batch_cap` says:
 
 =====  ====  =====  ===  =====  ====  ====  ====  ===============
     N  mean  steps    ε  sigma  1.25   1.5     2  free of charge

@@ -1,8 +1,8 @@
 """The table of methods: what each of the paper's comparisons is, as settings of one mechanism.
 
-All of them use one sampler, one clipping and one source of noise (``engine``), one accountant and
-one ledger, so one argument about sensitivity covers them: a sample contributes a vector of norm at
-most C to the sum that meets the noise. Methods differ in what that vector is (the gradient, its
+All of them use one sampler, one clipping and one source of noise (``mechanism``), one accountant
+and one ledger, so one argument about sensitivity covers them: a sample contributes a vector of norm
+at most C to the sum that meets the noise. Methods differ in what that vector is (the gradient, its
 projection, a finite difference), and in what is done with the private sum afterwards, which is
 post-processing and free.
 

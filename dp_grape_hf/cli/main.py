@@ -16,7 +16,7 @@ COMMANDS = {
     "verify": "check a saved or published model against its privacy ledger",
     "ledger": "show what a run recorded, and the epsilon it spent",
 }
-"""By name: a line of help. ``options.add_NAME`` has its options, the ``run`` of the module of its name runs it.
+"""By name: a line of help. ``options.add_NAME`` has the options; ``run`` of the module runs it.
 
 Only the command that runs is imported: some need torch, which takes seconds.
 """

@@ -1,4 +1,4 @@
-"""How long the gradients of samples are: measured, or estimated from random directions.
+"""Clips gradients to C: their norms, measured or estimated, their factors, and the clipped sum.
 
 A norm runs over all parameters of a sample jointly, and gradients may arrive one group of
 parameters after another. Both kinds of norms add up over groups: squares, or inner products.
@@ -69,6 +69,9 @@ class Gathered:
         """Returns the squared norms over all of them jointly, (B,), float32."""
         gradients = [*self.large.values(), *([self.small] if self.small else [])]
         return torch.stack([gradient.squared_norm().float() for gradient in gradients]).sum(0)
+
+
+# ---- Norms ----
 
 
 class Norms(ABC):
@@ -177,6 +180,8 @@ class EstimatedNorms(Norms):
         assert self._squared_rounding is not None
         return self._products.square().mean(1).sqrt() + self._squared_rounding.sqrt()
 
+
+# ---- Factors, and the sum ----
 
 _STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
 

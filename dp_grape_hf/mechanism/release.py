@@ -6,7 +6,11 @@ For a logical batch that Poisson sampling drew, the release is
 
 where R_i is sample i's gradient over all trainable parameters jointly, the projected ones in
 coordinates. There is nothing to extend in this module: neither clip nor noise has a variant. What
-``norms`` estimates may stand in for ``|R_i|``; the accountant is then told so.
+``clipping`` estimates may stand in for ``|R_i|``; the accountant is then told so.
+
+Methods that are not private have ``BatchGradient``, the gradient of the batch, in the mechanism's
+place. Its surface is the same, so that a private method and its counterpart share sampler,
+optimizer and ledger; the ledger of such a run says that epsilon is infinite.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class PrivateMechanism:
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
         all parameters jointly, whatever the clipping: k parts of at most ``C / sqrt(k)`` make at
-        most C. Where norms are estimated, it is ``C |R_i| / M_i``, of which ``norms`` tells the
+        most C. Where norms are estimated, it is ``C |R_i| / M_i``, of which ``clipping`` tells the
         distribution. A sample whose norm is NaN or Inf contributes exactly zero, under
         ``per_layer`` to the modules where it is.
 
@@ -257,6 +261,9 @@ class PrivateMechanism:
 def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:
     """Returns the L2 norm of private gradients, a scalar, free to log."""
     return torch.nn.utils.get_total_norm(list(private_grads.values()))
+
+
+# ---- Without privacy ----
 
 
 class BatchGradient:

@@ -34,7 +34,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         sample_rate: q, the probability with which each example enters a draw, in (0, 1].
         steps: Number of draws one pass yields.
         generator: CPU generator of the coins. With several ranks its state must be the same on
-            all of them (``randomness.shared_sampling_generator``).
+            all of them (``streams.shared_sampling_generator``).
         rank: Index of this process among those that share each draw.
         world_size: Number of these processes.
         max_batch_size: Most examples a draw keeps, over all ranks together; None for no cap.

@@ -1,8 +1,9 @@
-"""The secret random streams: of sampling coins, and of noise.
+"""The secret random streams, of sampling coins and of noise.
 
 Whoever knows the noise can subtract it, and whoever knows the sampling coins voids the
 amplification by sampling. So the secret streams never start from a seed that a user, a
-checkpoint or a log could hold, and they refuse to be pickled.
+checkpoint or a log could hold, and they refuse to be pickled. What is public, projections and
+rounding, has its streams in ``projections.seeds``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ sampling then draws units. With
     )
 
 a data loader yields one ``LogicalBatch`` per step, of whose physical batches each holds whole units
-and tells under ``UNIT_OF_ROW`` which rows belong together. ``unit_engine`` sums their gradients.
+and tells under ``UNIT_OF_ROW`` which rows belong together. ``per_sample.units`` sums their
+gradients.
 """
 
 from __future__ import annotations

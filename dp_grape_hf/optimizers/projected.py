@@ -3,7 +3,7 @@
 For a projected weight the private gradient, the moments and the update have r x max(m, n) numbers;
 only the last step lifts the update onto the weight: for Adam, ``W -= lr * lift(m_hat /
 (sqrt(v_hat) + eps))``. Unprojected parameters get the rule as it is. Weight decay is decoupled, as
-in AdamW. The rules are in ``update_rules``.
+in AdamW. The rules are in ``rules``.
 
 A bfloat16 weight has 8 significant bits, so an update below 1/512 of it is rounded away. With
 ``float32_updates`` it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go

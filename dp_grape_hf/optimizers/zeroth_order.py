@@ -1,4 +1,10 @@
-"""TODO."""
+"""SGD along the random directions of a step, by the private number that each of them got.
+
+``per_sample.zeroth_order`` says what these numbers are. The directions come from
+``projections.directions``, a block of rows at a time.
+
+Shapes: K directions.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 An engine gives each trainable weight per-sample coordinates at zero, ``W_i = W + lift(Z_i)``, and
 returns ``d loss_i / d Z_i``, where ``lift`` is the identity for an unprojected parameter. There are
 two, in ``layerwise`` (the default) and in ``functorch`` (independent of it: the cross-check);
-``engines`` lists them.
+``by_name`` lists them.
 
 An engine's output is sensitive. Nothing here clips or adds noise.
 """

@@ -4,7 +4,8 @@ This is the definition of a per-sample gradient, written out: every sample has c
 own, the whole model runs under vmap, and one backward pass of the sum of the losses differentiates
 each loss in its own sample's coordinates. No sample can reach another's loss, whatever the model
 does. It shares nothing with the layer rules, so it checks them, and it serves models that the
-layerwise engine refuses. The model's code must be traceable by vmap.
+layerwise engine refuses. The model's code must be traceable by vmap; for that of transformers, the
+second half of this module makes it so.
 """
 
 from __future__ import annotations
@@ -203,6 +204,8 @@ class _Rounding:
 _FULL = _Rounding(loss=1e-3, gradient=1e-2, small=1e-4)
 _LOW = _Rounding(loss=5e-2, gradient=0.5, small=1e-2)
 
+
+# ---- What vmap over the samples needs to run the code of transformers models ----
 
 MaskFunction = Callable[..., Tensor | None]
 

@@ -1,4 +1,4 @@
-"""Three exact forms of a per-sample gradient of one use of a weight, and what clipping needs.
+"""The per-sample gradients of a weight: their forms, all of them exact, and what clipping needs.
 
 Clipping asks of a gradient only its squared norm per sample, or inner products with random
 directions that estimate it, and a weighted sum over samples, so a gradient need not be stored as
@@ -8,6 +8,9 @@ one dense tensor per sample:
 * ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al.
 2021; book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
 * ``SparseRows``: a table in which only the rows that sample b looked up are not zero. Embeddings.
+
+A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as
+gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
 
 Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
 matrix, k directions. All results are float32, whatever the dtype of the factors.
@@ -388,6 +391,9 @@ def _take_rows(table: Tensor, indices: Tensor) -> Tensor:
 def _repeat(indices: Tensor, positions: int) -> Tensor:
     """Returns the indices (B, T') repeated for each of T positions, (B, T, T')."""
     return indices[:, None, :].expand(-1, positions, -1)
+
+
+# ---- Several uses of one weight ----
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Random directions of the weights, and the optimizer that moves along them.
+"""Random directions over the weights, along which zeroth-order methods measure and move.
 
 A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
 What fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch
-and once for the update. ``zeroth_order`` says what the numbers are that the optimizer receives.
+and once for the update. ``per_sample.zeroth_order`` says what is measured along them, and
+``optimizers.zeroth_order`` moves.
 
 Shapes: K directions, d trainable numbers.
 """

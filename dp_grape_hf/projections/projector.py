@@ -5,7 +5,12 @@ d x r with ``E[P P^T] = I``; ``placement`` says which one. P is public: it is dr
 a seed that stands in the ledger, never from the noise or sampling stream, and never from gradients,
 which at capture are not private yet.
 
+``Projector`` is one P in use: it projects a gradient, lifts an update, and says which side of the
+weight it stands on.
+
 To add a family, subclass ``Projection`` and register it with ``@projection("name")``.
+
+Shapes: m x n the weight as stored, d its projected dimension, r rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Projections of gradients that are private already: random, or made from those gradients.
+"""When P is made anew, and of what: of the public seed, or of gradients that are private already.
 
+DP-GRAPE projects gradients at capture, before they are private: P is drawn, every F steps.
 Naive DP-GaLore (paper, Appendix "GaLore and Naive DP-GaLore"), D2P2 and their non-private
 counterparts privatise full gradients, and project afterwards to keep the optimizer's state small.
 What is projected is private, so P may be computed from it: GaLore takes its leading singular
-vectors. At capture it may not, which is why ``svd`` is no entry of ``projection.PROJECTIONS``.
+vectors. At capture it may not, which is why ``svd`` is no entry of ``projector.PROJECTIONS``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.projections.placement import Placement, Side, placements
 from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
 from dp_grape_hf.projections.seeds import projection_generator
+
+# ---- After the release ----
 
 SVD = "svd"
 
@@ -187,6 +190,9 @@ class ReleasedProjection:
                 name: Projector(matrix.to(self._device, copy=True), self._from_gradients[name].side)
                 for name, matrix in state["matrices"].items()
             }
+
+
+# ---- At capture ----
 
 
 class ProjectionSchedule:

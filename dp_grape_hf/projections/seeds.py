@@ -1,4 +1,8 @@
-"""TODO."""
+"""The public random numbers: of projections, and of rounding at random.
+
+Each stream starts from a hash of the run's public seed and of what it is for, so all ranks draw the
+same, and so does a resumed run. What must be secret has its streams in ``mechanism.streams``.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,9 @@ def projection_generator(
     """
     seed = projection_seed_for(projection_seed, refresh, name, block)
     return torch.Generator().manual_seed(seed)
+
+
+# ---- Rounding at random ----
 
 
 def rounding_generator(
@@ -98,6 +105,9 @@ def round_at_random(
         equal = (value * 2**24 + coins / 2**dropped).floor_() * 2**-24
         rounded = torch.where(value.abs() < 2**-14, equal, rounded)
     return torch.where(value.isfinite(), rounded, value).to(dtype)
+
+
+# ---- In blocks ----
 
 
 def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which weights of a model are projected."""
+"""Which weights of a model are projected: by default, or as patterns say."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The model card: what the ledger says, and nothing that the training data could leak through.
 
-The statement of ``claims`` stands between two marks, and the tag `claims.TAG` if it is one of a
+What ``statement`` says stands between two marks, and the tag `statement.TAG` if it is of a
 guarantee. The rest is for the publisher to keep, change or take out.
 
-The text is in ``model_card.md``, beside this file; here are the numbers and what they allow to say.
+The text is in ``card.md``, beside this file; here are the numbers and what they allow to say.
 """
 
 from __future__ import annotations

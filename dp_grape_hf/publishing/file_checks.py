@@ -1,6 +1,6 @@
 """Whether the files of a saved model are those that its ledger digests, and what loaders take.
 
-Part of ``verify``.
+Part of ``verification``.
 
 Guarantee:
     Files that are or may be weights, wherever they lie in a folder and whatever their names, are

@@ -1,6 +1,6 @@
 """The statement of a model card, one sentence and one table, as its ledger supports it.
 
-``model_card`` writes it between two marks below the title; ``verify`` takes it out from between
+``card`` writes it between two marks below the title; ``verify`` takes it out from between
 them, and compares it with what the ledger supports. All else on a card is its author's.
 
 Guarantee:

@@ -1,4 +1,12 @@
-"""TODO."""
+"""What is tried on the data collator before the first release.
+
+Clipping bounds what a row contributes. So a row must be one example and hold nothing of the others
+in its batch, its loss must not depend on how far the batch is padded, and where several rows are
+one privacy unit, they must stay in order. Random numbers that rows share are found in
+``per_sample``.
+
+Shapes: B samples in a batch.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +29,6 @@ from dp_grape_hf.per_sample import (
 )
 
 EXAMINED = 16  # examples that the data collator is tried on before training
-
-
 ORDERED = 64  # examples that it must keep in order, where that matters
 
 
@@ -78,6 +84,8 @@ def _collator_of(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     assert isinstance(loader.collate_fn, LogicalBatchCollator)
     return loader.collate_fn.collator
 
+
+# ---- What it may not do ----
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 

@@ -3,8 +3,8 @@
 Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
 places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
 override is found where the original is. There is no arithmetic here: ``run`` makes the parts that a
-method needs and drives a step, ``sampling`` draws, ``engine`` clips and adds noise, ``ledger``
-records. From the training utilities on, something leaves the run: reports, metrics, files, uploads.
+method needs and drives a step, ``mechanism`` draws, clips and adds noise, ``ledger`` records. From
+the training utilities on, something leaves the run: reports, metrics, files, uploads.
 """
 
 from __future__ import annotations
@@ -572,7 +572,7 @@ class DPGrapeMixin(_Host):
     # ---- Checkpoint Saving, Checkpoint Resuming ----
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saves no random state: dropout masks are secret (``randomness.forget_the_seed``)."""
+        """Saves no random state: dropout masks are secret (``streams.forget_the_seed``)."""
         if self._known_streams is not None:
             super()._save_rng_state(output_dir)
 
@@ -680,7 +680,7 @@ class DPGrapeMixin(_Host):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes our card; the original has a column of training losses.
 
-        Takes what ``model_card.declare`` takes, which is kept for later cards of this trainer:
+        Takes what ``card.declare`` takes, which is kept for later cards of this trainer:
         most arguments of the original, and ``metrics``, which appear with a word on whether their
         data is public (``eval_data_is_public``).
         """

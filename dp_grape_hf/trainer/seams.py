@@ -3,8 +3,8 @@
 Many are private to transformers, which may rename them in any release. An override of a method that
 nobody calls is silent: a checkpoint would hold the random state again, or a log the training loss.
 So a host that lost one of them is refused, also one of a version that nobody tried, and
-``tests/trainer/test_seams.py`` reads the Trainer of every supported release: whether it has them, calls
-them, and calls them with what the overrides take.
+``tests/trainer/test_seams.py`` reads the Trainer of every supported release: whether it has them,
+calls them, and calls them with what the overrides take.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ WAYS: dict[str, Way] = {
     "dp_galore": _private("dp_galore"),
     "dpzero": _private("dpzero"),
 }
-"""What runs, by the names in ``gpu_report_table.TITLES``."""
+"""What runs, by the names in ``table.TITLES``."""
 
 
 def is_measured(method: str, setting: Setting) -> bool:

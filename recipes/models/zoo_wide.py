@@ -1,6 +1,6 @@
 """Tiny models of many more families, so that the engines meet code that nobody had in mind.
 
-``model_zoo`` has the families that the package is made for, with all their heads and conditions.
+``zoo`` has the families that the package is made for, with all their heads and conditions.
 Each of these runs with a head or two, and shows what becomes of a model that was only tried: its
 gradients are exact, or an engine says why it refuses it.
 """

@@ -1,8 +1,8 @@
 """Vision Transformers on MNIST, CIFAR-10 and CIFAR-100: the paper's pre-training and fine-tuning.
 
-    accelerate launch -m recipes.paper.vit --config paper --task CIFAR-10 --method dp_grape \
+    accelerate launch -m recipes.paper.vit --config paper --task CIFAR-10 --method dp_grape \\
         --target_epsilon 8 --output_dir runs/vit
-    accelerate launch -m recipes.paper.vit --config paper --task CIFAR-100-fine-tune \
+    accelerate launch -m recipes.paper.vit --config paper --task CIFAR-100-fine-tune \\
         --method dp_adam --target_epsilon 2 --output_dir runs/vit
 
 reproduces ViT-Base from scratch (60 epochs; the paper's Table tab:vit-full-results: at epsilon 8
@@ -11,7 +11,7 @@ ImageNet (20 epochs; tab:vit-full-results-finetuning: 98.2 % and 88.1 %). Hardwa
 3.1 hours for 60 epochs of CIFAR-10. A small model learns on a CPU core, in three and a half
 minutes, to 82 % on Fashion-MNIST:
 
-    accelerate launch -m recipes.paper.vit --config small --task FASHION-MNIST --method dp_grape \
+    accelerate launch -m recipes.paper.vit --config small --task FASHION-MNIST --method dp_grape \\
         --target_epsilon 8 --output_dir runs/vit --use_cpu
 
 The paper reports the best test accuracy during training. Here the last weights count, and a

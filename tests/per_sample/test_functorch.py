@@ -1,4 +1,4 @@
-"""The functorch engine: what ``test_per_sample`` does not ask of both engines alike."""
+"""The functorch engine: what ``test_engines`` does not ask of both engines alike."""
 
 from collections.abc import Callable
 from typing import Any

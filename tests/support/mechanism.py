@@ -1,4 +1,4 @@
-"""A mechanism as ledgers record it, and one at work: the engine of a step, and what it released.
+"""A mechanism as ledgers record it, and one at work: that of a step, and what it released.
 
 Shapes: B samples in a batch.
 """

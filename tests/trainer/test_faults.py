@@ -1,6 +1,6 @@
 """What goes wrong around a run: the budget is never under-counted, and no whole checkpoint is lost.
 
-Processes that are killed are in ``test_trainer_resume``, edited ledgers in ``test_ledger``.
+Processes that are killed are in ``test_resume``, edited ledgers in ``test_ledger``.
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 (With ``ghost`` norms there are two backward passes, over one graph.)
 
-``sites`` finds the modules that own parameters and learns how the model calls them; ``capture``
+``layers`` finds the modules that own parameters and learns how the model calls them; ``capture``
 runs them, with one rule per layer type; this module says when, and refuses a model on which the
 result would be wrong.
 """

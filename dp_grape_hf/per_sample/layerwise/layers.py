@@ -4,7 +4,8 @@ A *site* is a module whose parameters' gradients the engine computes, by the clo
 type or by the generic functorch rule. Which of a site's tensors carry the batch cannot be read off
 shapes, so the model is run with two batch sizes. A site whose calls do not tell the samples apart
 (a table of relative positions, which is looked up once for all samples) gives way to the module
-around it, which runs under the generic rule.
+around it, which runs under the generic rule. How many rows a tensor has for each sample is learnt
+as well: what is seen once must be so again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
+
+# ---- Changing how modules run, for a while ----
 
 Forward = Callable[..., Any]
 
@@ -87,6 +90,8 @@ class LookUps(TorchFunctionMode):
             self.only = False
         return output
 
+
+# ---- How many rows a tensor has for each sample ----
 
 Key = tuple[str, int]
 """A tensor in a nest of containers: the structure of the nest, and the number of its leaf."""
@@ -166,6 +171,8 @@ def has_rows(leaf: Any) -> TypeGuard[Tensor]:
     """Returns whether something is a tensor with a leading dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
+
+# ---- Sites ----
 
 RunModel = Callable[[int], Tensor]
 """Runs the model on a batch of that many copies of one sample; returns its losses."""

@@ -6,7 +6,7 @@ and the gradient of the output (``gradients``). A rule is used for one call of o
 input and output carry the B samples in the leading dimension, possibly flattened with positions.
 
 To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that
-owns trainable parameters gets the generic functorch rule of ``per_sample``.
+owns trainable parameters gets the generic rule, of ``capture``: it runs under ``torch.func.vmap``.
 
 Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
 """

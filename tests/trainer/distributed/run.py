@@ -1,6 +1,6 @@
-"""What each of several processes does in ``tests/trainer/distributed/test_processes.py``; started by a launcher.
+"""What each of several processes does in ``test_processes``; started by a launcher.
 
-    accelerate launch --multi_gpu --num_processes 2 -m tests.trainer.distributed.run FOLDER [SCENARIO ...]
+    accelerate launch --multi_gpu --num_processes 2 -m tests.trainer.distributed.run FOLDER [NAMES]
 
 Each scenario returns what the test wants to see; it is saved as ``FOLDER/<scenario>-<rank>.pt``. An
 error is a result as well, and must leave the processes in step for the next scenario.

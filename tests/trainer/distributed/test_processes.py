@@ -1,7 +1,7 @@
 """Two and three processes, started as a user starts them, against one.
 
-What they do is in ``tests/trainer/distributed/run.py``; one launch of each number of processes does all of
-it, because each process takes seconds to import what it needs.
+What they do is in ``run``, beside this file; one launch of each number of processes does all of it,
+because each process takes seconds to import what it needs.
 """
 
 import math
