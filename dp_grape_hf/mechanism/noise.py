@@ -131,18 +131,12 @@ def _small(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from part.split(_AT_ONCE["cpu" if part.device.type == "cpu" else "other"])
 
 
+# ---- Either ----
+
 _DRAWS = 2  # independent ones that add up to a number of noise; see ``add_noise_``
-
-
 _SLICE = 2**15  # numbers of one operation on a CPU: torch starts no threads for so few
-
-
 _LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
-
-
 _DRAWN_BY_A_THREAD = 2**17  # in one call; after fewer, threads mostly wait for one another
-
-
 NOISE_SLICE = 2**24
 """Numbers that get noise at once on another device than a CPU."""
 
@@ -161,7 +155,7 @@ def add_noise_(
     their radius is of a uniform number with 24 bits: what lies beyond would betray a gradient along
     one coordinate with probability 9e-7 a release at ``std = C``. Two of them reach 8.16, where it
     is 4e-13. On a GPU each of the two has a 64-bit key, so that the noise has 128. If the
-    generator is ``secure``, there are four draws, and ``noise`` says how they are added.
+    generator is ``secure``, there are four draws; the module's docstring says how they add up.
 
     On a CPU, a ``SecretGenerator`` lends streams of their own to every thread of torch. Any other
     generator, a test's, serves one thread with one draw: the noise is then what ``normal_`` draws

@@ -3,8 +3,9 @@
 What is computed here is sensitive: nothing is clipped and nothing has noise. ``engine`` says what
 an engine is; ``layerwise`` is the fast one (one pass, a rule per layer type), ``functorch`` the one
 that is the definition, and ``zeroth_order`` needs no backward pass. ``losses`` knows the loss of
-one example, ``gradients`` the forms its gradient may have, and ``probing``, ``coins`` and
-``selfcheck`` find out, by running the model, whether the examples really are by themselves.
+one example, ``gradients`` the forms its gradient may have. ``probing``, ``coins`` and ``selfcheck``
+find out, by running the model, whether the examples really are by themselves, and ``guards`` holds
+it to what it showed.
 """
 
 from dp_grape_hf.per_sample.by_name import ENGINES, make_engine, per_sample_gradients
