@@ -107,6 +107,13 @@ def tracked_files() -> list[Path]:
 each_module = pytest.mark.parametrize("module", MODULES)
 
 
+@pytest.mark.parametrize("folder", [PACKAGE, "recipes", "tests"])
+def test_every_folder_of_modules_is_a_package(folder: str) -> None:
+    folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
+    missing = {place.name for place in folders if not (place / "__init__.py").exists()}
+    assert not missing, f"no wheel would hold {', '.join(sorted(missing))}: add __init__.py"
+
+
 @each_module
 def test_a_room_imports_only_from_lower_floors(module: str) -> None:
     room = room_of(module)

@@ -1,0 +1,1 @@
+"""The fast engine: one forward and one backward pass, with a rule for each type of layer."""
