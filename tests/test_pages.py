@@ -466,11 +466,12 @@ def test_a_table_of_options_names_arguments(page: str, header: str) -> None:
 
 
 def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
-    assert first_column("dp_grape_hf/arguments/README.md", "`method`") == METHODS.keys()
+    methods = first_column("dp_grape_hf/arguments/README.md", "`method`")
+    assert methods == METHODS.keys(), "add a line to the page of arguments"
     accountants = first_column("dp_grape_hf/accounting/README.md", "`accountant`")
-    assert accountants == {LEAST, *ACCOUNTANTS}
+    assert accountants == {LEAST, *ACCOUNTANTS}, "add a line to the page of accounting"
     commands = {name.split()[1] for name in first_column("dp_grape_hf/cli/README.md", "Command")}
-    assert commands == COMMANDS.keys()
+    assert commands == COMMANDS.keys(), "add a line to the page of cli"
 
 
 def test_the_first_page_leads_to_every_other() -> None:

@@ -118,4 +118,5 @@ def test_every_command_gets_its_own_options(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: dp-grape {command} ")
-    assert f"$ dp-grape {command} " in text
+    example = f"$ dp-grape {command} "
+    assert example in text, f"show in the epilog an example, {example!r} and an argument"

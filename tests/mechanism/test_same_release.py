@@ -4,7 +4,8 @@ Each run is described by a few numbers of every tensor, so the file stays small.
 
     HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 python -m tests.mechanism.test_same_release
 
-only where a change of the release is meant, and say in the changelog which runs it concerns.
+only where a change of the release is meant, and say in the changelog which runs it concerns. Where
+a stream is new, as with a family of projections, add its lines and leave the others as they are.
 """
 
 import json
@@ -166,7 +167,7 @@ def streams() -> dict[str, Tensor]:
 
 def assert_same(found: Numbers, expected: Numbers, tolerance: float = RELEASE) -> None:
     """Compares what ``described`` returns."""
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), f"{RECORD.name}: a line for each"
     for name, (norm, *_) in expected.items():
         assert found[name] == pytest.approx(expected[name], rel=0, abs=tolerance * norm), name
 

@@ -62,4 +62,4 @@ def test_a_comparison_is_resumed_and_rendered(
 
 def test_the_configuration_compares_every_method() -> None:
     rows = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["rows"].values()
-    assert {row["method"] for row in rows} == set(METHODS)
+    assert {row["method"] for row in rows} == set(METHODS), f"{CONFIG.name}: a row for each method"

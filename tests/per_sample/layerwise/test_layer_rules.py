@@ -227,7 +227,9 @@ def test_a_layers_gradients_equal_those_of_single_samples(
 
 @each_row
 def test_the_closed_form_is_used_where_it_is_exact(row: Row) -> None:
-    assert (rule_for(row.layer()) is not None) == row.closed
+    assert (rule_for(row.layer()) is not None) == row.closed, (
+        "closed=False belongs to a row whose layer has no rule, or one that does not apply"
+    )
 
 
 def test_every_rule_has_a_row() -> None:
