@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -118,5 +119,6 @@ def test_every_command_gets_its_own_options(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: dp-grape {command} ")
+    assert callable(import_module(f"dp_grape_hf.cli.{command}").run)
     example = f"$ dp-grape {command} "
     assert example in text, f"show in the epilog an example, {example!r} and an argument"
