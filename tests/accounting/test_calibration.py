@@ -122,6 +122,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 # ---- Calibration ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but({str(case) for case in list(TIGHT)[::4]}, TIGHT))
 def test_calibration_is_within_a_percent_above_the_tight_noise(
     case: tuple[int, int, int, float],
@@ -165,6 +166,7 @@ def test_no_steps_cannot_be_calibrated() -> None:
 # ---- Upper bounds ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_prv_is_an_upper_bound_and_no_looser_than_its_stated_error(
     mechanism: tuple[float, float, int, float],
@@ -268,7 +270,7 @@ TO_BE_TIGHT = [
 
 
 @pytest.mark.parametrize("accountant", [LEAST, "prv"])
-@pytest.mark.parametrize("mechanism", slow_but({str(m) for m in TO_BE_TIGHT[::4]}, TO_BE_TIGHT))
+@pytest.mark.parametrize("mechanism", slow_but({str(m) for m in TO_BE_TIGHT[::8]}, TO_BE_TIGHT))
 def test_epsilon_is_within_half_a_percent_above_the_tight_one(
     mechanism: tuple[float, float, int, float], accountant: str
 ) -> None:

@@ -156,6 +156,7 @@ def test_simulated_runs_lose_no_more_than_promised(k: int) -> None:
 # ---- The accountants ----
 
 
+@pytest.mark.slow
 def test_the_accountants_agree() -> None:
     tight, prv, rdp = (
         compute_epsilon(**VALID | {"accountant": name, "steps": 100})
@@ -219,6 +220,7 @@ def test_calibration_inverts_accounting() -> None:
     assert compute_epsilon(**VALID | {"noise_multiplier": 0.99 * found}) > 2.0
 
 
+@pytest.mark.slow
 def test_exact_and_estimated_norms_compose() -> None:
     estimated = compose_epsilon([Releases(2.0, 0.1, 10, norm_directions=16)], delta=1e-5)
     mixed = compose_epsilon(

@@ -178,6 +178,7 @@ def test_a_small_poisson_mean_is_not_below_nothing() -> None:
 # ---- How many trials ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_the_number_of_trials_has_the_law_it_is_accounted_for(

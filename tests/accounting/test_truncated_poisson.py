@@ -165,6 +165,7 @@ def test_prv_and_rdp_bound_the_privacy_loss_distribution_of_the_mixture(
     assert tight - 5e-4 <= epsilon_of(case, "rdp") <= 1.6 * tight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but({str(case) for case in CAPPED[::3]}, CAPPED))
 def test_epsilon_is_close_to_the_event_of_dp_accounting(
     case: tuple[float, int, int, int, int],

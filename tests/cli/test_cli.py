@@ -312,6 +312,7 @@ def test_memory_says_which_batch_fits_and_what_to_turn(
     assert "DP-GRAPE at B=64 still does not fit" in nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "labels"), [("token-classification", "32"), ("masked-lm", ""), ("multiple-choice", "")]
 )

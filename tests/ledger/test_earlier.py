@@ -427,6 +427,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="locks are those of POSIX")
 def test_a_run_of_another_process_is_not_joined_while_it_lives(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
@@ -453,6 +454,7 @@ def test_a_run_of_another_process_is_not_joined_while_it_lives(tmp_path: Path) -
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME

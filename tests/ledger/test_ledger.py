@@ -196,6 +196,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path: Path) -> None:
     for acknowledged in (1, 100):

@@ -97,7 +97,9 @@ def check_fine(sample: Array) -> None:
 # ---- One large release ----
 
 
-@both
+@pytest.mark.parametrize(
+    "secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["default", "secure"]
+)
 def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
     """Tails are counted to 5 standard deviations, of which 2**24 numbers have 5 a side beyond."""
     sample = noise_of(2**24, secure)
@@ -390,6 +392,7 @@ print(*values.tolist(), *torch.rand(4, generator=sampling_generator()).tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_started_again_draws_other_numbers() -> None:
     """The same seed, the same code; what this process draws is the other start."""
     command, root = [sys.executable, "-c", _DIGEST], Path(__file__).parents[2]

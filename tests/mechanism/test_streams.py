@@ -398,6 +398,7 @@ def _draw_on_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_share_the_sampling_coins_and_nothing_else(tmp_path: Path) -> None:
     """False alarm: two generators agree by chance with probability below 2**-1000."""
     mp.spawn(_draw_on_rank, (str(tmp_path),), nprocs=2)

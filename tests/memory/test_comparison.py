@@ -102,6 +102,7 @@ def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
     assert {row.setting.method for row in rows} == {ADAMW, *METHODS}
     assert [row.refused for row in rows] == [""] * len(rows)
@@ -136,6 +137,7 @@ def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> Non
     assert said["gradients"] <= dense <= said["gradients"] * (1 + 1 / SIZE) + BLOCK * tensors
 
 
+@pytest.mark.slow
 def test_a_ghost_keeps_the_fewest_gradients(rows: list[Compared]) -> None:
     kept = {mode: one(rows, "dp_adam", mode).footprint.gradients for mode in GradSampleMode}
     assert kept["ghost"] < kept["auto"] <= kept["materialise"]

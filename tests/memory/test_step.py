@@ -134,13 +134,15 @@ def simulate(
         ),
         ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
         ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
-        ("opt", Setting(DP_GRAPE, 8, project_embeddings=True)),
-        ("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16)),
+        pytest.param("opt", Setting(DP_GRAPE, 8, project_embeddings=True), marks=SLOW),
+        pytest.param("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16), marks=SLOW),
         *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
-        ("roberta", Setting("dp_lora", 8)),
+        pytest.param("roberta", Setting("dp_lora", 8), marks=SLOW),
         pytest.param("roberta", Setting("dp_galore", 8), marks=SLOW),
         pytest.param("roberta", Setting("dpzero", 8), marks=SLOW),
-        ("roberta", Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST)),
+        pytest.param(
+            "roberta", Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST), marks=SLOW
+        ),
         *(("vit", compared(name, Setting(batch_size=8))) for name in (DP_GRAPE, DP_ADAM_DENSE)),
     ],
 )
@@ -266,6 +268,7 @@ def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
     assert peaks[DP_ADAM_DENSE].kinds[PER_SAMPLE] >= 4 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_each_knob_takes_what_it_says() -> None:
     plain = Setting(DP_GRAPE, 16)
     peak = simulate("roberta", plain)

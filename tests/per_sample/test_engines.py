@@ -10,6 +10,7 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradient
 from dp_grape_hf.per_sample import ENGINES, make_engine
 from dp_grape_hf.per_sample.losses.losses import HEADS
 from dp_grape_hf.projections import Projector, Side
+from tests.support.marks import slow_but
 from tests.support.models import HIDDEN, PAD, TYPICAL, Batch, Case, only, texts
 from tests.support.oracles import (
     TOLERANCE,
@@ -57,6 +58,7 @@ def check(
 # ---- Equality with the definition ----
 
 
+@pytest.mark.slow
 @each_engine
 @each_case
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -135,7 +137,7 @@ def changed_batch_mates(case: Case) -> dict[str, tuple[Batch, int]]:
     return batches
 
 
-@each_engine
+@pytest.mark.parametrize("engine", slow_but(("layerwise",), ENGINES))
 @each_case
 def test_an_examples_gradient_does_not_change_when_its_batch_mates_change(
     case: Case, engine: str

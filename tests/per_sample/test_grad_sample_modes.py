@@ -87,6 +87,7 @@ def test_every_mode_releases_what_the_definition_says(name: str, rank: int | Non
         assert error < 2e-5, (engine, mode, error)
 
 
+@pytest.mark.slow
 @each_mode
 def test_masks_of_dropout_are_the_same_in_both_passes_and_when_activations_are_recomputed(
     mode: str,

@@ -168,7 +168,12 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     ("strategy", "copies", "messages"),
     [
         ("end", set(), ["Model save"]),
-        ("every_save", set(), ["step 2", "step 4", "Model save"]),
+        pytest.param(
+            "every_save",
+            set(),
+            ["step 2", "step 4", "Model save"],
+            marks=pytest.mark.slow,
+        ),
         ("checkpoint", nested("last-checkpoint"), ["step 2", "step 4", "Model save"]),
         (
             "all_checkpoints",
@@ -437,6 +442,7 @@ def test_a_fault_that_passes_leaves_one_whole_commit(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "pattern"),
     [("POST", "preupload"), ("POST", "batch"), ("PUT", "/large/"), ("POST", "/commit/")],

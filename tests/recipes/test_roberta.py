@@ -416,6 +416,7 @@ def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer: Any) -> None:
     assert all("pooler" not in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "head", "where"),
     [

@@ -29,6 +29,7 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from tests.support.marks import slow_but
 from tests.support.trainers import (
     FEATURES,
     Examples,
@@ -255,7 +256,9 @@ def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: 
 
 
 @needs_dev_full
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    "name", slow_but((LEDGER_NAME, "model.safetensors", "optimizer.pt"), WRITTEN)
+)
 def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,10 +403,7 @@ LOST = [(m, v) for m in METHODS for v in (NAN, INF, -INF) if m != "per_layer" or
 
 @pytest.mark.parametrize(
     ("method", "value"),
-    [
-        pytest.param(m, v, marks=() if m == "flat" or v is NAN else pytest.mark.slow)
-        for m, v in LOST
-    ],
+    [pytest.param(m, v, marks=() if v is NAN else pytest.mark.slow) for m, v in LOST],
 )
 def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     method: str, value: float, tmp_path: Path

@@ -58,7 +58,7 @@ def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
             for way in itertools.product(LENGTHS, (1, 4), (False, True))
         ),
         ("epochs", 4, True, 2),
-        ("max_steps", 1, False, 2),
+        pytest.param("max_steps", 1, False, 2, marks=pytest.mark.slow),
     ],
 )
 def test_every_noisy_update_is_exactly_one_poisson_draw(

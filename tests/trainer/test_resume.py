@@ -20,6 +20,7 @@ from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
 from tests.support.ledgers import edit, rewrite
+from tests.support.marks import slow_but
 from tests.support.trainers import (
     EXACT,
     RecordingTrainer,
@@ -460,7 +461,9 @@ def _assert_resumes_without_undercounting(
         assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", slow_but(("after a release is recorded, before it is made",), MOMENTS)
+)
 def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -474,6 +477,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     _assert_resumes_without_undercounting(tmp_path / "run", monkeypatch, caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repetition", range(3))
 def test_a_run_killed_at_any_moment_resumes_without_undercounting(
     repetition: int,

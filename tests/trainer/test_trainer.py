@@ -26,6 +26,7 @@ from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer, Unsupp
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.projections import projection_targets
+from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
     EXACT,
@@ -70,7 +71,9 @@ def _plain_run(folder: Path, model: Any, train_dataset: Any, **settings: Any) ->
     return watch
 
 
-@pytest.mark.parametrize("name", ["bert-classifier", "roberta-classifier", "vit"])
+@pytest.mark.parametrize(
+    "name", slow_but(("bert-classifier", "vit"), ["bert-classifier", "roberta-classifier", "vit"])
+)
 @pytest.mark.parametrize(
     "projection", [{"projection": "identity"}, {"projection": "gaussian", "projection_rank": 32}]
 )

@@ -13,6 +13,7 @@ from torch.nn import functional
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import UnitEngine
+from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
     OWNERS,
@@ -92,7 +93,10 @@ def test_a_release_is_the_clipped_sum_over_users(
     assert trainer.plan.mechanism.sample_rate == 3 / len(SIZES)
 
 
-@pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dp_lora", "dpzero", "dp_jl"])
+@pytest.mark.parametrize(
+    "method",
+    slow_but(("dp_grape", "dpzero"), ["dp_grape", "dp_adam", "dp_lora", "dpzero", "dp_jl"]),
+)
 def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path: Path) -> None:
     """The same coins, noise and weights, bit by bit."""
     settings = {

@@ -181,6 +181,7 @@ def assert_same_runs(ranks: list[Any], alone: Any) -> None:
 # ---- The same release as one process ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["equal", "equal_roberta", "users"])
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
