@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -75,9 +76,20 @@ def room_of(module: str) -> str | None:
     return rest.partition(".")[0] or None if package == PACKAGE else None
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The syntax of a file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, str], ...]:
     """Every import of a file as a module and the name taken from it, "" for the module itself."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str]]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -143,13 +155,13 @@ def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
     }
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE
         for alias in node.names
     }
     taken |= {
         f"{node.value.id}.{node.attr}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in ours
@@ -218,7 +230,7 @@ def test_every_import_is_declared_in_setup_cfg(module: str) -> None:
 def test_a_module_never_prints(module: str) -> None:
     lines = [
         node.lineno
-        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+        for node in nodes(MODULES[module])
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"

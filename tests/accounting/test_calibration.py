@@ -141,6 +141,7 @@ def test_calibration_inverts_accounting(case: tuple[int, int, int, float], accou
     assert epsilon_of(0.99 * found, batch / num_samples, steps, 1e-5, accountant) > target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "q", "steps"), [(0.1, 0.01, 100), (1.0, 1.0, 100), (30.0, 0.05, 1), (0.5, 0.2, 10)]
 )
@@ -287,6 +288,7 @@ def test_a_small_epsilon_is_not_drowned_in_an_error_of_prv() -> None:
             assert epsilon_of(*mechanism, accountant) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", [LEAST, "prv"])
 @pytest.mark.parametrize(
     ("target", "q", "steps", "before"),
@@ -348,6 +350,7 @@ def test_without_the_extra_the_least_is_found_among_the_others(
     assert curve.accountant == "prv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", [LEAST, "prv", "pld"])
 @pytest.mark.parametrize(
     ("sigma", "q", "steps"),
@@ -361,6 +364,7 @@ def test_epsilon_grows_with_every_step(sigma: float, q: float, steps: int, accou
         assert curve.epsilon(n) <= 1.005 * tight_epsilon(sigma, q, n, 1e-5) + 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "delta", slow_but(("1e-09", "1e-12"), [1e-7, 1e-9, 1e-10, 1e-11, 1e-12, 1e-14])
 )
@@ -397,6 +401,7 @@ def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
     assert split == epsilon_of(4.0, 1 / 16, 1000, 1e-5, accountant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str) -> None:
     releases = [

@@ -95,6 +95,7 @@ def _pairs() -> list[tuple[Array, Array]]:
 PAIRS = _pairs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", slow_but((str(MEANS[1]),), MEANS))
 @pytest.mark.parametrize("distribution", TrialsDistribution)
 def test_the_best_outcome_is_never_further_apart_than_the_bound(

@@ -276,6 +276,7 @@ def test_rdp_never_fails_under_a_cap(halved: float, q: float, cap: int) -> None:
     assert compute_epsilon(**VALID | bound) >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_samples", "mean", "steps", "sigma"),
     [(1024, 64, 1000, 1.7), (50000, 64, 200, 0.5), (1000, 8, 100, 0.9), (20, 20, 10, 5.0)],

@@ -759,6 +759,7 @@ def test_sides_and_ranks_are_those_asked_for(
     assert trainer.ledger.mechanism.projection_side == changes.get("projection_side", "smaller")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["reset", "reproject"])
 @pytest.mark.parametrize("method", ["dp_grape", "dp_galore"])
 def test_moments_at_a_redraw_survive_a_checkpoint(

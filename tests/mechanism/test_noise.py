@@ -112,6 +112,7 @@ def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
         check_fine(sample)
 
 
+@pytest.mark.slow
 def test_five_standard_deviations_are_exceeded_as_often_as_they_should_be() -> None:
     """2**26 numbers have 19 a side beyond 5: enough to tell that none is missing."""
     sample = np.concatenate([noise_of(2**23, secure=False) for _ in range(8)])

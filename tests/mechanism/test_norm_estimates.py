@@ -140,6 +140,7 @@ def _in_float64(part: Any) -> Tensor:
 # ---- The release ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "under vmap", "tied gpt2"])
 @pytest.mark.parametrize(("rank", "clipping"), [(4, "flat"), (None, "automatic"), (None, "flat")])
 def test_every_mode_releases_what_the_definition_says(

@@ -172,6 +172,7 @@ def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
 # ---- Against a real run ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "adam"), METHODS))
 def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
     case = only("roberta-classifier")

@@ -33,6 +33,7 @@ def roberta(**changes: Any) -> RobertaConfig:
     return RobertaConfig(**SIZES, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "head", "name"),
     [

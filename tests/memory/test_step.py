@@ -251,6 +251,7 @@ def test_a_timeline_without_a_step_has_no_peak() -> None:
         Timeline().peak()
 
 
+@pytest.mark.slow
 def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
     setting = Setting(DP_GRAPE, 4, rank=8)
     cls, config = FAMILIES["opt"]
@@ -465,6 +466,7 @@ def opt(name: str) -> tuple[type[Any], Any]:
 BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "length", "setting", "most"),
     [

@@ -243,6 +243,7 @@ def opt(rate: float) -> tuple[nn.Module, dict[str, Tensor]]:
     return only("opt").model(layerdrop=rate).train(), only("opt").batch(3)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     "make", [bart, *(pytest.param(m, marks=pytest.mark.slow) for m in (m2m100, opt))]

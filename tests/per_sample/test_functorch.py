@@ -67,6 +67,7 @@ def check(
 # ---- Every matrix on either side ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", Side)
 @pytest.mark.parametrize(
     ("case", "changes"),

@@ -112,7 +112,7 @@ def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("entry", slow_but(QUICK, ROWS))
+@pytest.mark.parametrize("entry", slow_but(SOME, ROWS))
 def test_one_engine_serves_batches_of_any_size_length_padding_and_projection(entry: Row) -> None:
     if entry.refused("layerwise"):
         return
@@ -155,6 +155,7 @@ def test_every_family_and_head_that_the_package_promises_has_a_row() -> None:
 # ---- Conditions ----
 
 
+@pytest.mark.slow
 @some_rows
 @layerwise_first
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -216,6 +217,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("part", FROZEN)
 def test_frozen_parts_have_no_gradient_and_change_no_other(name: str, part: str) -> None:
@@ -264,6 +266,7 @@ def test_autocast_changes_gradients_by_its_rounding_only(
     assert whole_error(dense(gradients, B), expected) < LOW_PRECISION[dtype]
 
 
+@pytest.mark.slow
 @some_rows
 def test_bfloat16_weights_change_gradients_by_their_rounding_only(name: str) -> None:
     model, inputs = row(name).model(), row(name).batch(B)
@@ -276,6 +279,7 @@ def test_bfloat16_weights_change_gradients_by_their_rounding_only(name: str) -> 
     assert whole_error(dense(gradients, B), expected) < LOW_PRECISION[torch.bfloat16]
 
 
+@pytest.mark.slow
 @each_engine
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # of importing the compiler
 def test_a_compiled_model_is_refused(engine: str) -> None:
@@ -307,7 +311,7 @@ def with_few_labels(batch: Batch) -> Batch:
     return {**batch, "labels": labels}
 
 
-@pytest.mark.parametrize("entry", slow_but(QUICK, VOCABULARY_ROWS))
+@pytest.mark.parametrize("entry", slow_but(SOME, VOCABULARY_ROWS))
 def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entry: Row) -> None:
     model, inputs = entry.model(), with_few_labels(entry.batch(B))
     positions = inputs["labels"].shape[1]

@@ -417,6 +417,7 @@ def test_a_token_that_may_not_write_publishes_nothing(
     assert set(hub.files(REPO)) == INITIAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

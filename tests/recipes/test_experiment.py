@@ -257,6 +257,7 @@ def test_every_file_of_settings_is_tested() -> None:
     assert len(PRESETS) == 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_sets_what_there_is(path: Path) -> None:
     family = FAMILIES[path.stem.partition("_")[0]]

@@ -517,6 +517,7 @@ def test_a_run_on_every_kind_of_task(
     assert any("none of the paper's" in note for note in result["notes"])
 
 
+@pytest.mark.slow
 def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
     """With embeddings that are tied, and so have two names."""
     options = {**ONE, "save_strategy": "steps", "save_steps": 1, "max_grad_norm": 1e-9}

@@ -329,6 +329,7 @@ def test_ranks_and_sizes_are_those_of_the_paper() -> None:
     assert "DP-Adam, 6.7B" not in rows  # out of memory in the paper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_run_of_a_file_has_settings_that_exist(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

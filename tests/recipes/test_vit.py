@@ -319,6 +319,7 @@ def test_a_search_holds_data_out_and_leaves_the_test_split_alone(
     assert any(note.startswith("a search: 20%") for note in result["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(  # of PEFT
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )

@@ -29,6 +29,7 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
+from tests.support.marks import slow_but
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
@@ -88,6 +89,7 @@ def make_or_refuse(given_values: dict[str, Any]) -> None:
         assert value == value, "not a number is no value of any argument"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wild_value_is_taken_or_refused_by_name_and_value(name: str) -> None:
     for value in EDGES:
@@ -318,7 +320,12 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", BAD_DATA)
+@pytest.mark.parametrize(
+    "fault",
+    slow_but(
+        ("no labels", "wide inputs", "labels that are texts", "too long", "failing"), BAD_DATA
+    ),
+)
 def test_bad_data_is_refused_and_described(fault: str) -> None:
     make, expected = BAD_DATA[fault]
     assert expected in train_or_refuse(make())

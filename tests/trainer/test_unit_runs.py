@@ -140,6 +140,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watch]:
     return {name: _transformer(folder / name, 12, clipping=name) for name in ("flat", "per_layer")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clipping", "mode"),
     [("flat", "auto"), ("flat", "ghost"), ("flat", "materialise"), ("per_layer", "book_keeping")],
