@@ -187,6 +187,7 @@ def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> 
     assert_same_runs(results(two, run), one[run])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_train_by_any_method_as_one(
     method: str, one: dict[str, Any], two: Any
@@ -200,6 +201,7 @@ def test_two_processes_train_by_any_method_as_one(
     assert any((last[name] - first[name]).abs().max() > 1e-3 for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["equal", "users"])
 def test_the_shares_of_a_draw_are_the_draw(run: str, one: dict[str, Any], two: Any) -> None:
     shares = [run["draws"] for run in results(two, run)]
@@ -207,6 +209,7 @@ def test_the_shares_of_a_draw_are_the_draw(run: str, one: dict[str, Any], two: A
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == whole
 
 
+@pytest.mark.slow
 def test_no_user_is_shared_between_processes(two: Any) -> None:
     owner = {row["id"]: row["user"] for row in USERS["train_dataset"].examples}
     together = 0
@@ -217,6 +220,7 @@ def test_no_user_is_shared_between_processes(two: Any) -> None:
     assert together  # some user had two examples in a draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
 def test_uneven_and_empty_shares_change_nothing(
     processes: int, one: dict[str, Any], request: pytest.FixtureRequest
@@ -232,10 +236,12 @@ def test_uneven_and_empty_shares_change_nothing(
     assert_same_runs(ranks, one["uneven"])
 
 
+@pytest.mark.slow
 def test_noise_is_added_once(two: Any) -> None:
     """With zero gradients the release is noise of sigma C / B; twice the noise had sqrt(2) of it.
 
-    A false alarm has a probability below 1e-8: the deviation is six standard deviations.
+    A false alarm has a probability below 1e-7: the deviation is six standard deviations, and of as
+    many float32 numbers two are the same by chance in one run of eight, and six in none.
     """
     first, second = results(two, "noise")
     assert len(first) == len(second) == NOISE_ALONE["max_steps"]
@@ -245,9 +251,10 @@ def test_noise_is_added_once(two: Any) -> None:
     expected = NOISE_ALONE["noise_multiplier"] * NOISE_ALONE["max_grad_norm"] / 4
     assert len(noise) > 3000
     assert noise.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(noise)))
-    assert len(noise.unique()) == len(noise)
+    assert len(noise) - len(noise.unique()) < 6
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_weights_of_the_first_process(two: Any) -> None:
     expected = weights_of(TinyForSequenceClassification(seed=0))
     for weights, table in results(two, "initial"):
@@ -269,6 +276,7 @@ def _coordinates(rank: int) -> tuple[int, int, int]:
     return total, sum(w.numel() for w in targets), sum(rank * max(w.shape) for w in targets)
 
 
+@pytest.mark.slow
 def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
     """Exactly its coordinates in float32 and a flag, in two messages; DDP sends every gradient."""
     total, projected, coordinates = _coordinates(ROBERTA["projection_rank"])
@@ -296,6 +304,7 @@ def test_sums_are_those_of_all_processes(two: Any, three: Any) -> None:
 # ---- Resuming with another number of processes ----
 
 
+@pytest.mark.slow
 def test_one_process_resumes_what_two_have_saved(
     folder: Path, one: dict[str, Any], two: Any
 ) -> None:
@@ -308,6 +317,7 @@ def test_one_process_resumes_what_two_have_saved(
     assert alone["run_id"] == stopped[0]["run_id"] == stopped[1]["run_id"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
 def test_more_processes_resume_what_fewer_have_saved(
     processes: int, folder: Path, one: dict[str, Any], request: pytest.FixtureRequest
@@ -328,6 +338,7 @@ def _assert_resumed(ranks: list[Any], one: dict[str, Any], output: Path) -> None
     assert (copy.steps, copy.updates, copy.mechanism) == (6, 6, ledger.mechanism)
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_grew_with_the_processes_is_no_silent_change(two: Any) -> None:
     for error in refusals(two, "resume_with_default_batch_size"):
         assert "expected_batch_size=12.0 (recorded: 6.0)" in error
@@ -337,6 +348,7 @@ def test_a_batch_size_that_grew_with_the_processes_is_no_silent_change(two: Any)
 # ---- Failing together ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "failed", "reason"),
     [
@@ -353,6 +365,7 @@ def test_no_process_waits_for_one_that_failed(
     assert "1 of 2 processes failed in this step" in errors[1 - failed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
@@ -371,6 +384,7 @@ def test_what_one_process_refuses_all_refuse(scenario: str, reason: str, two: An
         assert rank[scenario]["private"]
 
 
+@pytest.mark.slow
 def test_the_first_process_decides(two: Any) -> None:
     assert results(two, "decided") == [(0, "decided")] * 2
 
