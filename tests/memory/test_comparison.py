@@ -28,7 +28,6 @@ from dp_grape_hf.memory.comparison import sizes_of
 from dp_grape_hf.memory.step import prepared
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projections import placements
-from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -173,7 +172,7 @@ def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "adam"), METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
     case = only("roberta-classifier")
     setting = Setting(method, 4, rank=2)

@@ -471,17 +471,16 @@ BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
     ("model", "length", "setting", "most"),
     [
         pytest.param(LARGE, 128, Setting(batch_size=40), 11.0, id="roberta-large"),
-        pytest.param(opt("1.3b"), 512, Setting(batch_size=8), 16.5, id="opt-1.3b", marks=SLOW),
+        pytest.param(opt("1.3b"), 512, Setting(batch_size=8), 16.5, id="opt-1.3b"),
         pytest.param(
             opt("6.7b"),
             512,
             replace(BF16, batch_size=8),
             17.5,
             id="opt-6.7b",
-            marks=SLOW,
         ),
-        pytest.param(opt("13b"), 512, BF16, 47.0, id="opt-13b on 48 GiB", marks=SLOW),
-        pytest.param(opt("30b"), 512, BF16, 79.0, id="opt-30b on 80 GiB", marks=SLOW),
+        pytest.param(opt("13b"), 512, BF16, 47.0, id="opt-13b on 48 GiB"),
+        pytest.param(opt("30b"), 512, BF16, 79.0, id="opt-30b on 80 GiB"),
     ],
 )
 def test_a_large_model_takes_no_more_than_promised(

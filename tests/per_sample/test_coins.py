@@ -245,9 +245,7 @@ def opt(rate: float) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize(
-    "make", [bart, *(pytest.param(m, marks=pytest.mark.slow) for m in (m2m100, opt))]
-)
+@pytest.mark.parametrize("make", [bart, m2m100, opt])
 def test_text_models_are_refused_with_layer_drop_only(
     make: Callable[[float], Any], engine: str
 ) -> None:

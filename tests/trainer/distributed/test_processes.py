@@ -27,7 +27,6 @@ from dp_grape_hf.distributed import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
-from tests.support.marks import slow_but
 from tests.support.ports import free_port
 from tests.support.trainers import (
     TinyForSequenceClassification,
@@ -221,7 +220,7 @@ def test_no_user_is_shared_between_processes(two: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
+@pytest.mark.parametrize("processes", [2, 3])
 def test_uneven_and_empty_shares_change_nothing(
     processes: int, one: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -318,7 +317,7 @@ def test_one_process_resumes_what_two_have_saved(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", slow_but("2", [2, 3]))
+@pytest.mark.parametrize("processes", [2, 3])
 def test_more_processes_resume_what_fewer_have_saved(
     processes: int, folder: Path, one: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
