@@ -22,7 +22,12 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
 from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import PROJECTIONS, DirectionDistribution, ProjectionSide
+from dp_grape_hf.projections import (
+    PRINCIPAL,
+    PROJECTIONS,
+    DirectionDistribution,
+    ProjectionSide,
+)
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -31,6 +36,7 @@ ALIASES = {
     "F": "projection_update_steps",
 }
 NORM_DIRECTIONS = 64
+UPDATE_STEPS = 100
 
 _NUMBERS = (int, float, int | None, float | None)
 _OTHERS: dict[Any, str] = {bool: "True or False", str: "a text", str | None: "a text or None"}
@@ -298,8 +304,9 @@ class DPGrapeArguments(_Host):
     projection: str | None = field(
         default=None,
         metadata={
-            "help": f"The family of projections: {', '.join(sorted(PROJECTIONS))}. Default: that "
-            "of the method."
+            "help": f"Where P comes from. {PRINCIPAL}: the principal directions of what each layer "
+            "is given when the model reads synthetic inputs, or a public_dataset of the trainer; "
+            f"at random: {', '.join(sorted(PROJECTIONS))}. Default: that of the method."
         },
     )
     projection_rank: Annotated[int, AT_LEAST_1] = field(
@@ -317,16 +324,21 @@ class DPGrapeArguments(_Host):
             "line), in front of projection_rank."
         },
     )
-    projection_side: Annotated[str, one_of(ProjectionSide)] = field(
-        default=ProjectionSide.SMALLER.value,
+    projection_side: Annotated[str | None, one_of(ProjectionSide)] = field(
+        default=None,
         metadata={
-            "help": "Which dimension of a weight is projected: "
-            f"{', '.join(ProjectionSide)} (of the layer)."
+            "help": "Which dimension of a weight a random P projects: "
+            f"{', '.join(ProjectionSide)} (of the layer). Default: smaller. That of principal "
+            "directions is the input."
         },
     )
-    projection_update_steps: Annotated[int, AT_LEAST_1] = field(
-        default=100,
-        metadata={"help": "F: resample the projection every this many steps.", **short_name("F")},
+    projection_update_steps: Annotated[int | None, AT_LEAST_1] = field(
+        default=None,
+        metadata={
+            "help": "F: make the projection anew every this many steps. Default: 100, and never "
+            "for principal directions, which are then measured on the weights of the time.",
+            **short_name("F"),
+        },
     )
     projection_seed: Annotated[int, Valid("0 or greater", lambda v: v >= 0)] = field(
         default=0,
@@ -472,6 +484,12 @@ class DPGrapeArguments(_Host):
         row = METHODS[self.method]
         if self.projection is None:
             self.projection = row.projection
+        principal = self.projection == PRINCIPAL
+        if self.projection_side is None:
+            side = ProjectionSide.INPUT if principal else ProjectionSide.SMALLER
+            self.projection_side = side.value
+        if self.projection_update_steps is None and not principal:
+            self.projection_update_steps = UPDATE_STEPS
         if self.update_rule is None:
             self.update_rule = row.update_rule
         if row.norm_estimates and self.norm_directions is None:

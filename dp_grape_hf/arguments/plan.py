@@ -71,6 +71,7 @@ class PrivacyPlan:
             declares another; with an ``args.privacy_unit_column`` the number of its values.
         earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
             the same data is within the target, and in every epsilon.
+        public_dataset: what the projection is measured on, described, if not on synthetic inputs.
 
     Attributes:
         steps: how many releases the run makes, and sigma was calibrated for.
@@ -80,9 +81,13 @@ class PrivacyPlan:
     """
 
     def __init__(
-        self, args: DPGrapeArguments, dataset_size: int, earlier: Earlier | None = None
+        self,
+        args: DPGrapeArguments,
+        dataset_size: int,
+        earlier: Earlier | None = None,
+        public_dataset: str | None = None,
     ) -> None:
-        self._args = args
+        self._args, self._public_dataset = args, public_dataset
         self._earlier = earlier
         self._spent_before = [] if earlier is None else earlier.releases
         self._units = "examples" if args.privacy_unit_column is None else "units"
@@ -185,6 +190,7 @@ class PrivacyPlan:
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
             "steps_of_trial": None if args.num_trials is None else self.steps,
             "noise": SECURE if args.secure_noise else None,
+            "public_dataset": self._public_dataset,
         }
         return Mechanism(**given)
 

@@ -20,7 +20,7 @@ from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import EXAMPLE, Clipping, Sampling
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import PROJECTIONS, SVD
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD, ProjectionSide
 
 LEAST_PERTURBATION = 1e-4
 
@@ -118,6 +118,11 @@ def _refuse_method(args: Any) -> None:
             f"projection={args.projection!r} must be one of {families} with "
             f"method={args.method!r}. Leave it out, or choose another method."
         )
+    if args.projection == PRINCIPAL and args.projection_side != ProjectionSide.INPUT:
+        raise PrivacyError(
+            f"projection_side={args.projection_side!r}: principal directions are those of a "
+            "layer's input. Leave it out, or choose a random projection."
+        )
     defaults = {f.name: f.default for f in fields(args)}
     for name, (what, makes) in _ONLY_FOR.items():
         value = getattr(args, name)
@@ -159,7 +164,7 @@ def _families_of(method: Method) -> set[str]:
     if method.projected is None:
         return {"identity"}
     if method.projected == Projected.AT_CAPTURE:
-        return set(PROJECTIONS)
+        return {PRINCIPAL, *PROJECTIONS}
     return set(PROJECTIONS) - {"identity"} | {SVD}
 
 

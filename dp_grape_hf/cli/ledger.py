@@ -21,6 +21,7 @@ from dp_grape_hf.ledger import (
     Link,
     Mechanism,
     NotPrivate,
+    Projection,
     Release,
     Resume,
     Start,
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _mechanism(own: Mechanism) -> str:
-    cap, unit = own.max_batch_size, own.privacy_unit
+    cap, unit, every = own.max_batch_size, own.privacy_unit, own.projection_update_steps
     rows = {
         "method": own.method,
         "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
@@ -63,12 +64,14 @@ def _mechanism(own: Mechanism) -> str:
         "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
         "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
         "projection": f"{own.projection}, r = {own.projection_rank}, "
-        f"F = {own.projection_update_steps}",
+        + ("made once" if every is None else f"F = {every}"),
         "promised": "no epsilon"
         if own.target_epsilon is None
         else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
         "accountant": own.accountant,
     }
+    if own.public_dataset is not None:
+        rows["declared public"] = own.public_dataset
     if own.trials is not None:
         rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     return table(rows.items())
@@ -95,6 +98,8 @@ def _says(entry: Entry) -> str:
     if isinstance(entry, Resume):
         changes = "".join(f", {name} is now {value}" for name, value in entry.changes.items())
         return f"from {entry.updates} updates at {entry.at}{changes}"
+    if isinstance(entry, Projection):
+        return f"P with digest {entry.sha256[:12]}"
     assert isinstance(entry, NotPrivate)
     return entry.reason
 

@@ -115,6 +115,16 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """What per-sample gradients meet from here on: the SHA-256 of a P that no seed makes again."""
+
+    sha256: str = field(metadata={"valid": ("a SHA-256 in hex", is_digest)})
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class NotPrivate:
     """The run has no guarantee, for good, and why."""
 
@@ -124,13 +134,14 @@ class NotPrivate:
         check_fields(self)
 
 
-Entry = Start | Release | Weights | Resume | NotPrivate
+Entry = Start | Release | Weights | Resume | Projection | NotPrivate
 
 KINDS: dict[str, type[Any]] = {
     "start": Start,
     "releases": Release,
     "weights": Weights,
     "resume": Resume,
+    "projection": Projection,
     "not_private": NotPrivate,
 }
 KIND_OF = {cls: kind for kind, cls in KINDS.items()}
@@ -169,6 +180,7 @@ class Run:
     mechanism: Mechanism
     steps: int = 0
     updates: int | None = None
+    projection: str | None = None
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -248,6 +260,8 @@ def _read(entry: Entry, run: Run) -> None:
         if isinstance(entry, Resume):
             changes: dict[str, Any] = dict(entry.changes)
             run.mechanism = replace(run.mechanism, **changes)
+    elif isinstance(entry, Projection):
+        run.projection = entry.sha256
     elif isinstance(entry, NotPrivate) and entry.reason not in run.reasons:
         run.reasons.append(entry.reason)
 

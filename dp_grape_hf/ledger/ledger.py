@@ -35,6 +35,7 @@ from dp_grape_hf.ledger.entries import (
     Entry,
     Link,
     NotPrivate,
+    Projection,
     Resume,
     Run,
     Start,
@@ -422,6 +423,26 @@ class Ledger:
         if reason not in self.not_private_reasons:
             self._append(NotPrivate(reason))
             self._persist()
+
+    def note_projection(self, digest: str) -> None:
+        """Notes the P that gradients meet from now on, if no seed makes it again.
+
+        Args:
+            digest: SHA-256 of its numbers (``PrincipalProjection.digest``).
+
+        Raises:
+            PrivacyError: The run has another one, and never makes it anew.
+        """
+        known = self._runs[-1].projection
+        if known == digest:
+            return
+        require(
+            known is None or self.mechanism.projection_update_steps is not None,
+            f"the projection has the digest {digest[:12]}, and this run was made with {known}. "
+            "Resume from a checkpoint of the run, whose optimizer state holds the projection.",
+        )
+        self._append(Projection(digest))
+        self._persist()
 
     def snapshot(self, updates: int, files: dict[str, str] | None = None) -> Self:
         """Notes that weights were saved, and returns the ledger, whose copy belongs beside them.

@@ -40,7 +40,7 @@ MAY_CHANGE_ON_RESUME = {
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
 _OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise")
+LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -79,6 +79,9 @@ class Mechanism:
     With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
     each of which may have made ``steps_of_trial`` releases.
     ``noise`` is ``secure`` where its low bits hide what it was added to.
+    ``projection_update_steps`` is None with ``principal`` directions that are measured once; they
+    are those of inputs that are synthetic, or of the ``public_dataset`` of that description, whose
+    examples no epsilon protects.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -109,6 +112,7 @@ class Mechanism:
     trials_distribution: str | None = field(default=None, metadata=_TRIALS)
     steps_of_trial: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
+    public_dataset: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -246,7 +246,7 @@ class Step:
         """The run that the Trainer makes of the same arguments."""
         setting, timeline = self.setting, self.timeline
         args = arguments_of(setting)
-        recompute = {"recompute_activations": setting.recompute_activations}
+        recompute: Any = {"recompute_activations": setting.recompute_activations}
         run = Run(args, self.model, self.loss, _Watch(timeline), **recompute)
         plan = PrivacyPlan(args, 2 * setting.batch_size)
         ledger = Ledger.start(plan.mechanism, private=False, reason="a simulation")

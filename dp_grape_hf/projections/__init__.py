@@ -1,7 +1,8 @@
 """P: which weights are projected, on which side, to which rank, and how P is made.
 
-P is public: it is drawn from a seed that stands in the ledger, or made of gradients that are
-private already. ``projector`` has the families, ``schedules`` says when P is made anew,
+P is public: it is drawn from a seed that stands in the ledger, measured on public inputs, or made
+of gradients that are private already. ``projector`` has the random families, ``principal`` measures
+on the inputs of ``probes``, ``schedules`` says when P is made anew,
 ``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
 """
 
@@ -14,12 +15,26 @@ from dp_grape_hf.projections.placement import (
     placements,
     ranks_for,
 )
-from dp_grape_hf.projections.projector import PROJECTIONS, Projection, Projector, projection
-from dp_grape_hf.projections.schedules import SVD, ProjectionSchedule, ReleasedProjection
+from dp_grape_hf.projections.principal import Batches, Principal, principal_directions
+from dp_grape_hf.projections.probes import Inputs, synthetic_batches
+from dp_grape_hf.projections.projector import (
+    PRINCIPAL,
+    PROJECTIONS,
+    Projection,
+    Projector,
+    projection,
+)
+from dp_grape_hf.projections.schedules import (
+    SVD,
+    PrincipalProjection,
+    ProjectionSchedule,
+    ReleasedProjection,
+)
 from dp_grape_hf.projections.seeds import round_at_random, rounding_generator, row_blocks
 from dp_grape_hf.projections.targets import (
     MATRIX_LAYERS,
     default_targets,
+    feature_dimensions,
     input_dimensions,
     projection_targets,
     shared_parameters,
@@ -28,11 +43,16 @@ from dp_grape_hf.projections.targets import (
 __all__ = [
     "DIRECTION",
     "MATRIX_LAYERS",
+    "PRINCIPAL",
     "PROJECTIONS",
     "SVD",
+    "Batches",
     "DirectionDistribution",
     "Directions",
+    "Inputs",
     "Placement",
+    "Principal",
+    "PrincipalProjection",
     "Projection",
     "ProjectionSchedule",
     "ProjectionSide",
@@ -40,9 +60,11 @@ __all__ = [
     "ReleasedProjection",
     "Side",
     "default_targets",
+    "feature_dimensions",
     "first_matches",
     "input_dimensions",
     "placements",
+    "principal_directions",
     "projection",
     "projection_targets",
     "ranks_for",
@@ -50,4 +72,5 @@ __all__ = [
     "rounding_generator",
     "row_blocks",
     "shared_parameters",
+    "synthetic_batches",
 ]

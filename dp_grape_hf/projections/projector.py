@@ -49,6 +49,7 @@ class Projection(ABC):
 
 
 PROJECTIONS: dict[str, type[Projection] | None] = {"identity": None}  # None: nothing is projected
+PRINCIPAL = "principal"  # no random family: `principal` finds its P
 
 
 def projection(name: str) -> Callable[[type[Projection]], type[Projection]]:

@@ -1,6 +1,7 @@
-"""When P is made anew, and of what: of the public seed, or of gradients that are private already.
+"""When P is made anew, and of what: the public seed, public inputs, or gradients that are private.
 
-DP-GRAPE projects gradients at capture, before they are private: P is drawn, every F steps.
+DP-GRAPE projects gradients at capture, before they are private: P is drawn from the seed every F
+steps, or has the principal directions of what the layers are given when they read public inputs.
 Naive DP-GaLore (paper, Appendix "GaLore and Naive DP-GaLore"), D2P2 and their non-private
 counterparts privatise full gradients, and project afterwards to keep the optimizer's state small.
 What is projected is private, so P may be computed from it: GaLore takes its leading singular
@@ -9,14 +10,15 @@ vectors. At capture it may not, which is why ``svd`` is no entry of ``projector.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.projections.placement import Placement, Side, placements
+from dp_grape_hf.projections.placement import Placement, ProjectionSide, Side, placements
 from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
 from dp_grape_hf.projections.seeds import projection_generator
 
@@ -60,7 +62,52 @@ def svd_projector(private_grad: Tensor, rank: int, side: Side) -> Projector:
     return Projector(columns.clone(memory_format=torch.contiguous_format), side)
 
 
-class ReleasedProjection:
+class _KeptProjection:
+    """Projectors that no seed can make again, and so are saved with a checkpoint.
+
+    They are public, or post-processing of private gradients.
+    """
+
+    _placed: Mapping[str, Placement]  # of what is kept; nothing is, if it is empty
+    _device: torch.device
+
+    def __init__(self) -> None:
+        self._refresh = -1
+        self._projectors: dict[str, Projector] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on with the same P: empty if P comes from a seed.
+
+        It may be saved with a checkpoint.
+        """
+        if not self._placed:
+            return {}
+        matrices = {name: projector.matrix for name, projector in self._projectors.items()}
+        return {"refresh": self._refresh, "matrices": matrices}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the P of a state; tensors are copied to the device.
+
+        Raises:
+            PrivacyError: if it was saved with another projection.
+        """
+        shapes = {n: (p.rows, p.rank) for n, p in self._placed.items()}
+        saved = {n: tuple(matrix.shape) for n, matrix in state.get("matrices", {}).items()}
+        fresh = state.get("refresh") == -1 and not saved
+        require(
+            (saved == shapes or fresh) and bool(state) == bool(shapes),
+            "the state of the projection was saved with another projection, projection_rank, "
+            "projection_side or optim_target_modules. Resume with those of the checkpoint.",
+        )
+        if state:
+            self._refresh = state["refresh"]
+            self._projectors = {
+                name: Projector(matrix.to(self._device, copy=True), self._placed[name].side)
+                for name, matrix in state["matrices"].items()
+            }
+
+
+class ReleasedProjection(_KeptProjection):
     """The projectors of full private gradients, fresh every F steps.
 
     ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
@@ -102,6 +149,7 @@ class ReleasedProjection:
         if family != SVD and family not in PROJECTIONS:
             known = ", ".join(sorted([SVD, *PROJECTIONS]))
             raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
+        super().__init__()
         self._update_steps, self._device = update_steps, torch.device(device)
         self._schedule = ProjectionSchedule(
             shapes,
@@ -114,12 +162,10 @@ class ReleasedProjection:
             input_dims=input_dims,
         )
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._from_gradients: dict[str, Placement] = {}
+        self._placed = {}
         if family == SVD:
             placed = placements(shapes, rank, side, input_dims)
-            self._from_gradients = {n: p for n, p in placed.items() if p.rank < min(shapes[n])}
-        self._refresh = -1
-        self._projectors: dict[str, Projector] = {}
+            self._placed = {n: p for n, p in placed.items() if p.rank < min(shapes[n])}
 
     def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw.
@@ -132,7 +178,7 @@ class ReleasedProjection:
             PrivacyError: if P is due from the gradients of another step: those between two redraws
                 need the state that was saved; or if a gradient is missing or of the wrong shape.
         """
-        if not self._from_gradients:
+        if not self._placed:
             return self._schedule.at(step)
         refresh, late = divmod(step, self._update_steps)
         if refresh != self._refresh:
@@ -143,7 +189,7 @@ class ReleasedProjection:
             )
             self._projectors = {
                 name: svd_projector(self._checked(name, private_grads), place.rank, place.side)
-                for name, place in self._from_gradients.items()
+                for name, place in self._placed.items()
             }
             self._refresh = refresh
         return self._projectors
@@ -157,39 +203,6 @@ class ReleasedProjection:
             "gradient, after noise, is projected here.",
         )
         return private_grads[name]
-
-    # ---- State ----
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on with the same P: empty if P comes from a seed.
-
-        P is post-processing of private gradients, so it may be saved with a checkpoint.
-        """
-        if not self._from_gradients:
-            return {}
-        matrices = {name: projector.matrix for name, projector in self._projectors.items()}
-        return {"refresh": self._refresh, "matrices": matrices}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the P of a state; tensors are copied to the device.
-
-        Raises:
-            PrivacyError: if it was saved with another projection.
-        """
-        shapes = {n: (p.rows, p.rank) for n, p in self._from_gradients.items()}
-        saved = {n: tuple(matrix.shape) for n, matrix in state.get("matrices", {}).items()}
-        fresh = state.get("refresh") == -1 and not saved
-        require(
-            (saved == shapes or fresh) and bool(state) == bool(shapes),
-            "the state of the projection was saved with another projection, projection_rank, "
-            "projection_side or optim_target_modules. Resume with those of the checkpoint.",
-        )
-        if state:
-            self._refresh = state["refresh"]
-            self._projectors = {
-                name: Projector(matrix.to(self._device, copy=True), self._from_gradients[name].side)
-                for name, matrix in state["matrices"].items()
-            }
 
 
 # ---- At capture ----
@@ -272,3 +285,80 @@ class ProjectionSchedule:
             for start in range(0, place.rows, size)
         ]
         return torch.cat(blocks).to(self._device)
+
+
+Measure = Callable[[Mapping[str, int]], Mapping[str, Tensor]]
+"""Returns the P, (n, r), of every weight that it is given a rank of."""
+
+
+class PrincipalProjection(_KeptProjection):
+    """The projectors of principal directions, measured once, or afresh every F steps.
+
+    P has orthonormal columns along the layer's input (of an embedding, its output).
+
+    Guarantee:
+        Whatever ``measure`` looks at, its result meets gradients before they are private: it must
+        be a function of public inputs, of the seed, and of weights, which are private already.
+
+    Args:
+        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
+            not below that dimension stay unprojected.
+        rank: r, or parameter name -> r, for every matrix in ``shapes``.
+        update_steps: F; None measures before the first step only.
+        measure: makes the matrices. All ranks call it at the same time, and get the same.
+        device: where projectors are used.
+        input_dims: parameter name -> its dimension of features, of those where it is not 1.
+
+    Raises:
+        PrivacyError: for a rank or update_steps below 1.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        rank: int | Mapping[str, int],
+        update_steps: int | None,
+        measure: Measure,
+        device: torch.device | str = "cpu",
+        input_dims: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        require(
+            update_steps is None or update_steps >= 1,
+            f"projection_update_steps={update_steps} must be at least 1.",
+        )
+        self._placed = placements(shapes, rank, ProjectionSide.INPUT, input_dims)
+        self._update_steps, self._measure = update_steps, measure
+        self._device = torch.device(device)
+
+    def at(self, step: int) -> dict[str, Projector]:
+        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
+
+        Raises:
+            PrivacyError: if P was measured at an earlier step, and its state was not loaded.
+        """
+        every = self._update_steps
+        refresh, late = (0, step) if every is None else divmod(step, every)
+        if refresh != self._refresh:
+            require(
+                late == 0,
+                f"the principal projection in force at {step=} is that of step {step - late}. Load "
+                "the state that was saved with the checkpoint to resume between two redraws.",
+            )
+            found = self._measure({name: place.rank for name, place in self._placed.items()})
+            self._projectors = {
+                name: Projector(found[name].to(self._device), place.side)
+                for name, place in self._placed.items()
+            }
+            self._refresh = refresh
+        return self._projectors
+
+    def digest(self) -> str:
+        """Returns the SHA-256, in hex, of the names and numbers of the P in force."""
+        digest = hashlib.sha256()
+        for name, projector in sorted(self._projectors.items()):
+            matrix = projector.matrix.detach().cpu().contiguous()
+            digest.update(f"{name}\n{tuple(matrix.shape)}\n".encode())
+            digest.update(matrix.numpy().tobytes())
+        return digest.hexdigest()

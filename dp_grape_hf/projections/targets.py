@@ -50,6 +50,15 @@ def input_dimensions(model: nn.Module) -> dict[str, int]:
     return {names[id(module.weight)]: 0 for module in modules}
 
 
+def feature_dimensions(model: nn.Module) -> dict[str, int]:
+    """Returns weight name -> its dimension of features, where that is not 1.
+
+    That is the input of a linear layer, (in, out) in ``Conv1D``, and the output of an embedding.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(m.weight)]: 0 for m in model.modules() if isinstance(m, Conv1D)}
+
+
 def _matching(
     model: nn.Module, trainable: Mapping[str, nn.Parameter], wanted: str | list[str]
 ) -> list[str]:

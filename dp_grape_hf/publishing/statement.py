@@ -87,7 +87,9 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     mechanism = ledger.mechanism
     projection, seed = mechanism.projection, mechanism.projection_seed
     if mechanism.projection_rank is not None:
-        projection += f", r = {mechanism.projection_rank}, F = {mechanism.projection_update_steps}"
+        every = mechanism.projection_update_steps
+        projection += f", r = {mechanism.projection_rank}, "
+        projection += "made once" if every is None else f"F = {every}"
     cap, known = mechanism.max_batch_size, mechanism.norm_directions
     most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
@@ -111,6 +113,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "Accountant": mechanism.accountant,
         "Accountant's software": "-" if package is None else f"{package} {version}",
     }
+    if mechanism.public_dataset is not None:
+        rows["Not protected, as declared public"] = mechanism.public_dataset
     if mechanism.noise is not None:
         rows["Noise"] = f"{mechanism.noise}, four float64 draws for each number"
     if mechanism.trials is not None:

@@ -69,6 +69,7 @@ from dp_grape_hf.per_sample import (
     with_three_arguments,
 )
 from dp_grape_hf.phases import Observer
+from dp_grape_hf.projections import Batches, synthetic_batches
 from dp_grape_hf.publishing import CardDetails, Repository, declare, is_hub_name, render
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
@@ -84,7 +85,13 @@ from dp_grape_hf.trainer.checkpoints import (
     saving_a_checkpoint,
 )
 from dp_grape_hf.trainer.collators import collated_examples, examine_collator
-from dp_grape_hf.trainer.data import loader_of, refuse_training_data
+from dp_grape_hf.trainer.data import (
+    description,
+    loader_of,
+    public_batches,
+    refuse_public_dataset,
+    refuse_training_data,
+)
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import require_seams
@@ -106,6 +113,9 @@ class DPGrapeMixin(_Host):
         compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
             num_items_in_batch)``, whose last argument is None in training, must return one loss
             per sample, (B,), each computed from that sample alone.
+        public_dataset: with ``projection="principal"``, what the principal directions are measured
+            on, instead of synthetic inputs. It is declared public: no epsilon protects its
+            examples, and ledger and card say so.
         known_streams: of coins and noise, for tests; the ledger says that the run is not private.
         **kwargs: everything else that the host takes, except ``optimizers``: the optimizer is
             that of the method. For a scheduler of your own, set ``trainer.lr_scheduler`` to one
@@ -138,6 +148,7 @@ class DPGrapeMixin(_Host):
     _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
+    _public_dataset: Any = None
     _private_norm: Tensor = torch.zeros(())
     _repository: Repository | None = None  # once something is to be published
     _known_streams: Streams | None = None
@@ -155,6 +166,7 @@ class DPGrapeMixin(_Host):
         compute_loss_func: Callable[..., Tensor] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
+        public_dataset: Any = None,
         known_streams: Streams | None = None,
         **kwargs: Any,
     ) -> None:
@@ -177,7 +189,9 @@ class DPGrapeMixin(_Host):
             )
         check_dataset(train_dataset)
         refuse_training_data(eval_dataset, [train_dataset], args)
+        refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
+        self._public_dataset = public_dataset
         require_seams(super())
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
@@ -194,7 +208,9 @@ class DPGrapeMixin(_Host):
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
-            self.plan = PrivacyPlan(args, self._dataset_size, find_earlier(self.model, args))
+            public = None if public_dataset is None else description(public_dataset)
+            earlier = find_earlier(self.model, args)
+            self.plan = PrivacyPlan(args, self._dataset_size, earlier, public)
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -220,9 +236,21 @@ class DPGrapeMixin(_Host):
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
-        run = Run(self.args, self.model, loss, self.observer)
+        run = Run(self.args, self.model, loss, self.observer, self._public_inputs())
         self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
         return run
+
+    def _public_inputs(self) -> Batches:
+        """Returns what makes the inputs that principal directions are measured on."""
+        dataset, args = self._public_dataset, self.args
+        if dataset is None:
+            tokenizer = self.processing_class
+            return partial(synthetic_batches, self.model, tokenizer, args.projection_seed)
+        collator = self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):
+            dataset = self._remove_unused_columns(dataset, description="public")
+        size = args.per_device_train_batch_size
+        return public_batches(dataset, collator, size, self.label_names)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""

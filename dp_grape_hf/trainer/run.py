@@ -7,13 +7,15 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import BatchGradient, LogicalBatch, PrivateMechanism, private_norm
 from dp_grape_hf.optimizers import (
@@ -30,22 +32,30 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     UnitEngine,
     ZerothOrderEngine,
+    evaluating,
     make_engine,
 )
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (
     DIRECTION,
+    PRINCIPAL,
+    Batches,
+    PrincipalProjection,
     ProjectionSchedule,
     Projector,
     ReleasedProjection,
+    feature_dimensions,
     first_matches,
     input_dimensions,
+    principal_directions,
     projection_targets,
     ranks_for,
+    synthetic_batches,
 )
 
 Engine = PrivateMechanism | BatchGradient
-Savable = ReleasedProjection | Iterate
+AtCapture = ProjectionSchedule | PrincipalProjection
+Savable = PrincipalProjection | ReleasedProjection | Iterate
 
 
 class Outcome(NamedTuple):
@@ -66,6 +76,7 @@ class Run:
         model: on its device; parameters with ``requires_grad`` are trained.
         loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
         observer: looks on.
+        public_inputs: makes what principal directions are measured on; synthetic inputs if None.
         **engine_options: of the per-sample engine, beside those that the arguments have.
 
     Attributes:
@@ -88,6 +99,7 @@ class Run:
         model: nn.Module,
         loss: LossFunction | None = None,
         observer: Observer | None = None,
+        public_inputs: Batches | None = None,
         **engine_options: Any,
     ) -> None:
         self._args, self._model = args, model
@@ -96,7 +108,7 @@ class Run:
             self.per_sample.observer = observer
         self.trainable = self.per_sample.trainable
         self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
-        self.schedule, self.released = _projections(args, model, self.trainable)
+        self.schedule, self.released = _projections(args, model, self.trainable, public_inputs)
         self._factors = _rate_factors(args, self.trainable)
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
@@ -147,7 +159,8 @@ class Run:
             optimizer.directions = self.per_sample.directions  # it had those of an earlier run
         self.optimizer = optimizer
         if self.mechanism is not None:
-            parts = {"projection": self.released, "iterate": self.iterate}
+            measured = self.schedule if isinstance(self.schedule, PrincipalProjection) else None
+            parts = {"projection": self.released or measured, "iterate": self.iterate}
             _save_with(optimizer, {name: part for name, part in parts.items() if part is not None})
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
@@ -185,7 +198,9 @@ class Run:
         observer = self.per_sample.observer
         with observer.phase(REDRAW):
             self.per_sample.use(number)
-            self.projectors = self.projectors_at(number)
+            before, self.projectors = self.projectors, self.projectors_at(number)
+            if isinstance(self.schedule, PrincipalProjection) and before is not self.projectors:
+                self.mechanism.ledger.note_projection(self.schedule.digest())
             observer.made(PROJECTORS, self.projectors)
             if self._low_rank is not None:
                 self._low_rank.use(self.projectors)
@@ -367,8 +382,11 @@ def _save_with(optimizer: torch.optim.Optimizer, parts: Mapping[str, Savable]) -
 
 
 def _projections(
-    args: DPGrapeArguments, model: nn.Module, trainable: Mapping[str, nn.Parameter]
-) -> tuple[ProjectionSchedule | None, ReleasedProjection | None]:
+    args: DPGrapeArguments,
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    public_inputs: Batches | None,
+) -> tuple[AtCapture | None, ReleasedProjection | None]:
     """Returns the projections of a run at capture and after the release, at most one of them."""
     assert args.projection is not None
     where = METHODS[args.method].projected
@@ -379,11 +397,19 @@ def _projections(
     )
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
-        "family": args.projection,
         "rank": _ranks(args, shapes),
         "update_steps": args.projection_update_steps,
-        "seed": args.projection_seed,
         "device": next(iter(trainable.values())).device,
+    }
+    if args.projection == PRINCIPAL:
+        inputs = public_inputs or partial(synthetic_batches, model, None, args.projection_seed)
+        next(iter(inputs()))  # refuses a model of which it is not known what it reads
+        measure = partial(_principal, args, model, inputs)
+        dims = feature_dimensions(model)
+        return PrincipalProjection(shapes, measure=measure, input_dims=dims, **settings), None
+    settings |= {
+        "family": args.projection,
+        "seed": args.projection_seed,
         "side": args.projection_side,
         "input_dims": input_dimensions(model),
     }
@@ -391,6 +417,32 @@ def _projections(
         return ProjectionSchedule(shapes, **settings), None
     assert where == Projected.AFTER_RELEASE
     return None, ReleasedProjection(shapes, **settings)
+
+
+def _principal(
+    args: DPGrapeArguments, model: nn.Module, inputs: Batches, ranks: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Returns the principal directions by weight name, those of the first process in all of them.
+
+    Raises:
+        UnsupportedModelError: if the model cannot be run on the inputs.
+    """
+    try:
+        with evaluating(model):
+            found = principal_directions(model, ranks, inputs, args.projection_seed)
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"projection={args.projection!r} runs the model on inputs that are not the data, and "
+            f"that failed: {error!r}. Pass public_dataset= to the trainer, whose examples the "
+            "model can read, or choose projection='gaussian'."
+        ) from error
+    matrices = {name: principal.directions for name, principal in found.items()}
+    if args.world_size > 1:
+        for matrix in matrices.values():
+            on_device = matrix.to(args.device)
+            dist.broadcast(on_device, src=0)
+            matrix.copy_(on_device)
+    return matrices
 
 
 # Of a parameter group, and which of all parameters it has.

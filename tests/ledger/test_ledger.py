@@ -429,6 +429,7 @@ def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "noise_multiplier": 1.25,
+    "public_dataset": "sentences, 100 examples",
     "sample_rate": 0.125,
     "max_grad_norm": 1.0,
     "expected_batch_size": 128.0,

@@ -33,6 +33,7 @@ TRAINER_KEYWORDS = (
     "optimizers",
     "peft_config",
     "processing_class",
+    "public_dataset",
     "known_streams",
 )
 

@@ -90,6 +90,7 @@ USERS = RUN | {
     "expected_batch_size": 5,
 }
 ROBERTA = {"projection_rank": 8, "expected_batch_size": 4, "max_steps": 3}
+PRINCIPAL = ROBERTA | {"projection": "principal", "projection_update_steps": 2}
 
 
 def roberta() -> dict[str, Any]:
@@ -145,6 +146,10 @@ def equal(folder: Path) -> Any:
 
 def equal_roberta(folder: Path) -> Any:
     return trained(folder / "equal-roberta-2", **ROBERTA, **roberta())
+
+
+def equal_principal(folder: Path) -> Any:
+    return trained(folder / "equal-principal-2", **PRINCIPAL, **roberta())
 
 
 def uneven(folder: Path) -> Any:
@@ -348,7 +353,7 @@ def sums(folder: Path) -> Any:
 
 SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
     2: [
-        *(equal, equal_roberta, uneven, users, every_method, noise, initial),
+        *(equal, equal_roberta, equal_principal, uneven, users, every_method, noise, initial),
         *(private_bytes, plain_bytes),
         *(save, resume, resume_with_default_batch_size),
         *(broken_data, refused_model, unwritable_ledger, damaged_ledger),

@@ -37,6 +37,7 @@ from tests.support.trainers import (
 )
 from tests.trainer.distributed.run import (
     NOISE_ALONE,
+    PRINCIPAL,
     ROBERTA,
     RUN,
     SAVED,
@@ -125,6 +126,7 @@ def one(folder: Path) -> dict[str, Any]:
         "saved": saved,
         "equal": trained(folder / "equal", **RUN),
         "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
+        "equal_principal": trained(folder / "equal-principal", **PRINCIPAL, **roberta()),
         "uneven": trained(folder / "uneven", **UNEVEN),
         "users": trained(folder / "users", **USERS),
         "every_method": every_method(folder),
@@ -181,7 +183,7 @@ def assert_same_runs(ranks: list[Any], alone: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["equal", "equal_roberta", "users"])
+@pytest.mark.parametrize("run", ["equal", "equal_roberta", "equal_principal", "users"])
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
 

@@ -1,0 +1,172 @@
+"""The principal directions of what layers are given, measured on inputs that are not the data.
+
+The gradient of a linear layer for one example is ``rows^T cols``, the gradients of its outputs and
+its inputs, so its rows lie in the span of the inputs. These fill few directions, which hardly
+depend on what the model reads: the first eigenvectors of their second moment on random tokens hold
+more than half of a gradient's energy where a random P of the same rank holds a few percent. With
+orthonormal columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
+
+The second moment M of a layer (n x n) is never formed. It acts on a block of directions while the
+model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes turn a random block towards the first
+eigenvectors, and a third finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T``
+(Halko et al. 2011; Tropp et al. 2017). That is 4 n k operations for each token and pass, and n x k
+numbers of memory for each layer.
+
+Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.projections.seeds import projection_generator
+from dp_grape_hf.projections.targets import MATRIX_LAYERS
+
+Batches = Callable[[], Iterable[Mapping[str, Any]]]
+"""Makes the inputs of a model, the same ones whenever it is called."""
+
+_PASSES = 3
+_SHIFT = 1e-7  # of the trace: keeps a block that is hardly reached from being singular
+
+
+class Principal(NamedTuple):
+    """The principal directions of one layer."""
+
+    directions: Tensor  # (n, r), orthonormal columns, the one of most energy first; float32
+    energies: Tensor  # (r,), the mean of (x^T v)^2 over the tokens
+    total: float  # the mean of |x|^2
+
+
+@torch.no_grad()
+def principal_directions(
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    batches: Batches,
+    seed: int = 0,
+) -> dict[str, Principal]:
+    """Returns the principal directions of what linear layers are given, and embeddings return.
+
+    The rows of a weight's gradient lie in their span (its columns, in ``Conv1D``). A weight that
+    several modules share has those of all of them together. A layer that no input reaches gets
+    random orthonormal directions.
+
+    Args:
+        model: in evaluation mode. Of a model of transformers the body alone runs, if it has all the
+            layers that are asked for.
+        ranks: weight name -> r, below n.
+        batches: makes the inputs; their tensors are moved to the device of the weights. Positions
+            that an ``attention_mask`` of the same shape leaves out do not count.
+        seed: of the first block; with enough passes, nothing depends on it.
+
+    Guarantee:
+        A function of the weights, the inputs and the seed: where these are public, or private
+        already, so are the directions.
+    """
+    weights = dict(model.named_parameters())
+    names = {id(weights[name]): name for name in ranks}
+    blocks = {
+        name: _Block(_width(model, weights[name]), rank, weights[name].device, seed, name)
+        for name, rank in ranks.items()
+    }
+    readers: list[tuple[nn.Module, _Block, bool]] = []
+    for module in model.modules():
+        embeds = isinstance(module, nn.Embedding)
+        if (embeds or isinstance(module, MATRIX_LAYERS)) and id(module.weight) in names:
+            readers.append((module, blocks[names[id(module.weight)]], embeds))
+    body = _body(model, [module for module, _, _ in readers])
+    device = next(iter(weights.values())).device
+    for number in range(_PASSES):
+        for block in blocks.values():
+            block.begin(again=number > 0)
+        mask: list[Tensor | None] = [None]
+        hooks = [
+            module.register_forward_hook(_reader(block, embeds, mask), with_kwargs=True)
+            for module, block, embeds in readers
+        ]
+        try:
+            for batch in batches():
+                inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                mask[0] = inputs.get("attention_mask")
+                body(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return {name: block.principal() for name, block in blocks.items()}
+
+
+def _width(model: nn.Module, weight: nn.Parameter) -> int:
+    for module in model.modules():
+        if getattr(module, "weight", None) is weight and isinstance(module, MATRIX_LAYERS):
+            return weight.shape[1 if isinstance(module, nn.Linear) else 0]
+    return weight.shape[1]  # of an embedding
+
+
+def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
+    """Returns the body of a model, which takes no more than inputs, if it has these modules."""
+    body: Any = getattr(model, "base_model", model)
+    inside = set(body.modules())
+    return body if inside.issuperset(modules) else model
+
+
+def _reader(block: _Block, embeds: bool, mask: list[Tensor | None]) -> Callable[..., None]:
+    def read(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        features: Tensor = output if embeds else given
+        counted = mask[0]
+        if counted is not None and counted.shape == features.shape[:-1]:
+            features = features[counted.bool()] if not counted.all() else features
+        block.add(features.reshape(-1, features.shape[-1]).float())
+
+    return read
+
+
+class _Block:
+    """A block of directions of one layer, and what the second moment does to it."""
+
+    def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
+        self._rank, self._device = rank, device
+        size = min(width, 2 * rank + 16)
+        random = torch.randn(width, size, generator=projection_generator(seed, 0, name))
+        self._basis = torch.linalg.qr(random.double())[0]
+        self._image = torch.zeros(0)
+        self._total, self._count = torch.zeros((), device=device), 0
+
+    def begin(self, again: bool) -> None:
+        """Starts a pass; after the first with the directions that it turned the block to."""
+        if again:
+            self._basis = torch.linalg.qr(self._shifted()[0])[0]
+        self._used = self._basis.to(self._device, torch.float32)
+        self._image = torch.zeros_like(self._used)
+        self._total, self._count = torch.zeros((), device=self._device), 0
+
+    def add(self, features: Tensor) -> None:
+        """Takes features, (T, n), into account."""
+        self._image.addmm_(features.T, features @ self._used)
+        self._total += features.square().sum()
+        self._count += len(features)
+
+    def _shifted(self) -> tuple[Tensor, float]:
+        """Returns ``(M + s) Q`` in float64 on the CPU, and the shift s."""
+        shift = _SHIFT * float(self._total) or 1.0
+        return self._image.cpu().double() + shift * self._basis, shift
+
+    def principal(self) -> Principal:
+        """Returns the first r directions, by the Nystroem approximation of ``M + s``."""
+        image, shift = self._shifted()
+        inner = self._basis.T @ image
+        factor = torch.linalg.cholesky((inner + inner.T) / 2)
+        root = torch.linalg.solve_triangular(factor, image.T, upper=False).T
+        left, scales, _ = torch.linalg.svd(root, full_matrices=False)
+        directions = left[:, : self._rank]
+        largest = directions.abs().argmax(0, keepdim=True)
+        directions = directions * directions.gather(0, largest).sign()
+        count = max(1, self._count)
+        return Principal(
+            directions.float().contiguous(),
+            ((scales[: self._rank].square() - shift).clamp(min=0) / count).float(),
+            float(self._total) / count,
+        )

@@ -1,0 +1,153 @@
+"""Inputs that are nobody's: what a model reads where its layers are measured without data.
+
+Text is random tokens, each as likely as any other, between the special tokens that the tokenizer
+puts around a sentence. Images and sound are noise with the spectrum of natural ones: amplitudes
+fall as one over the frequency, and the numbers have mean 0 and variance 1, as after the usual
+normalisation. Lengths and amounts are declared here, and are nobody's either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_grape_hf.errors import PrivacyError
+
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # tokens of a sequence
+_TOKENS = 1024  # of a batch, about
+_BATCHES = 8
+_SECONDS_OF_SOUND = 16_000  # samples
+
+Inputs = dict[str, Tensor]
+
+
+def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Iterator[Inputs]:
+    """Yields inputs of a model that depend on no data: the same for the same arguments.
+
+    Args:
+        model: of transformers, or with a ``config`` and a ``main_input_name`` like those.
+        tokenizer: of the model, or a processor that has one. Without it no special token is known
+            but those that the configuration names, and none stands around a sequence.
+        seed: public.
+
+    Raises:
+        PrivacyError: if it is not known what the model reads.
+    """
+    kind = getattr(model, "main_input_name", None)
+    make = _MAKERS.get(str(kind)) if hasattr(model, "config") else None
+    if make is None:
+        raise PrivacyError(
+            "projection='principal' measures layers on synthetic inputs, and what a "
+            f"{type(model).__name__} with main_input_name={kind!r} reads is not known (known: "
+            f"{', '.join(_MAKERS)}). Pass public_dataset= to the trainer, or choose "
+            "projection='gaussian'."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    words = _Words(model.config, getattr(tokenizer, "tokenizer", tokenizer))
+    for number in range(_BATCHES):
+        inputs = make(model.config, words, number, generator)
+        if getattr(model.config, "is_encoder_decoder", False):
+            size = len(next(iter(inputs.values())))
+            ids = words.draw(size, words.length(number), generator)
+            inputs["decoder_input_ids"] = ids
+        yield inputs
+
+
+class _Words:
+    """Which tokens there are, and what a sentence begins and ends with."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        size = getattr(own, "vocab_size", None) or 2
+        if tokenizer is None:
+            named = [getattr(own, f"{part}_token_id", None) for part in _SPECIAL]
+            special = {t for ids in named for t in (ids if isinstance(ids, list) else [ids])}
+            self._before: list[int] = []
+            self._after: list[int] = []
+        else:
+            size = min(size, len(tokenizer))
+            special = set(tokenizer.all_special_ids)
+            ids = tokenizer("a")["input_ids"]
+            inner = [n for n, token in enumerate(ids) if token not in special] or [len(ids)]
+            self._before, self._after = ids[: inner[0]], ids[inner[-1] + 1 :]
+        self._tokens = torch.tensor([t for t in range(size) if t not in special] or [0])
+        tables = [getattr(own, f"max_{what}", None) for what in _POSITIONS]
+        pad = getattr(own, "pad_token_id", None) or 0  # from which some models count positions
+        self._most = max(1, min((n - pad - 1 for n in tables if n), default=max(LENGTHS)))
+
+    def length(self, number: int) -> int:
+        """Returns the length of the sequences of a batch."""
+        return min(LENGTHS[number % len(LENGTHS)], self._most)
+
+    def draw(self, size: int, length: int, generator: torch.Generator) -> Tensor:
+        """Returns sequences, (size, length)."""
+        chosen = torch.randint(len(self._tokens), (size, length), generator=generator)
+        ids = self._tokens[chosen]
+        if length > len(self._before) + len(self._after):
+            ids[:, : len(self._before)] = torch.tensor(self._before, dtype=ids.dtype)
+            ids[:, length - len(self._after) :] = torch.tensor(self._after, dtype=ids.dtype)
+        return ids
+
+
+_POSITIONS = ("position_embeddings", "target_positions")
+_SPECIAL = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start")
+
+
+def _text(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
+    length = words.length(number)
+    ids = words.draw(max(1, _TOKENS // length), length, generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _image(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
+    own = getattr(config, "vision_config", config)
+    size, patch = own.image_size, getattr(own, "patch_size", None) or 16
+    sides = (size, size) if isinstance(size, int) else (size[0], size[1])
+    patch = patch if isinstance(patch, int) else patch[0]
+    count = max(1, _TOKENS * patch**2 // (sides[0] * sides[1]))
+    shape = (min(count, _TOKENS // 8), getattr(own, "num_channels", 3), *sides)
+    return {"pixel_values": natural_noise(shape, 2, generator)}
+
+
+def _spectrogram(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
+    shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    return {"input_features": natural_noise(shape, 2, generator)}
+
+
+def _sound(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
+    if hasattr(config, "num_mel_bins"):  # a spectrogram under the name of sound
+        shape = (2, config.max_length, config.num_mel_bins)
+        return {"input_values": natural_noise(shape, 2, generator)}
+    return {"input_values": natural_noise((8, _SECONDS_OF_SOUND), 1, generator)}
+
+
+_MAKERS: dict[str, Callable[[Any, _Words, int, torch.Generator], Inputs]] = {
+    "input_ids": _text,
+    "pixel_values": _image,
+    "input_features": _spectrogram,
+    "input_values": _sound,
+}
+
+
+def natural_noise(shape: tuple[int, ...], dims: int, generator: torch.Generator) -> Tensor:
+    """Returns noise whose amplitude falls as one over the frequency, of mean 0 and variance 1.
+
+    Args:
+        shape: of the result.
+        dims: how many of its last dimensions are space or time.
+        generator: on the CPU.
+    """
+    over = tuple(range(-dims, 0))
+    spectrum = torch.fft.rfftn(torch.randn(shape, generator=generator), dim=over)
+    squared = torch.zeros(())
+    for dim in over:
+        whole = torch.fft.rfftfreq if dim == -1 else torch.fft.fftfreq
+        frequency = whole(shape[dim]).reshape([-1] + [1] * (-1 - dim))
+        squared = squared + frequency.square()
+    least = 1 / max(shape[-dims:])
+    noise = torch.fft.irfftn(spectrum / squared.sqrt().clamp(min=least), s=shape[-dims:], dim=over)
+    noise = noise - noise.mean(over, keepdim=True)
+    return noise / noise.std(over, keepdim=True).clamp(min=1e-12)

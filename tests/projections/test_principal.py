@@ -1,0 +1,381 @@
+"""Principal directions against the eigenvectors of the second moment, formed as its definition."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.projections import (
+    PrincipalProjection,
+    Side,
+    default_targets,
+    feature_dimensions,
+    principal_directions,
+    synthetic_batches,
+)
+from dp_grape_hf.projections.probes import LENGTHS, natural_noise
+
+RANK = 3
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+}
+
+
+def made(cls: Any, config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cls(config).eval()
+
+
+def bert() -> Any:
+    return made(BertForSequenceClassification, BertConfig(**SMALL))
+
+
+def gpt2() -> Any:
+    config = GPT2Config(vocab_size=60, n_positions=40, n_embd=16, n_layer=2, n_head=2)
+    return made(GPT2LMHeadModel, config)
+
+
+MODELS = {
+    "bert": bert,
+    "roberta": lambda: made(RobertaForSequenceClassification, RobertaConfig(**SMALL)),
+    "gpt2": gpt2,
+    "t5": lambda: made(
+        T5ForConditionalGeneration,
+        T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2),
+    ),
+    "vit": lambda: made(
+        ViTForImageClassification,
+        ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=4,
+        ),
+    ),
+    "wav2vec2": lambda: made(
+        Wav2Vec2ForSequenceClassification,
+        Wav2Vec2Config(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+            conv_dim=(8, 8),
+            conv_stride=(20, 16),
+            conv_kernel=(20, 16),
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        ),
+    ),
+    "whisper": lambda: made(
+        WhisperForConditionalGeneration,
+        WhisperConfig(
+            vocab_size=60,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            num_mel_bins=8,
+            max_source_positions=20,
+            max_target_positions=40,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=3,
+        ),
+    ),
+}
+
+
+def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns the mean of ``x x^T`` over all that the layers of these weights are given."""
+    given: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0].double().flatten(0, -2))
+        )
+        for name, seen in given.items()
+    ]
+    with torch.no_grad():
+        for batch in synthetic_batches(model):
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    rows = {name: torch.cat(seen) for name, seen in given.items()}
+    return {name: x.T @ x / len(x) for name, x in rows.items()}
+
+
+def measured(model: Any, names: Iterable[str], **settings: Any) -> Any:
+    return principal_directions(
+        model, dict.fromkeys(names, RANK), lambda: synthetic_batches(model), **settings
+    )
+
+
+# ---- The directions ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_directions_are_the_first_eigenvectors_of_the_second_moment(name: str) -> None:
+    model = MODELS[name]()
+    targets = default_targets(model)
+    assert targets
+    found, exact = measured(model, targets), moments(model, targets)
+    for target in targets:
+        values, vectors = torch.linalg.eigh(exact[target])
+        directions, energies, total = found[target]
+        assert torch.allclose(directions.T @ directions, torch.eye(RANK), atol=1e-5)
+        assert total == pytest.approx(float(values.sum()), rel=1e-4)
+        assert torch.allclose(
+            energies.double(), values.flip(0)[:RANK], rtol=1e-3, atol=1e-6 * total
+        )
+        held = (directions.double().T @ exact[target] @ directions.double()).trace()
+        assert held >= 0.999 * values.flip(0)[:RANK].sum()
+        overlap = (vectors.flip(1)[:, 0] @ directions[:, 0].double()).abs()
+        if values[-1] > 1.5 * values[-2]:
+            assert overlap > 0.999
+
+
+def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(1, 301).float().rsqrt()
+    x = torch.randn(4000, 300, generator=generator) * scales
+    layer = nn.Linear(300, 2)
+    found = principal_directions(layer, {"weight": 16}, lambda: [{"input": x}])["weight"]
+    moment = x.double().T @ x.double() / len(x)
+    best = torch.linalg.eigvalsh(moment).flip(0)[:16].sum()
+    held = (found.directions.double().T @ moment @ found.directions.double()).trace()
+    assert held > 0.99 * best
+
+
+def test_they_hold_far_more_of_a_gradient_than_random_ones() -> None:
+    model = bert()
+    name = "bert.encoder.layer.1.intermediate.dense.weight"
+    p = measured(model, [name])[name].directions
+    ids = torch.randint(5, 60, (1, 20), generator=torch.Generator().manual_seed(3))
+    model(input_ids=ids).logits.sum().backward()
+    gradient = model.get_parameter(name).grad
+    kept = (gradient @ p).square().sum() / gradient.square().sum()
+    assert kept > 2 * RANK / p.shape[0]
+
+
+def test_no_matrix_of_the_width_squared_is_made() -> None:
+    sizes = []
+    wide = nn.Linear(2000, 2)
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(o.numel() for o in tree_leaves(out) if isinstance(o, Tensor))
+            return out
+
+    with Sizes():
+        principal_directions(wide, {"weight": 4}, lambda: [{"input": torch.randn(8, 2000)}])
+    assert max(sizes) < 2000 * 100
+
+
+def test_transposed_weights_and_embeddings_have_directions_of_their_features() -> None:
+    model = gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    names = ["transformer.h.0.mlp.c_proj.weight", "transformer.wte.weight"]
+    found = measured(model, names)
+    assert found[names[0]].directions.shape == (64, RANK)
+    assert found[names[1]].directions.shape == (16, RANK)
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+    schedule = PrincipalProjection(
+        shapes,
+        rank=RANK,
+        update_steps=None,
+        measure=lambda ranks: {name: found[name].directions for name in ranks},
+        input_dims=feature_dimensions(model),
+    )
+    sides = {name: projector.side for name, projector in schedule.at(0).items()}
+    assert sides == {names[0]: Side.LEFT, names[1]: Side.RIGHT}
+
+
+def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
+    model = gpt2()
+    name = "transformer.wte.weight"
+    seen: list[Tensor] = []
+    model.transformer.wte.register_forward_hook(lambda _, args, out: seen.append(out))
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in synthetic_batches(model):
+            model(**batch)
+    x = torch.cat([s.detach().double().flatten(0, -2) for s in seen])
+    best = torch.linalg.eigvalsh(x.T @ x / len(x)).flip(0)[:RANK]
+    assert torch.allclose(measured(model, [name])[name].energies.double(), best, rtol=1e-3)
+
+
+def test_positions_that_a_mask_leaves_out_do_not_count() -> None:
+    model = bert()
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    ids = torch.randint(5, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[:, 5:] = 0
+    masked = [{"input_ids": ids, "attention_mask": mask}]
+    short = [{"input_ids": ids[:, :5], "attention_mask": mask[:, :5]}]
+    one, other = (principal_directions(model, {name: RANK}, lambda b=b: b) for b in (masked, short))
+    assert torch.allclose(one[name].directions, other[name].directions, atol=1e-4)
+
+
+def test_a_layer_that_nothing_reaches_has_random_orthonormal_directions() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.left = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    found = principal_directions(
+        Halved(), {"used.weight": 2, "left.weight": 2}, lambda: [{"x": torch.ones(4, 8)}]
+    )
+    p = found["left.weight"].directions
+    assert torch.allclose(p.T @ p, torch.eye(2), atol=1e-5)
+    assert found["left.weight"].total == 0
+    assert torch.allclose(found["used.weight"].directions[:, 0], torch.full((8,), 8**-0.5))
+
+
+def test_directions_are_a_function_of_weights_inputs_and_seed() -> None:
+    model = bert()
+    names = default_targets(model)
+    one = measured(model, names)
+    torch.manual_seed(7)
+    two = measured(model, names)
+    assert all(torch.equal(one[n].directions, two[n].directions) for n in names)
+
+
+# ---- Synthetic inputs ----
+
+
+class Words:
+    """A tokenizer that puts two tokens around a sentence."""
+
+    all_special_ids = (0, 1, 2)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, 9, 2]}
+
+    def __len__(self) -> int:
+        return 50
+
+
+def test_tokens_are_random_words_in_the_frame_of_a_sentence() -> None:
+    model = bert()
+    batches = list(synthetic_batches(model, Words()))
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    assert lengths == [min(n, 39) for n in LENGTHS]  # of 40 positions
+    for batch in batches:
+        ids = batch["input_ids"]
+        assert (ids[:, 0] == 1).all()
+        assert (ids[:, -1] == 2).all()
+        assert ids[:, 1:-1].min() >= 3
+        assert ids.max() < 50
+    drawn = torch.cat([batch["input_ids"][:, 1:-1].flatten() for batch in batches])
+    counts = drawn.bincount(minlength=50)[3:].float()
+    assert counts.min() > 0.6 * counts.mean()
+
+
+def test_inputs_follow_from_the_seed_alone() -> None:
+    model = bert()
+    one, same, other = (
+        [b["input_ids"] for b in synthetic_batches(model, None, seed)] for seed in (0, 0, 1)
+    )
+    assert all(map(torch.equal, one, same))
+    assert not any(map(torch.equal, one, other))
+
+
+def test_images_have_the_spectrum_of_natural_ones() -> None:
+    noise = natural_noise((64, 3, 32, 32), 2, torch.Generator().manual_seed(0))
+    assert noise.mean((-2, -1)).abs().max() < 1e-5
+    assert torch.allclose(noise.std((-2, -1)), torch.ones(64, 3), atol=1e-4)
+    power = torch.fft.rfft(noise, dim=-1).abs().square().mean((0, 1, 2))
+    assert 4 < power[2] / power[8] < 64  # 1/f amplitudes along one of two dimensions
+
+
+def test_a_model_of_unknown_inputs_is_refused_with_the_way_out() -> None:
+    with pytest.raises(PrivacyError, match="public_dataset= to the trainer"):
+        next(synthetic_batches(nn.Linear(2, 2)))
+
+
+# ---- The schedule ----
+
+
+def schedule(update_steps: int | None, log: list[int]) -> PrincipalProjection:
+    def measure(ranks: Any) -> dict[str, Tensor]:
+        log.append(1)
+        return {name: torch.eye(8)[:, :rank] * len(log) for name, rank in ranks.items()}
+
+    shapes = {"a": (4, 8), "b": (4, 2)}
+    return PrincipalProjection(shapes, rank=RANK, update_steps=update_steps, measure=measure)
+
+
+def test_directions_are_measured_once_unless_steps_are_given() -> None:
+    once: list[int] = []
+    fixed = schedule(None, once)
+    assert fixed.at(0) is fixed.at(500)
+    assert list(fixed.at(0)) == ["a"]  # b is no larger than the rank
+    assert len(once) == 1
+    every: list[int] = []
+    renewed = schedule(3, every)
+    first, digest = renewed.at(0), renewed.digest()
+    assert renewed.at(2) is first
+    assert renewed.at(3) is not first
+    assert renewed.digest() != digest
+    assert len(every) == 2
+
+
+@pytest.mark.parametrize("update_steps", [None, 10])
+def test_a_resumed_schedule_goes_on_with_the_p_that_was_saved(update_steps: int | None) -> None:
+    log: list[int] = []
+    saved = schedule(update_steps, log)
+    saved.at(0)
+    state = saved.state_dict()
+    resumed = schedule(update_steps, log)
+    with pytest.raises(PrivacyError, match="Load the state"):
+        resumed.at(4)
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.at(4)["a"].matrix, saved.at(4)["a"].matrix)
+    assert resumed.digest() == saved.digest()
+    assert len(log) == 1
+    with pytest.raises(PrivacyError, match="was saved with another projection"):
+        PrincipalProjection(
+            {"a": (4, 8)}, rank=2, update_steps=None, measure=lambda ranks: {}
+        ).load_state_dict(state)
+
+
+def test_steps_below_one_are_refused() -> None:
+    with pytest.raises(PrivacyError, match="projection_update_steps=0"):
+        schedule(0, [])

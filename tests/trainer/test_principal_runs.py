@@ -1,0 +1,208 @@
+"""Runs whose P has principal directions: of what it is a function, and what becomes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.ledger.entries import Projection
+from dp_grape_hf.projections import default_targets, principal_directions, synthetic_batches
+from tests.support.models import only
+from tests.support.trainers import Examples, Watch, examples_of, make_trainer
+
+BERT = "bert-classifier"
+SETTINGS: dict[str, Any] = {"projection": "principal", "projection_update_steps": None}
+
+
+def trainer_of(folder: Path, **changes: Any) -> Any:
+    settings = {"model": only(BERT).model(), "train_dataset": examples_of(BERT, 24)} | SETTINGS
+    return make_trainer(folder, **settings | changes)
+
+
+def matrices(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.matrix for name, p in trainer.private_run.projectors.items()}
+
+
+def digests(folder: Path) -> list[str]:
+    entries = (link.entry for link in Ledger.load(folder / LEDGER_NAME).links)
+    return [entry.sha256 for entry in entries if isinstance(entry, Projection)]
+
+
+def test_p_is_the_same_bit_by_bit_whatever_the_training_data(tmp_path: Path) -> None:
+    one = trainer_of(tmp_path / "one")
+    other = trainer_of(
+        tmp_path / "other",
+        train_dataset=examples_of(BERT, 8, seed=5),
+        num_samples=24,
+        max_grad_norm=0.1,
+    )
+    for trainer in (one, other):
+        trainer.train()
+    assert set(matrices(one)) == set(default_targets(one.model))
+    assert all(torch.equal(matrices(one)[name], p) for name, p in matrices(other).items())
+    assert digests(tmp_path / "one") == digests(tmp_path / "other")
+    assert len(digests(tmp_path / "one")) == 1
+
+
+def test_p_is_of_the_weights_before_training_and_of_synthetic_inputs(tmp_path: Path) -> None:
+    model = only(BERT).model()
+    names = default_targets(model)
+    expected = principal_directions(
+        model.eval(), dict.fromkeys(names, 2), lambda: synthetic_batches(model)
+    )
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    for name, p in matrices(trainer).items():
+        assert torch.equal(p, expected[name].directions)
+
+
+def test_another_seed_is_another_sample_of_the_same_inputs(tmp_path: Path) -> None:
+    one, other = (trainer_of(tmp_path / str(seed), projection_seed=seed) for seed in (0, 1))
+    for trainer in (one, other):
+        trainer.train()
+    for name, p in matrices(one).items():
+        cosines = torch.linalg.svdvals(p.T @ matrices(other)[name])
+        assert not torch.equal(p, matrices(other)[name])
+        assert cosines[0] > 0.9
+
+
+def test_every_projected_layer_is_projected_on_its_input_and_never_again(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    for name, projector in trainer.private_run.projectors.items():
+        assert projector.matrix.shape == (trainer.model.get_parameter(name).shape[1], 2)
+    mechanism = Ledger.load(tmp_path / LEDGER_NAME).mechanism
+    assert (mechanism.projection, mechanism.projection_side) == ("principal", "input")
+    assert mechanism.projection_update_steps is None
+
+
+def test_what_training_does_not_touch_is_left_as_it_was(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.start()
+    state = torch.get_rng_state()
+    trainer.model.train()
+    trainer.private_run.projectors_at(0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in trainer.model.modules())
+
+
+# ---- Made anew, and resumed ----
+
+
+def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, projection_update_steps=2, learning_rate=0.3, max_steps=5)
+    trainer.train()
+    found = digests(tmp_path)
+    assert len(found) == len(set(found)) == 3
+    before = principal_directions(
+        only(BERT).model().eval(),
+        dict.fromkeys(default_targets(trainer.model), 2),
+        lambda: synthetic_batches(trainer.model),
+    )
+    assert any(not torch.equal(p, before[name].directions) for name, p in matrices(trainer).items())
+
+
+@pytest.mark.parametrize("update_steps", [None, 4])
+def test_a_resumed_run_has_the_p_that_it_began_with(
+    update_steps: int | None, tmp_path: Path
+) -> None:
+    settings = {
+        "projection_update_steps": update_steps,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 8,
+        "learning_rate": 0.1,
+    }
+    stopped = trainer_of(tmp_path, callbacks=[Watch(stop_at=2)], **settings)
+    stopped.train()
+    resumed = trainer_of(tmp_path, callbacks=[Watch(stop_at=3)], **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(matrices(stopped)[name], p) for name, p in matrices(resumed).items())
+    assert len(digests(tmp_path)) == 1
+
+
+def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer_of(tmp_path, callbacks=[Watch(stop_at=2)], **settings).train()
+    path = tmp_path / "checkpoint-2" / "optimizer.pt"
+    state = torch.load(path, weights_only=True)
+    for matrix in state["projection"]["matrices"].values():
+        matrix.neg_()
+    torch.save(state, path)
+    with pytest.raises(PrivacyError, match="the projection has the digest"):
+        trainer_of(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+# ---- On public data ----
+
+
+def test_a_public_dataset_is_measured_on_and_named(tmp_path: Path) -> None:
+    public = examples_of(BERT, 10, seed=9)
+    trainer = trainer_of(tmp_path, public_dataset=public, eval_strategy="no")
+    trainer.train()
+    trainer.save_model()
+    rows = {key: torch.stack([row[key] for row in public.examples]) for key in public[0]}
+    rows.pop("labels")
+    expected = principal_directions(
+        only(BERT).model().eval(), dict.fromkeys(matrices(trainer), 2), lambda: [rows]
+    )
+    for name, p in matrices(trainer).items():
+        assert torch.linalg.svdvals(p.T @ expected[name].directions).min() > 0.999
+    assert Ledger.load(tmp_path / LEDGER_NAME).mechanism.public_dataset == "Examples, 10 examples"
+    card = (tmp_path / CARD_NAME).read_text()
+    assert "| Not protected, as declared public | Examples, 10 examples |" in card
+
+
+def test_the_training_data_is_no_public_dataset(tmp_path: Path) -> None:
+    data = examples_of(BERT, 24)
+    with pytest.raises(PrivacyError, match="public_dataset is the train_dataset"):
+        trainer_of(tmp_path, train_dataset=data, public_dataset=data)
+    again = examples_of(BERT, 24)
+    data._fingerprint = again._fingerprint = "loaded twice"  # type: ignore[attr-defined]
+    with pytest.raises(PrivacyError, match="public_dataset is the train_dataset"):
+        trainer_of(tmp_path, train_dataset=data, public_dataset=again)
+
+
+def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="projection='gaussian' measures nothing on it"):
+        trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
+
+
+# ---- Refused ----
+
+
+def test_another_side_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="projection_side='smaller': principal directions"):
+        trainer_of(tmp_path, projection_side="smaller")
+
+
+@pytest.mark.parametrize("method", ["dp_galore", "dp_adam"])
+def test_methods_that_project_no_gradient_at_capture_are_refused(
+    method: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match="projection='principal' must be one of"):
+        trainer_of(tmp_path, method=method)
+
+
+def test_a_model_that_reads_unknown_inputs_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="public_dataset= to the trainer"):
+        make_trainer(tmp_path, **SETTINGS)
+    rows = Examples([{"x": torch.randn(6)} for _ in range(4)])
+    make_trainer(tmp_path, public_dataset=rows, **SETTINGS).train()
+
+
+def test_a_model_that_fails_on_synthetic_inputs_is_refused_with_the_cause(tmp_path: Path) -> None:
+    model = only(BERT).model()
+    model.bert.register_forward_pre_hook(_needs_more, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="where is token_type_ids"):
+        trainer_of(tmp_path, model=model).train()
+
+
+def _needs_more(module: Any, args: Any, kwargs: Any) -> None:
+    if "token_type_ids" not in kwargs:
+        raise ValueError("where is token_type_ids")
