@@ -18,6 +18,7 @@ Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,9 @@ def principal_directions(
         model: in evaluation mode. Of a model of transformers the body alone runs, if it has all the
             layers that are asked for.
         ranks: weight name -> r, below n.
-        batches: makes the inputs; their tensors are moved to the device of the weights. Positions
-            that an ``attention_mask`` of the same shape leaves out do not count.
+        batches: makes the inputs; their tensors are moved to the device of the weights, and those
+            that the model has no name for are left out. Positions that an ``attention_mask`` of the
+            same shape leaves out do not count.
         seed: of the first block; with enough passes, nothing depends on it.
 
     Guarantee:
@@ -79,6 +81,8 @@ def principal_directions(
             readers.append((module, blocks[names[id(module.weight)]], embeds))
     body = _body(model, [module for module, _, _ in readers])
     device = next(iter(weights.values())).device
+    parameters = signature(body.forward).parameters.values()
+    taken = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     for number in range(_PASSES):
         for block in blocks.values():
             block.begin(again=number > 0)
@@ -91,7 +95,7 @@ def principal_directions(
             for batch in batches():
                 inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
                 mask[0] = inputs.get("attention_mask")
-                body(**inputs)
+                body(**{k: v for k, v in inputs.items() if k in taken or not taken})
         finally:
             for hook in hooks:
                 hook.remove()

@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacySpent
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.per_sample import evaluating
+from dp_grape_hf.projections import Batches, default_targets, principal_directions
 
 
 def settings(args: DPGrapeTrainingArguments) -> dict[str, Any]:
@@ -64,7 +66,9 @@ def git_commit() -> str | None:
     return found.stdout.strip()
 
 
-def with_adapter(model: Any, method: str, rank: int, head: Sequence[str] = ()) -> Any:
+def with_adapter(
+    model: Any, method: str, rank: int, head: Sequence[str] = (), inputs: Batches | None = None
+) -> Any:
     """Returns the model, in a LoRA adapter on all its linear layers if the method trains one.
 
     Args:
@@ -72,13 +76,26 @@ def with_adapter(model: Any, method: str, rank: int, head: Sequence[str] = ()) -
         method: a name in ``METHODS``.
         rank: of the adapter, and its alpha.
         head: names of modules that are new, and trained whole beside the adapter.
+        inputs: of the model; A then starts with the principal directions of what the layers are
+            given when it reads them, and not at random.
     """
     if not METHODS[method].adapter:
         return model
+    found = {}
+    if inputs is not None:
+        inside = {id(weight) for weight in model.base_model.parameters()}  # a head wants more
+        targets = [n for n in default_targets(model) if id(model.get_parameter(n)) in inside]
+        with evaluating(model):
+            found = principal_directions(model, dict.fromkeys(targets, rank), inputs)
     config = LoraConfig(
         r=rank,
         lora_alpha=rank,
         target_modules="all-linear",
         modules_to_save=list(head) or None,
     )
-    return get_peft_model(model, config)
+    adapted: Any = get_peft_model(model, config)
+    for name, principal in found.items():
+        layer = adapted.base_model.model.get_submodule(name.removesuffix(".weight"))
+        if hasattr(layer, "lora_A"):
+            layer.lora_A["default"].weight.data.copy_(principal.directions.T)
+    return adapted

@@ -31,6 +31,7 @@ import time
 from argparse import Action
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -42,12 +43,14 @@ from transformers import HfArgumentParser, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf.projections import Batches, synthetic_batches
 from recipes.common.provenance import git_commit, recorded, spent_as_json, versions
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
 NOISE = ("target_epsilon", "noise_multiplier")
+LORA_INITS = ("random", "principal")
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
 
 Scores = dict[str, float]
@@ -89,6 +92,25 @@ class ExperimentArguments:
     lora_rank: int = field(
         default=16, metadata={"help": "The rank of the adapter, of methods that train one."}
     )
+    lora_init: str = field(
+        default="random",
+        metadata={
+            "help": "What the adapter's A starts with: random numbers, or principal: the principal "
+            "directions of what the layers are given when the model reads synthetic inputs."
+        },
+    )
+    public_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder, or the name of a data set of the Hub, that is public: what "
+            "--projection principal is measured on, instead of synthetic inputs."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Refuses another start of the adapter."""
+        if self.lora_init not in LORA_INITS:
+            raise ValueError(f"lora_init={self.lora_init!r} must be one of: {LORA_INITS}.")
 
 
 Script = TypeVar("Script", bound=ExperimentArguments)
@@ -105,6 +127,8 @@ class Experiment:
         score: (model, name of a split) -> metrics in percent, the first of which counts.
         splits: how many examples each split has.
         loss: ``(outputs, labels) -> (B,)``; None for the model's own head.
+        tokenizer: of the model, or a processor.
+        public: examples of ``--public_dataset``, which the collator takes.
         notes: what differs from the experiment that is reproduced.
     """
 
@@ -114,6 +138,8 @@ class Experiment:
     score: Callable[[nn.Module, str], Scores]
     splits: Mapping[str, int]
     loss: Callable[..., Tensor] | None = None
+    tokenizer: Any = None
+    public: Any = None
     notes: Sequence[str] = ()
 
 
@@ -132,6 +158,15 @@ class Family(Generic[Script]):
     script: type[Script]
     tasks: tuple[str, ...]
     load: Callable[[Script, DPGrapeTrainingArguments], Experiment]
+
+
+def start_of_adapter(
+    script: ExperimentArguments, model: Any, seed: int, tokenizer: Any = None
+) -> Batches | None:
+    """Returns the inputs that an adapter's A is measured on; None if it starts at random."""
+    if script.lora_init == "random":
+        return None
+    return partial(synthetic_batches, model, tokenizer, seed)
 
 
 # ---- One run ----
@@ -171,6 +206,8 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
             data_collator=experiment.collator,
             train_dataset=experiment.train,
             compute_loss_func=experiment.loss,
+            processing_class=experiment.tokenizer,
+            public_dataset=experiment.public,
             callbacks=[curve] if script.curve_steps else None,
         )
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -43,6 +43,7 @@ from recipes.paper.experiment import (
     Family,
     Scores,
     main,
+    start_of_adapter,
 )
 from recipes.paper.opt_scores import accuracy, mean_f1
 from recipes.paper.opt_tasks import TASKS, Collator, Encoder, first_tokens, load_splits
@@ -175,7 +176,7 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     task = TASKS[script.task]
     args.remove_unused_columns = False  # the model takes what the collator makes of the columns
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-    model = load_model(script, args)
+    model = load_model(script, args, tokenizer)
     limit = getattr(model.config, "max_position_embeddings", None) or script.max_length
     room = script.max_new_tokens if task.generates else 0
     encoder = Encoder(
@@ -202,17 +203,25 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         collator=collator,
         score=score,
         splits={name: len(questions[name]) for name in ("dev", "test")},
+        tokenizer=tokenizer,
         loss=answer_loss if task.generates else choice_loss,
         notes=notes(script, args, len(questions["test"])),
     )
 
 
-def load_model(script: OPTArguments, args: DPGrapeTrainingArguments) -> AnswerScorer:
+def load_model(
+    script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: Any
+) -> AnswerScorer:
     """Returns the language model, ready for a method, on the device of the run.
 
     Raises:
-        ValueError: if ``frozen`` finds no parameter.
+        ValueError: if ``frozen`` finds no parameter, or a public data set is given.
     """
+    if script.public_dataset is not None:
+        raise ValueError(
+            f"public_dataset={script.public_dataset!r}: these tasks are questions with options, "
+            "which other data have not. Leave it out: synthetic inputs serve as well."
+        )
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
     if script.frozen is not None:
         found = [p for name, p in model.named_parameters() if re.search(script.frozen, name)]
@@ -220,7 +229,8 @@ def load_model(script: OPTArguments, args: DPGrapeTrainingArguments) -> AnswerSc
             raise ValueError(f"frozen={script.frozen!r} finds no parameter. Leave it out.")
         for parameter in found:
             parameter.requires_grad_(False)
-    scorer = AnswerScorer(with_adapter(model, args.method, script.lora_rank))
+    inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
+    scorer = AnswerScorer(with_adapter(model, args.method, script.lora_rank, inputs=inputs))
     return scorer.to(args.device)
 
 

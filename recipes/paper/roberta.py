@@ -52,6 +52,7 @@ from recipes.paper.experiment import (
     main,
     preset_for,
     preset_path,
+    start_of_adapter,
 )
 from recipes.paper.roberta_prompts import (
     TASKS,
@@ -71,6 +72,7 @@ COMPARED = (
     *("learning_rate", "max_grad_norm", "expected_batch_size", "max_steps", "lr_scheduler_type"),
     *("projection_rank", "projection_update_steps", "accountant", "adjacency", *USUAL),
 )
+PUBLIC_ROWS = 512
 TEST_ROWS, TEST_SEED = 1000, 42  # a larger test split is cut to so many rows, whatever the seed
 
 Example = dict[str, Any]
@@ -138,6 +140,8 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         score=score,
         splits={name: len(splits[name]) for name in ("dev", "test")},
         loss=None if script.head == CLASSIFICATION else cross_entropy,
+        tokenizer=tokenizer,
+        public=public_examples(tokenizer, script.max_length or task.max_length, script),
         notes=notes(task, script, args, splits),
     )
 
@@ -209,6 +213,22 @@ def encoded(
     return examples
 
 
+def public_examples(tokenizer: Any, longest: int, script: RobertaArguments) -> list[Example] | None:
+    """Returns the texts of the public data set, if there is one: its first column of texts.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if script.public_dataset is None:
+        return None
+    data = load_split("train", script.public_dataset, script.public_dataset)
+    columns = [name for name, kind in data.features.items() if kind.dtype == "string"]
+    if not columns:
+        raise ValueError(f"public_dataset={script.public_dataset!r} has no column of texts.")
+    rows = data[columns[0]][:PUBLIC_ROWS]
+    return [dict(tokenizer(text, truncation=True, max_length=longest)) for text in rows]
+
+
 class Collator:
     """Pads a batch to its longest example.
 
@@ -239,13 +259,14 @@ def model_for(
     path = script.model_name_or_path
     if script.head == PROMPT:
         model = AutoModelForMaskedLM.from_pretrained(path)
-        return with_adapter(
-            read_at_mask(model, label_words(task, tokenizer)), args.method, script.lora_rank
-        )
+        model = read_at_mask(model, label_words(task, tokenizer))
+        inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
+        return with_adapter(model, args.method, script.lora_rank, inputs=inputs)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(task.words))
     if script.head == MEAN:
         model = read_the_mean(model, len(task.words))
-    return with_adapter(model, args.method, script.lora_rank, head=["classifier"])
+    inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
+    return with_adapter(model, args.method, script.lora_rank, ["classifier"], inputs)
 
 
 def cross_entropy(outputs: Any, labels: Tensor | None) -> Tensor:

@@ -30,7 +30,13 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.common.provenance import with_adapter
-from recipes.paper.experiment import Experiment, ExperimentArguments, Family, main
+from recipes.paper.experiment import (
+    Experiment,
+    ExperimentArguments,
+    Family,
+    main,
+    start_of_adapter,
+)
 from recipes.paper.images import (
     Batches,
     Images,
@@ -143,14 +149,19 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
+    inputs = start_of_adapter(script, model, args.projection_seed)
+    public = None
+    if script.public_dataset is not None:
+        public = load_images(source, script.public_dataset)["train"]
     return Experiment(
-        model=with_adapter(model, args.method, script.lora_rank, head=["classifier"]),
+        model=with_adapter(model, args.method, script.lora_rank, ["classifier"], inputs),
         train=train,
         collator=batches,
         score=lambda model, _: {
             "accuracy": accuracy(model, scored, batches, args.per_device_eval_batch_size)
         },
         splits={split: len(scored)},
+        public=public,
         notes=notes(script, source, data),
     )
 

@@ -31,8 +31,13 @@ from transformers import (
 from transformers.utils import logging
 
 from dp_grape_hf import METHODS, per_sample_gradients
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
-from dp_grape_hf.projections import projection_targets
+from dp_grape_hf.projections import (
+    principal_directions,
+    projection_targets,
+    synthetic_batches,
+)
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
@@ -403,6 +408,47 @@ def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, me
     result = main(roberta.FAMILY, words_of(folder, data, f"--method={method}"))
     assert result["privacy"]["private"] == (method != "adam")
     assert result["privacy"]["steps"] == 2
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_the_prompted_model_is_projected_on_principal_directions(
+    folder: Path, data: Path, tmp_path: Path, public: bool
+) -> None:
+    others = ["--projection=principal", "--projection_rank=4"]
+    if public:
+        (tmp_path / "public").mkdir()
+        write(tmp_path / "public" / "train.jsonl", [{"text": f"{TEXT} {i}"} for i in range(6)])
+        others.append(f"--public_dataset={tmp_path / 'public'}")
+    result = main(roberta.FAMILY, words_of(folder, data, *others))
+    assert result["settings"]["projection"] == "principal"
+    assert result["privacy"]["steps"] == 2
+    run = Ledger.load(data / "run" / LEDGER_NAME)
+    named = "list, 6 examples" if public else None
+    assert run.mechanism.public_dataset == named
+    assert run.runs[-1].projection is not None
+
+
+def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer: Any) -> None:
+    options = ["--task=RTE", "--eps=2", "--use_cpu", "--method=dp_lora", "--lora_rank=3"]
+    found = {}
+    for start in ("random", "principal"):
+        words = [*options, f"--lora_init={start}", f"--model_name_or_path={folder}"]
+        script, args = parse(roberta.FAMILY, words)
+        found[start] = roberta.model_for(TASKS["RTE"], tokenizer, script, args)
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    name = "roberta.encoder.layer.0.intermediate.dense"
+    expected = principal_directions(
+        model, {f"{name}.weight": 3}, lambda: synthetic_batches(model, tokenizer)
+    )[f"{name}.weight"]
+    layers = {
+        start: adapter.get_submodule(f"base_model.model.{name}") for start, adapter in found.items()
+    }
+    a = layers["principal"].lora_A["default"].weight
+    assert torch.allclose(a, expected.directions.T, atol=1e-4)
+    assert not torch.allclose(layers["random"].lora_A["default"].weight, a, atol=1e-2)
+    assert not layers["principal"].lora_B["default"].weight.any()
+    with pytest.raises(ValueError, match="lora_init='pissa' must be one of"):
+        parse(roberta.FAMILY, [*options, "--lora_init=pissa"])
 
 
 def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer: Any) -> None:
