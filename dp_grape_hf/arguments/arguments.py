@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
@@ -245,6 +246,15 @@ class DPGrapeArguments(_Host):
             "help": "What the learning rate is multiplied by for some parameters: a mapping of "
             "name patterns to factors (as JSON on the command line), such as "
             '{"classifier": 20} for a head that is new.'
+        },
+    )
+    gradient_factors: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What gradients of some parameters are multiplied by before the clip, and "
+            "divided by after the noise: a mapping of name patterns to factors (as JSON on the "
+            'command line), such as {"classifier": 4}. Such a head has more of max_grad_norm, and '
+            "a quarter of the noise. Costs no privacy."
         },
     )
     perturbation: Annotated[float, POSITIVE] = field(
@@ -511,16 +521,15 @@ class DPGrapeArguments(_Host):
         self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
 
     def _read_factors(self) -> None:
-        asked: Any = self.learning_rate_factors
-        if asked is None:
-            return
-        wrong = PrivacyError(
-            f"learning_rate_factors={asked!r} must map name patterns to factors that are "
-            'positive and finite, like {"classifier": 20}.'
-        )
-        self.learning_rate_factors = _mapping(
-            asked, wrong, lambda v: type(v) in (int, float) and 0 < v < math.inf
-        )
+        for name in ("learning_rate_factors", "gradient_factors"):
+            asked: Any = getattr(self, name)
+            if asked is None:
+                continue
+            wrong = PrivacyError(
+                f"{name}={asked!r} must map name patterns to factors that are positive and "
+                'finite, like {"classifier": 20}.'
+            )
+            setattr(self, name, _mapping(asked, wrong, _is_factor))
 
     def _set_not_private(self) -> None:
         """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
@@ -551,6 +560,10 @@ def _mapping(asked: Any, wrong: Exception, good: Callable[[Any], bool]) -> dict[
     if not holds or not all(type(name) is str for name in found):
         raise wrong
     return found
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def accepts_short_names(cls: _Class) -> _Class:

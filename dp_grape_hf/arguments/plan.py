@@ -180,6 +180,7 @@ class PrivacyPlan:
         if args.num_trials is None:
             given["trials_distribution"] = None
         ranks = args.projection_ranks
+        factors: Any = args.gradient_factors
         given |= {
             "noise_multiplier": args.noise_multiplier or 0.0,
             "sample_rate": args.logical_batch_size / num_samples,
@@ -191,6 +192,9 @@ class PrivacyPlan:
             "steps_of_trial": None if args.num_trials is None else self.steps,
             "noise": SECURE if args.secure_noise else None,
             "public_dataset": self._public_dataset,
+            "gradient_factors": None
+            if factors is None
+            else json.dumps({pattern: float(factor) for pattern, factor in factors.items()}),
         }
         return Mechanism(**given)
 

@@ -38,6 +38,10 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "project_embeddings": ("a projection", _projects),
     "projection_ranks": ("a projection", _projects),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
+    "gradient_factors": (
+        "gradients that are clipped",
+        lambda row: row.private and not row.zeroth_order,
+    ),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
     "direction_distribution": ("finite differences", lambda row: row.zeroth_order),

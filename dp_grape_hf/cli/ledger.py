@@ -72,6 +72,8 @@ def _mechanism(own: Mechanism) -> str:
     }
     if own.public_dataset is not None:
         rows["declared public"] = own.public_dataset
+    if own.gradient_factors is not None:
+        rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
     if own.trials is not None:
         rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     return table(rows.items())

@@ -1,5 +1,6 @@
 """What the ledger records of a run's mechanism, and what of it a resumed run may change."""
 
+import json
 import math
 import sys
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -40,7 +41,7 @@ MAY_CHANGE_ON_RESUME = {
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
 _OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset")
+LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset", "gradient_factors")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -52,6 +53,25 @@ _HINTS = {
     "noise": "It is 'secure' with secure_noise=True, and None without.",
 }
 
+# What float32 bears: further out, squares of gradients that count would be 0 or infinite.
+_LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
+
+
+def _are_factors(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(found, dict)
+        and found != {}
+        and all(
+            type(f) in (int, float) and _LEAST_FACTOR <= f <= _LARGEST_FACTOR
+            for f in found.values()
+        )
+    )
+
+
 _POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
 _COUNT = {"valid": ("at least 1 and at most 10**15", lambda x: 1 <= x <= 10**15)}
 _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
@@ -60,6 +80,12 @@ _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
 _TRIALS = {"valid": (f"one of {', '.join(TrialsDistribution)}", lambda x: x in TrialsDistribution)}
 _NOISE = {"valid": (SECURE, lambda x: x == SECURE)}
+_FACTORS = {
+    "valid": (
+        f"JSON that maps name patterns to factors from {_LEAST_FACTOR:g} to {_LARGEST_FACTOR:g}",
+        _are_factors,
+    )
+}
 _CLIPPING = {"valid": (f"one of {', '.join(Clipping)}", lambda x: x in Clipping)}
 
 
@@ -82,6 +108,8 @@ class Mechanism:
     ``projection_update_steps`` is None with ``principal`` directions that are measured once; they
     are those of inputs that are synthetic, or of the ``public_dataset`` of that description, whose
     examples no epsilon protects.
+    ``gradient_factors`` says, as text, what gradients were multiplied by before the clip and
+    divided by after the noise, by patterns of parameters' names.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -113,6 +141,7 @@ class Mechanism:
     steps_of_trial: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
     public_dataset: str | None = None
+    gradient_factors: str | None = field(default=None, metadata=_FACTORS)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -141,6 +170,12 @@ class Mechanism:
         if self.num_trials is None or self.trials_distribution is None:
             return None
         return Trials(self.num_trials, self.trials_distribution)
+
+    @property
+    def factors_by_pattern(self) -> dict[str, float]:
+        """What ``gradient_factors`` says: name pattern -> factor; the first that matches counts."""
+        found: dict[str, float] = json.loads(self.gradient_factors or "{}")
+        return found
 
     def releases(self, steps: int) -> Releases:
         """Returns so many releases of this mechanism, as `accounting` wants them."""

@@ -5,7 +5,7 @@ bounds what one of them adds, ``release`` adds it up and makes it private, and `
 ``streams`` are the randomness, which is secret.
 """
 
-from dp_grape_hf.mechanism.clipping import add_clipped_sum_
+from dp_grape_hf.mechanism.clipping import add_clipped_sum_, factors_by_name
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
 from dp_grape_hf.mechanism.sampling import (
@@ -46,6 +46,7 @@ __all__ = [
     "UnitDataset",
     "Units",
     "add_clipped_sum_",
+    "factors_by_name",
     "forget_the_seed",
     "noise_generator",
     "private_norm",

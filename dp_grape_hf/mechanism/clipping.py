@@ -11,6 +11,9 @@ An estimate (Bu et al. 2021, DP-SGD-JL) takes the place of a norm:
 contributes at most ``C |R_i| / M_i``, which exceeds C where M_i came out too small. The accountant
 knows that distribution, as long as the directions are independent of the data.
 
+A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient ``g_i``. Norms are
+those of ``f g_i``; what is added up is ``g_i``, and the release multiplies the sum.
+
 Shapes: B samples in the physical batch, k directions.
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,10 +35,29 @@ from dp_grape_hf.per_sample import (
     Gradients,
     PerSampleGradient,
 )
+from dp_grape_hf.projections import first_matches
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
 _KEY_BYTES = 32
 _AT_ONCE = 2**23  # numbers of directions in memory, unless a single one has more
+_NONE: Mapping[str, float] = {}
+
+
+def factors_by_name(
+    option: str, patterns: Mapping[str, float], names: Iterable[str]
+) -> dict[str, float]:
+    """Returns the factor of each parameter that a pattern matches; the first that does counts.
+
+    Args:
+        option: what the patterns were given for, in an error.
+        patterns: name pattern -> factor, in the order in which they are tried.
+        names: of all parameters that are trained.
+
+    Raises:
+        PrivacyError: for a pattern that is never the first to match.
+    """
+    first = first_matches(list(names), patterns, option, "the parameters that are trained")
+    return {name: patterns[match] for name, match in first.items() if match is not None}
 
 
 @dataclass(frozen=True)
@@ -65,17 +87,46 @@ class Gathered:
             rows.append(values.reshape(len(values), shape.numel()))
         return cls(per_sample_grads, shapes, Dense(torch.cat(rows, 1)) if rows else None)
 
-    def squared_norm(self) -> Tensor:
-        """Returns the squared norms over all of them jointly, (B,), float32."""
-        gradients = [*self.large.values(), *([self.small] if self.small else [])]
-        return torch.stack([gradient.squared_norm().float() for gradient in gradients]).sum(0)
+    def squared_norm(self, gradient_factors: Mapping[str, float] = _NONE) -> Tensor:
+        """Returns the squared norms over all of them jointly, (B,), float32.
+
+        Args:
+            gradient_factors: what is measured in place of g: parameter name -> f, of f g.
+        """
+        squared = [
+            _scaled(gradient.squared_norm().float(), gradient_factors.get(name, 1.0) ** 2)
+            for name, gradient in self.large.items()
+        ]
+        if self.small:
+            squared.append(self._small_times(self.small, gradient_factors).squared_norm().float())
+        return torch.stack(squared).sum(0)
+
+    def _small_times(self, small: Dense, gradient_factors: Mapping[str, float]) -> Dense:
+        if not any(name in gradient_factors for name in self.shapes):
+            return small
+        factors = [
+            small.values.new_full((shape.numel(),), gradient_factors.get(name, 1.0))
+            for name, shape in self.shapes.items()
+        ]
+        return Dense(small.values * torch.cat(factors))
+
+
+def _scaled(values: Tensor, factor: float) -> Tensor:
+    return values if factor == 1 else values * factor
 
 
 # ---- Norms ----
 
 
 class Norms(ABC):
-    """The norms of the samples of a physical batch, from one group of parameters after another."""
+    """The norms of the samples of a physical batch, from one group of parameters after another.
+
+    Args:
+        gradient_factors: as in ``Gathered.squared_norm``.
+    """
+
+    def __init__(self, gradient_factors: Mapping[str, float] = _NONE) -> None:
+        self._gradient_factors = gradient_factors
 
     @abstractmethod
     def add(self, per_sample_grads: Gradients) -> None:
@@ -89,12 +140,13 @@ class Norms(ABC):
 class ExactNorms(Norms):
     """The norms themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradient_factors: Mapping[str, float] = _NONE) -> None:
+        super().__init__(gradient_factors)
         self._squared: Tensor | None = None
 
     def add(self, per_sample_grads: Gradients) -> None:
         """Adds the squares of a group."""
-        squared = Gathered.of(dict(per_sample_grads)).squared_norm()
+        squared = Gathered.of(dict(per_sample_grads)).squared_norm(self._gradient_factors)
         self._squared = squared if self._squared is None else self._squared + squared
 
     def joint(self) -> Tensor:
@@ -157,7 +209,10 @@ class EstimatedNorms(Norms):
         Not too small by rounding: the error of the inner products is added.
     """
 
-    def __init__(self, directions: NormDirections) -> None:
+    def __init__(
+        self, directions: NormDirections, gradient_factors: Mapping[str, float] = _NONE
+    ) -> None:
+        super().__init__(gradient_factors)
         self._directions = directions
         self._products: Tensor | None = None  # (B, k)
         self._squared_rounding: Tensor | None = None  # (B,)
@@ -166,8 +221,10 @@ class EstimatedNorms(Norms):
         """Adds the inner products of a group."""
         for name, gradient in per_sample_grads.items():
             drawn = self._directions.of(name, gradient.shape)
+            factor = self._gradient_factors.get(name, 1.0)
             products = torch.cat([gradient.inner_products(some) for some in drawn], 1)
-            squared = gradient.rounding().square()
+            products = _scaled(products, factor)
+            squared = _scaled(gradient.rounding().square(), factor**2)
             if self._products is None or self._squared_rounding is None:
                 self._products, self._squared_rounding = products, squared
             else:
@@ -191,18 +248,20 @@ def add_clipped_sum_(
     per_sample_grads: Gradients,
     max_grad_norm: float,
     automatic: bool = False,
+    gradient_factors: Mapping[str, float] = _NONE,
 ) -> None:
-    """Adds ``sum_i clip(R_i, C)`` to ``total``, in which missing parameters count as zero.
+    """Adds ``sum_i clip(f g_i, C) / f`` to ``total``, where missing parameters count as zero.
 
     The dictionary of gradients is emptied: each is freed as soon as it is summed. ``automatic``
-    clipping also scales up what is shorter than C.
+    clipping also scales up what is shorter than C. ``gradient_factors`` are f, by parameter name,
+    and 1 for those without.
 
     Sensitivity:
-        One sample's part has an L2 norm of at most C, over all parameters jointly; a sample whose
-        norm is not finite has no part.
+        One sample's part, times f, has an L2 norm of at most C, over all parameters jointly; a
+        sample whose norm is not finite has no part.
     """
     gathered = Gathered.of(per_sample_grads)
-    norms = gathered.squared_norm().sqrt()  # (B,)
+    norms = gathered.squared_norm(gradient_factors).sqrt()  # (B,)
     add_weighted_sum_(total, gathered, clip_factors(norms, max_grad_norm, automatic))
 
 

@@ -5,8 +5,10 @@ For a logical batch that Poisson sampling drew, the release is
     (sum_i clip(R_i, C) + N(0, (sigma C)^2 I)) / B_expected
 
 where R_i is sample i's gradient over all trainable parameters jointly, the projected ones in
-coordinates. There is nothing to extend in this module: neither clip nor noise has a variant. What
-``clipping`` estimates may stand in for ``|R_i|``; the accountant is then told so.
+coordinates. A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient
+``g_i``, and its release is divided by f. There is nothing to extend in this module: neither clip
+nor noise has a variant. What ``clipping`` estimates may stand in for ``|R_i|``; the accountant is
+then told so.
 
 Methods that are not private have ``BatchGradient``, the gradient of the batch, in the mechanism's
 place. Its surface is the same, so that a private method and its counterpart share sampler,
@@ -36,6 +38,7 @@ from dp_grape_hf.mechanism.clipping import (
     add_clipped_sum_,
     add_weighted_sum_,
     clip_factors,
+    factors_by_name,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.per_sample import (
@@ -65,8 +68,9 @@ class PrivateMechanism:
     Args:
         per_sample: computes losses and per-sample gradients.
         ledger: where each release is recorded before it is made. What it records is what is done:
-            sigma, C, the constant q N that sums are divided by, the clipping and the number of
-            directions that norms are estimated from are those of ``ledger.mechanism``.
+            sigma, C, the constant q N that sums are divided by, the clipping, the gradient factors
+            and the number of directions that norms are estimated from are those of
+            ``ledger.mechanism``.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
         noise_slice: as in ``add_noise_``.
@@ -78,12 +82,25 @@ class PrivateMechanism:
         ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
         tuned.
 
+    Gradient factors:
+        Of a parameter with a factor f, ``f g_i`` is in the norm that is clipped and in the sum that
+        meets the noise. After the noise it is divided by f:
+
+            (sum_i clip(f g_i, C) + N(0, (sigma C)^2 I)) / (f B_expected)
+
+        So a larger f gives a parameter more of C, and noise of std ``sigma C / f`` on the sum of
+        its gradients. f is public, and the same for all samples.
+
+    Attributes:
+        gradient_factors: parameter name -> f; 1 for those that are missing.
+
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
         all parameters jointly, whatever the clipping: k parts of at most ``C / sqrt(k)`` make at
-        most C. Where norms are estimated, it is ``C |R_i| / M_i``, of which ``clipping`` tells the
-        distribution. A sample whose norm is NaN or Inf contributes exactly zero, under
-        ``per_layer`` to the modules where it is.
+        most C. That sum has the gradient factors in it, as the norms have; to divide by them
+        afterwards is post-processing. Where norms are estimated, a sample moves the sum by
+        ``C |R_i| / M_i``, of which ``clipping`` tells the distribution. A sample whose norm is NaN
+        or Inf contributes exactly zero, under ``per_layer`` to the modules where it is.
 
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
@@ -106,6 +123,9 @@ class PrivateMechanism:
         self.max_grad_norm = own.max_grad_norm
         self.noise_multiplier = own.noise_multiplier
         self.expected_batch_size = own.expected_batch_size
+        self.gradient_factors = factors_by_name(
+            "gradient_factors", own.factors_by_pattern, per_sample.released_shapes({})
+        )
         self.ledger = ledger
         self._noise_generator, self._noise_slice = noise_generator, noise_slice
         self._directions = (
@@ -120,7 +140,10 @@ class PrivateMechanism:
 
     @property
     def noise_std(self) -> float:
-        """The standard deviation of the noise in each number of a release."""
+        """The standard deviation of the noise in each number of a release.
+
+        Where a parameter has a gradient factor f, that of its numbers is this divided by f.
+        """
         return self._summed_noise_std / self.expected_batch_size
 
     @property
@@ -194,12 +217,16 @@ class PrivateMechanism:
         return losses
 
     def _norms(self) -> Norms:
-        return ExactNorms() if self._directions is None else EstimatedNorms(self._directions)
+        if self._directions is None:
+            return ExactNorms(self.gradient_factors)
+        return EstimatedNorms(self._directions, self.gradient_factors)
 
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
         with self._clipping(per_sample_grads):
             if self._directions is None:
-                add_clipped_sum_(total, per_sample_grads, bound, self._automatic)
+                add_clipped_sum_(
+                    total, per_sample_grads, bound, self._automatic, self.gradient_factors
+                )
                 return
             norms = self._norms()
             norms.add(per_sample_grads)
@@ -239,6 +266,8 @@ class PrivateMechanism:
             if value is None:  # no sample was drawn, or none reached this parameter
                 value = torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
             private_grads[name] = value
+        for name, factor in self.gradient_factors.items():
+            private_grads[name].mul_(factor)
         values = list(private_grads.values())
         once = not self._distributed or dist.get_rank() == 0
         std = self._summed_noise_std if once else 0.0
@@ -246,6 +275,8 @@ class PrivateMechanism:
         add_noise_(values, std, self._noise_generator, divisor, self._noise_slice)
         if self._distributed:
             sum_over_processes_(values)
+        for name, factor in self.gradient_factors.items():
+            private_grads[name].div_(factor)
         return private_grads
 
     def abandon(self) -> None:

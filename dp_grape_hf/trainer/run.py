@@ -6,7 +6,7 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import BatchGradient, LogicalBatch, PrivateMechanism, private_norm
+from dp_grape_hf.mechanism import (
+    BatchGradient,
+    LogicalBatch,
+    PrivateMechanism,
+    factors_by_name,
+    private_norm,
+)
 from dp_grape_hf.optimizers import (
     ITERATES,
     Iterate,
@@ -45,7 +51,6 @@ from dp_grape_hf.projections import (
     Projector,
     ReleasedProjection,
     feature_dimensions,
-    first_matches,
     input_dimensions,
     principal_directions,
     projection_targets,
@@ -108,8 +113,11 @@ class Run:
             self.per_sample.observer = observer
         self.trainable = self.per_sample.trainable
         self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
+        self._rate_factors, self._gradient_factors = (
+            factors_by_name(option, getattr(args, option) or {}, self.trainable)
+            for option in ("learning_rate_factors", "gradient_factors")
+        )
         self.schedule, self.released = _projections(args, model, self.trainable, public_inputs)
-        self._factors = _rate_factors(args, self.trainable)
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
         self.iterate: Iterate | None = None
@@ -151,8 +159,8 @@ class Run:
             new: whether it was just made, before its scheduler.
         """
         if new:
-            factors = {self.trainable[name]: factor for name, factor in self._factors.items()}
-            scale_rates(optimizer, factors)
+            factors = self._rate_factors.items()
+            scale_rates(optimizer, {self.trainable[name]: factor for name, factor in factors})
         elif isinstance(optimizer, ZerothOrderSGD) and isinstance(
             self.per_sample, ZerothOrderEngine
         ):
@@ -228,7 +236,7 @@ class Run:
         Args:
             number: of the step.
             private_grads: by name, the release.
-            noise_std: of the noise in each of its numbers.
+            noise_std: of the noise in each of its numbers, where no gradient factor divided it.
 
         Guarantee:
             Only private gradients are seen: this is post-processing.
@@ -238,7 +246,9 @@ class Run:
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
         projectors = self.projectors
-        stds = dict.fromkeys(private_grads, noise_std) if self._args.noise_correction else {}
+        stds = {}
+        if self._args.noise_correction:
+            stds = {n: noise_std / self._gradient_factors.get(n, 1.0) for n in private_grads}
         if self.released is not None:
             projectors = self.released.at(number, private_grads)
             self.per_sample.observer.made(PROJECTORS, projectors)
@@ -447,23 +457,6 @@ def _principal(
 
 # Of a parameter group, and which of all parameters it has.
 _FACTOR, _NUMBERS = "learning_rate_factor", "parameter_numbers"
-
-
-def _rate_factors(args: DPGrapeArguments, names: Iterable[str]) -> dict[str, float]:
-    """Returns the factor of the learning rate of each parameter that a pattern matches.
-
-    Args:
-        args: of the run; of its ``learning_rate_factors`` the first pattern that matches counts.
-        names: of all parameters that are trained.
-
-    Raises:
-        PrivacyError: for a pattern that is never the first to match.
-    """
-    factors: Any = args.learning_rate_factors or {}
-    first = first_matches(
-        list(names), factors, "learning_rate_factors", "the parameters that are trained"
-    )
-    return {name: factors[match] for name, match in first.items() if match is not None}
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]) -> None:

@@ -67,7 +67,8 @@ PROMPT, CLASSIFICATION, MEAN = "prompt", "classification", "mean"
 HEADS = (PROMPT, CLASSIFICATION, MEAN)
 MODEL = "FacebookAI/roberta-large"  # of the paper
 K = 512
-USUAL = {"bf16": False, "frozen": None, "learning_rate_factors": None}  # where `paper` is silent
+FACTORS = ("learning_rate_factors", "gradient_factors")
+USUAL = {"bf16": False, "frozen": None, **dict.fromkeys(FACTORS)}  # where `paper` is silent
 COMPARED = (
     *("learning_rate", "max_grad_norm", "expected_batch_size", "max_steps", "lr_scheduler_type"),
     *("projection_rank", "projection_update_steps", "accountant", "adjacency", *USUAL),

@@ -52,7 +52,7 @@ DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"
 PRIVACY = frozenset(
     {
         *("target_epsilon", "target_delta", "accountant", "adjacency", "max_grad_norm"),
-        "noise_multiplier",
+        *("noise_multiplier", "gradient_factors"),
     }
 )
 """What means nothing without privacy."""

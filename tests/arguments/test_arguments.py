@@ -67,6 +67,7 @@ def test_only_the_budget_has_no_default() -> None:
         "method": "dp_grape",
         "update_rule": "adam",
         "learning_rate_factors": None,
+        "gradient_factors": None,
         "perturbation": 1e-3,
         "moments_at_redraw": "keep",
         "noise_correction": False,

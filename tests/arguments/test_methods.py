@@ -34,6 +34,7 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     make_trainer,
+    owned,
     points,
     spy_releases,
     tiny,
@@ -565,6 +566,17 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
             {"method": "dpzero", "learning_rate_factors": {"head": 2}},
             "is about gradients by parameter, and method='dpzero' makes none",
         ),
+        ({"gradient_factors": {"head": -1}}, "gradient_factors=.* must map name patterns to fact"),
+        ({"gradient_factors": {"head": 10**400}}, "factors that are positive and finite"),
+        ({"gradient_factors": {"head": 1e9}}, "name patterns to factors from 1e-06 to 1e"),
+        ({"gradient_factors": {"tail": 2}}, "gradient_factors='tail': this pattern matches none"),
+        *(
+            (
+                {"method": method, "gradient_factors": {"head": 2}},
+                f"is about gradients that are clipped, and method='{method}' makes none",
+            )
+            for method in ("dp_zo", "adam", "galore", "mezo")
+        ),
         (
             {"released_iterate": "random"},
             r"released_iterate='random' must be one of \['average', 'last'\]",
@@ -729,6 +741,61 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
     assert all(group["params"] for group in trainer.optimizer.param_groups)
 
 
+# ---- Gradient factors ----
+
+FIRST_ORDER = [name for name in PRIVATE if not METHODS[name].zeroth_order]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"method": method} for method in FIRST_ORDER),
+        {"method": "dp_adam", "grad_sample_mode": "ghost"},
+        {"method": "dp_adam", "engine": "functorch"},
+        {"clipping": "per_layer"},
+        {"privacy_unit_column": "user", "expected_batch_size": 4},
+    ],
+    ids=str,
+)
+def test_a_factor_of_all_parameters_divides_the_clipping_norm(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """clip(4 g, C) / 4 is clip(g, C / 4), bit by bit, and so is the noise."""
+    releases = spy_releases(monkeypatch)
+    settings = {"method": "dp_grape", "noise_multiplier": 0.5, "max_steps": 2} | changes
+    if "privacy_unit_column" in changes:
+        settings |= {"train_dataset": owned(), "per_device_train_batch_size": 8}
+    for name, bound, factors in (("whole", 0.5, '{"*": 4}'), ("quarter", 0.125, None)):
+        trainer = make_trainer(
+            tmp_path / name,
+            model=tiny(settings["method"]),
+            known_streams=Streams.known(7),
+            max_grad_norm=bound,
+            gradient_factors=factors,
+            **settings,
+        )
+        trainer.train()
+    (*whole, _, _), quarter = releases, releases[2:]
+    assert len(whole) == len(quarter) == 2
+    for one, other in zip(whole, quarter, strict=True):
+        assert_same_weights(one, other)
+
+
+def test_other_factors_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
+    first = make_trainer(tmp_path, **settings, save_steps=1, gradient_factors={"head": 3})
+    first.train()
+    assert first.ledger.mechanism.gradient_factors == '{"head": 3.0}'
+    again = make_trainer(tmp_path, **settings, gradient_factors='{"head": 3.0}')
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for factors in (None, {"head": 4}, {"body": 3}):
+        trainer = make_trainer(tmp_path, **settings, gradient_factors=factors)
+        with pytest.raises(
+            PrivacyError, match=r"gradient_factors=.*recorded: '\{\"head\": 3\.0\}'"
+        ):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 # ---- Options of projections ----
 
 
@@ -775,7 +842,7 @@ def test_moments_at_a_redraw_survive_a_checkpoint(
 def test_the_noise_correction_knows_the_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sigma C / B at capture; after the release times the length of the columns of P."""
+    """sigma C / (f B) at capture; after the release times the length of the columns of P."""
     seen: list[list[float]] = []
     original = ProjectedOptimizer.receive
 
@@ -785,6 +852,7 @@ def test_the_noise_correction_knows_the_noise(
 
     monkeypatch.setattr(ProjectedOptimizer, "receive", receive)
     settings = {"noise_multiplier": 3.0, "max_grad_norm": 0.5, "noise_correction": True}
+    settings |= {"gradient_factors": {"head": 8.0, "body.weight": 2.0}}
     for number, (method, family, scale) in enumerate(
         [
             ("dp_grape", "gaussian", 1.0),
@@ -794,8 +862,9 @@ def test_the_noise_correction_knows_the_noise(
     ):
         rule = {"method": method, "projection": family, "update_rule": "adam", "max_steps": 1}
         make_trainer(tmp_path / str(number), **settings | rule).train()
-        assert seen[-1][0] == pytest.approx(scale * 3.0 * 0.5 / 4)  # of body.weight, 8 x 6
+        assert seen[-1][0] == pytest.approx(scale * 3.0 * 0.5 / 2 / 4)  # of body.weight, 8 x 6
         assert seen[-1][1] == pytest.approx(3.0 * 0.5 / 4)  # of its bias
+        assert seen[-1][3] == pytest.approx(3.0 * 0.5 / 8 / 4)  # of the bias of the head
 
 
 # ---- The weights that training ends with ----

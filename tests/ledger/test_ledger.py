@@ -457,6 +457,7 @@ OTHER_VALUES: dict[str, Any] = {
     "trials_distribution": "logarithmic",
     "steps_of_trial": 200,
     "noise": "secure",
+    "gradient_factors": '{"head": 4.0}',
 }
 
 

@@ -4,6 +4,7 @@ Shapes: B samples in a batch, T positions, m x n a weight, k directions.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,7 @@ def estimating(
     clipping: str = "flat",
     bound: float = 0.5,
     generator: torch.Generator | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> PrivateMechanism:
     """Returns an engine without noise, whose release is the clipped sum itself."""
     source = generator or torch.Generator().manual_seed(3)
@@ -46,6 +48,7 @@ def estimating(
         max_grad_norm=bound,
         noise_generator=source,
         norm_directions=k,
+        gradient_factors=None if factors is None else json.dumps(factors),
     )
 
 
@@ -160,6 +163,37 @@ def test_every_mode_releases_what_the_definition_says(
         engine = estimating(per_sample, clipping=clipping, bound=bound)
         found = released(engine, split(inputs, sizes), projectors)
         assert relative_error(flat(found), flat(expected)) < 5e-5, mode
+
+
+@each_mode
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_estimates_are_of_the_gradients_times_their_factors(mode: str, clipping: str) -> None:
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS["stack"]()
+    factors = {"first.weight": 4.0, "table.weight": 0.3, "last.bias": 10.0}
+    plain = single_sample_gradients(model, inputs, None, loss)[1]
+    gradients = {n: factors.get(n, 1.0) * g for n, g in plain.items()}
+    m = estimates(gradients)
+    bound = m.median().item()
+    clips = bound / (m + 0.01) if clipping == "automatic" else (bound / m).clamp(max=1)
+    expected = {
+        n: torch.einsum("b,b...->...", clips.float(), g) / factors.get(n, 1.0)
+        for n, g in gradients.items()
+    }
+    per_sample = make_engine("layerwise", model, loss, mode)
+    engine = estimating(per_sample, clipping=clipping, bound=bound, factors=factors)
+    found = released(engine, split(inputs, [4, 2]))
+    assert relative_error(flat(found), flat(expected)) < 5e-5
+
+
+def test_the_rounding_of_an_estimate_is_multiplied_as_well() -> None:
+    drawn = NormDirections(K, torch.Generator().manual_seed(3))
+    drawn.redraw()
+    gradients = {"w": Factored(torch.randn(B, 2, ROWS), torch.randn(B, 2, COLS))}
+    plain, times = EstimatedNorms(drawn), EstimatedNorms(drawn, {"w": 4.0})
+    for norm in (plain, times):
+        norm.add(gradients)
+    assert torch.equal(times.joint(), 4 * plain.joint())
 
 
 def test_one_sample_moves_the_release_by_at_most_c_times_its_ratio() -> None:

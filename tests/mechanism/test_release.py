@@ -651,9 +651,15 @@ def test_the_losses_of_a_physical_batch_are_handed_back() -> None:
 
 SHARES = {"halves": (3, 3), "one rank empty": (0, 6), "other rank empty": (6, 0), "none": (0, 0)}
 RANK_SETTINGS = {"noise_multiplier": 1.2, "max_grad_norm": 0.5, "expected_batch_size": 6.0}
+RANK_FACTORS = (None, '{"classifier": 8.0, "LayerNorm": 0.1}')
 
 
-def _release_on_rank(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
+def of_ranks() -> list[tuple[str, str | None]]:
+    """Returns what two ranks release: how the draw is shared, and with which gradient factors."""
+    return [(share, factors) for share in SHARES for factors in RANK_FACTORS]
+
+
+def _release_on_rank(rank: int, folder: str) -> dict[tuple[str, str | None], dict[str, Tensor]]:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -666,11 +672,13 @@ def _release_on_rank(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
         model, inputs = case.model(), case.batch(6)
         projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
         private = {}
-        for name, sizes in SHARES.items():
-            engine = make_private(per_sample, **RANK_SETTINGS, seed=10 + rank, distributed=True)
+        for name, factors in of_ranks():
+            sizes, own = SHARES[name], RANK_SETTINGS | {"gradient_factors": factors}
+            engine = make_private(per_sample, **own, seed=10 + rank, distributed=True)
             start = sum(sizes[:rank])
             share = {key: value[start : start + sizes[rank]] for key, value in inputs.items()}
-            private[name] = released(engine, split(share, [1] * sizes[rank]), projectors)
+            found = released(engine, split(share, [1] * sizes[rank]), projectors)
+            private[name, factors] = found
         return private
     finally:
         dist.destroy_process_group()
@@ -702,10 +710,11 @@ def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:
     case = only("roberta-classifier")
     model, inputs = case.model(), case.batch(6)
     projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
-    for share, sizes in SHARES.items():
+    for share in of_ranks():
+        own = RANK_SETTINGS | {"gradient_factors": share[1]}
         alone = released(
-            make_private(per_sample, **RANK_SETTINGS, seed=10),
-            [inputs] if sum(sizes) else [],
+            make_private(per_sample, **own, seed=10),
+            [inputs] if sum(SHARES[share[0]]) else [],
             projectors,
         )
         assert zero[share].keys() == alone.keys()

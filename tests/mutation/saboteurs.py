@@ -189,14 +189,14 @@ def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
     original = engine.add_clipped_sum_
 
     def add_clipped_sum_(
-        total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
+        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
     ) -> None:
         noisy: Gradients = {}
         for name, gradient in gradients.items():
             count = len(gradient.squared_norm())
             whole = torch.stack([gradient.weighted_sum(row) for row in torch.eye(count)])
             noisy[name] = Dense(whole + bound * torch.randn_like(whole))
-        original(total, noisy, bound, automatic)
+        original(total, noisy, bound, *rest)
 
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
@@ -262,7 +262,7 @@ def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
 
 
 def _small_tensors_unmeasured(patch: pytest.MonkeyPatch) -> None:
-    def squared_norm(self: Gathered) -> Tensor:
+    def squared_norm(self: Gathered, gradient_factors: Any) -> Tensor:
         large = [g.squared_norm().float() for g in self.large.values()]
         assert self.small is not None
         return torch.stack(large or [self.small.squared_norm() * 0]).sum(0)
@@ -272,7 +272,7 @@ def _small_tensors_unmeasured(patch: pytest.MonkeyPatch) -> None:
 
 def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
     def add_clipped_sum_(
-        total: dict[str, Tensor], gradients: Gradients, bound: float, automatic: bool = False
+        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
     ) -> None:
         count = len(next(iter(gradients.values())).squared_norm())
         own: dict[str, Tensor] = {}

@@ -235,6 +235,19 @@ def test_no_projection_has_no_rank() -> None:
     assert found["Projection seed (public)"] == "-"
 
 
+def test_gradient_factors_are_given_where_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the card, and by ``dp-grape ledger``."""
+    for factors, said in ((None, None), ('{"head": 4.0}', '{"head": 4.0}, before the clip')):
+        one = ledger(gradient_factors=factors)
+        assert rows(render(one)).get("Gradient factors") == said
+        one.save(tmp_path / LEDGER_NAME)
+        assert main(["ledger", str(tmp_path)]) == 0
+        row = re.search(r"^gradient factors +(.+)$", capsys.readouterr().out, re.MULTILINE)
+        assert (row and row[1]) == said
+
+
 # ---- The claim ----
 
 

@@ -394,6 +394,7 @@ HONEST: dict[str, dict[str, Any]] = {
     "a projection of that name": {"projection": "eps = 0.1", "projection_rank": None},
     "delta with many digits": {"target_delta": 1.23456789e-6},
     "secure noise": {"noise": "secure"},
+    "gradient factors": {"gradient_factors": '{"ε = 3 | <b>": 4.0}'},
 }
 
 

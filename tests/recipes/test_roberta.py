@@ -548,13 +548,14 @@ def test_a_result_says_what_its_settings_have_other_than_the_paper() -> None:
     assert said("--config=paper", "--eps=6") == []
     assert said("--config=ours", "--eps=6") == ["accountant is prv, not rdp."]
     changed = ["--bf16", "--frozen=embeddings", "--max_steps=200", "--learning_rate=3e-4"]
-    factors = '--learning_rate_factors={"lm_head": 50}'
-    assert said("--config=paper", "--eps=6", *changed, factors) == [
+    factors = ['--learning_rate_factors={"lm_head": 50}', '--gradient_factors={"lm_head": 4}']
+    assert said("--config=paper", "--eps=6", *changed, *factors) == [
         "learning_rate is 0.0003, not 0.0001.",
         "max_steps is 200, not 1000.",
         "bf16 is True, not False.",
         "frozen is embeddings, not None.",
         "learning_rate_factors is {'lm_head': 50}, not None.",
+        "gradient_factors is {'lm_head': 4}, not None.",
     ]
     assert said("--config=ours", "--method=adam") == []  # the paper does not tell, nor account
     assert said("--config=ours", "--method=adam", "--zero_shot", "--bf16") == []

@@ -1,0 +1,264 @@
+"""Gradients that are multiplied before the clip and divided after the noise, by parameter.
+
+Shapes: B samples in a batch.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Clipping, Ledger
+from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
+from dp_grape_hf.mechanism.noise import grid_of
+from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
+from dp_grape_hf.per_sample.gradients import Factored, SparseRows
+from tests.support.mechanism import (
+    MECHANISM,
+    ROUNDING,
+    Given,
+    distance,
+    joint_norm,
+    make_private,
+    released,
+    split,
+)
+from tests.support.networks import MODELS, flat
+from tests.support.oracles import (
+    projectors_for,
+    relative_error,
+    single_sample_gradients,
+)
+
+# Clipping per layer takes one pass.
+PAIRS = [
+    (mode, clipping)
+    for mode, clipping in product(GradSampleMode, Clipping)
+    if (mode, clipping) != (GradSampleMode.GHOST, Clipping.PER_LAYER)
+]
+# Some are of small tensors, some of large ones, some of tied ones; all others have 1.
+FACTORS: dict[str, dict[str, float]] = {
+    "stack": {"first.bias": 0.25, "first.weight": 4.0, "table.weight": 3.0, "norm.weight": 0.1},
+    "under vmap": {"0.matrix": 5.0, "0.scale": 0.2, "3.bias": 2.0},
+    "vit": {"classifier.weight": 8.0, "classifier.bias": 0.125},
+}
+
+
+def with_factors(per_sample: PerSampleEngine, factors: Any, **own: Any) -> PrivateMechanism:
+    text = None if factors is None else json.dumps(factors)
+    return make_private(per_sample, gradient_factors=text, **own)
+
+
+def definition(
+    gradients: Mapping[str, Tensor],
+    factors: Mapping[str, float],
+    bound: float,
+    clipping: str,
+    groups: Iterable[Iterable[str]],
+) -> dict[str, Tensor]:
+    """Returns ``sum_i clip(f g_i, C) / f`` of gradients (B, ...), in float64."""
+    times = {name: factors.get(name, 1.0) * g.double() for name, g in gradients.items()}
+    if clipping == Clipping.PER_LAYER:
+        groups = list(groups)
+        bound /= math.sqrt(len(groups))
+    else:
+        groups = [times]
+    found = {}
+    for group in groups:
+        norms = sum(times[name].flatten(1).square().sum(1) for name in group).sqrt()
+        clips = bound / (norms + 0.01) if clipping == "automatic" else (bound / norms).clamp(max=1)
+        for name in group:
+            total = torch.einsum("b,b...->...", clips, times[name]) / factors.get(name, 1.0)
+            found[name] = total.float()
+    return found
+
+
+# ---- The definition ----
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("clipping", Clipping)
+@pytest.mark.parametrize("rank", [4, None], ids=["projected", "unprojected"])
+def test_the_release_equals_its_definition(name: str, clipping: str, rank: int | None) -> None:
+    """In every mode; some samples are clipped, and none would be clipped alike without factors."""
+    torch.manual_seed(0)
+    model, inputs, loss = MODELS[name]()
+    projectors, factors = projectors_for(model, rank), FACTORS[name]
+    gradients = single_sample_gradients(model, inputs, projectors, loss)[1]
+    bound = 0.5 * joint_norm({n: factors.get(n, 1.0) * g[0] for n, g in gradients.items()})
+    for mode in (mode for mode in GradSampleMode if (mode, clipping) in PAIRS):
+        per_sample = make_engine("layerwise", model, loss, mode)
+        engine = with_factors(
+            per_sample, factors, clipping=clipping, max_grad_norm=bound, expected_batch_size=4.0
+        )
+        assert engine.gradient_factors == factors
+        found = {n: 4 * v for n, v in released(engine, split(inputs, [4, 2]), projectors).items()}
+        of = (bound, clipping, per_sample.groups)
+        expected, without = definition(gradients, factors, *of), definition(gradients, {}, *of)
+        assert relative_error(flat(found), flat(expected)) < 5e-5, mode
+        assert relative_error(flat(found), flat(without)) > 1e-2, mode
+
+
+@pytest.mark.parametrize(("mode", "clipping"), PAIRS)
+def test_factors_of_one_release_the_same_bits_as_none(mode: str, clipping: str) -> None:
+    model, inputs, loss = MODELS["stack"]()
+    per_sample = make_engine("layerwise", model, loss, mode)
+    with_ones, without = (
+        released(
+            with_factors(per_sample, factors, clipping=clipping, noise_multiplier=1.0), [inputs]
+        )
+        for factors in ({"norm": 1.0, "*": 1.0}, None)
+    )
+    assert all(torch.equal(value, without[name]) for name, value in with_ones.items())
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    model, _, loss = MODELS["stack"]()
+    engine = with_factors(make_engine("layerwise", model, loss), {"first.bias": 2, "first": 3.0})
+    assert engine.gradient_factors == {"first.weight": 3.0, "first.bias": 2.0}
+
+
+# ---- Neighbours ----
+
+
+def met_by_noise(
+    engine: PrivateMechanism, batches: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Tensor]:
+    """Returns the sums as the noise meets them."""
+    seen: list[list[Tensor]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            release, "add_noise_", lambda values, *_: seen.append([v.clone() for v in values])
+        )
+        names = released(engine, batches)
+    return dict(zip(names, seen[0], strict=True))
+
+
+EXTREME = {
+    "large and small": {"first": 1e3, "last": 1e-3},
+    "large": {"bias": 1e3},
+    "small": {"*": 1e-3},
+    "all": {"table": 1e-3, "*": 1e3},
+}
+
+
+@pytest.mark.parametrize("clipping", Clipping)
+@pytest.mark.parametrize("name", EXTREME)
+def test_one_sample_more_moves_what_meets_the_noise_by_at_most_c(
+    name: str, clipping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    factors = EXTREME[name]
+    model, inputs, loss = MODELS["stack"]()
+    per_sample = make_engine("layerwise", model, loss)
+    whole = with_factors(per_sample, factors, max_grad_norm=math.inf)
+    own = joint_norm(met_by_noise(whole, [{"x": inputs["x"][:1]}], monkeypatch))
+    for bound in (1e-3 * own, 0.5 * own, 1e3 * own):
+
+        def summed(samples: Tensor, bound: float = bound) -> dict[str, Tensor]:
+            engine = with_factors(per_sample, factors, clipping=clipping, max_grad_norm=bound)
+            return met_by_noise(engine, [{"x": part} for part in samples.split(2)], monkeypatch)
+
+        for one in (0, 3):
+            rest = torch.cat([inputs["x"][:one], inputs["x"][one + 1 :]])
+            moved = distance(summed(inputs["x"]), summed(rest))
+            assert 0 < moved <= bound * (1 + 5 * ROUNDING)
+            alone = joint_norm(summed(inputs["x"][one : one + 1]))
+            assert alone <= bound * (1 + ROUNDING)
+            if clipping == Clipping.FLAT and bound < 0.01 * own:
+                assert alone == pytest.approx(bound, rel=1e-5)
+
+
+@pytest.mark.parametrize("factors", [{"bias": 1e3}, {"matrix": 1e-3, "table": 1e3}], ids=str)
+def test_a_sample_that_is_not_finite_contributes_exactly_zero(factors: dict[str, float]) -> None:
+    """Whichever parameter it is not finite in, and whatever form that one has."""
+    per_sample = Given(bias=(5,), matrix=(4, 3), table=(6, 3))
+
+    def batch() -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        rows, cols, values = (
+            torch.randn(*shape, generator=generator) for shape in ((3, 2, 4), (3, 2, 3), (3, 2, 3))
+        )
+        return {
+            "bias": Dense(torch.randn(3, 5, generator=generator)),
+            "matrix": Factored(rows, cols),
+            "table": SparseRows(torch.tensor([[0, 0], [1, 2], [3, 5]]), values, 6),
+        }
+
+    mates = {name: g.select(torch.tensor([0, 2])) for name, g in batch().items()}
+    expected = released(with_factors(per_sample, factors), [mates])
+    for bad in (math.nan, math.inf, 1e25):
+        for name, where in (("bias", "values"), ("matrix", "rows"), ("table", "values")):
+            given = batch()
+            getattr(given[name], where)[1] = bad
+            found = released(with_factors(per_sample, factors), [given])
+            assert distance(found, expected) < 1e-6 * joint_norm(expected), (bad, name)
+
+
+# ---- The noise ----
+
+
+def test_the_noise_of_a_parameter_is_divided_by_its_factor() -> None:
+    """Seeded: the std of 100,000 numbers is off by more than 1.5 % once in 10^10 times."""
+    own = {"noise_multiplier": 1.5, "max_grad_norm": 0.4, "expected_batch_size": 5.0}
+    per_sample = Given(head=(100, 1000), body=(100_000,), bias=(7,))
+    engine = with_factors(per_sample, {"head": 4.0, "bias": 0.1}, **own)
+    found, plain = released(engine, []), released(with_factors(per_sample, None, **own), [])
+    for name, factor in (("head", 4.0), ("body", 1.0), ("bias", 0.1)):
+        torch.testing.assert_close(found[name], plain[name] / factor, rtol=1e-6, atol=0)
+        if name != "bias":
+            assert float(found[name].std()) == pytest.approx(1.5 * 0.4 / 5 / factor, rel=0.015)
+    assert engine.noise_std == pytest.approx(1.5 * 0.4 / 5)
+
+
+def test_secure_noise_is_rounded_before_the_division() -> None:
+    engine = with_factors(
+        Given(head=(3000,), body=(3000,)),
+        {"head": 2.0},
+        noise_multiplier=1.0,
+        expected_batch_size=4.0,
+        noise_generator=noise_generator("cpu", secure=True),
+    )
+    found = released(engine, [{name: Dense(torch.randn(2, 3000)) for name in ("head", "body")}])
+    for name, factor in (("head", 2.0), ("body", 1.0)):
+        grains = found[name] * factor * 4.0 / grid_of(1.0)
+        assert torch.equal(grains, grains.round())
+        assert grains.remainder(2).unique().tolist() == [0.0, 1.0]
+
+
+# ---- The record ----
+
+
+def test_the_ledger_keeps_the_factors_that_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    engine = with_factors(Given(head=(3,), body=(3,)), {"head": 4.0, "body": 0.5})
+    Ledger.start(engine.ledger.mechanism, path).record()
+    recorded = Ledger.load(path).mechanism
+    assert recorded == engine.ledger.mechanism
+    assert recorded.factors_by_pattern == engine.gradient_factors == {"head": 4.0, "body": 0.5}
+    assert MECHANISM.factors_by_pattern == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("head", "[1.0]", "{}", "[" * 100_000, '{"head": true}', '{"head": "2"}'),
+        *('{"head": 0}', '{"head": 1e7}', '{"head": 1e-7}', '{"head": -1}', '{"head": NaN}'),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_factors_that_float32_does_not_bear_are_refused(text: str) -> None:
+    with pytest.raises(PrivacyError, match=r"gradient_factors='.*must be JSON that maps name pat"):
+        make_private(Given(head=(3,)), gradient_factors=text)
+
+
+def test_a_pattern_that_matches_no_parameter_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="gradient_factors='tail': this pattern matches none"):
+        with_factors(Given(head=(3,)), {"tail": 2.0})
