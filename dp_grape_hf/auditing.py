@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
-from dp_grape_hf.mechanism import secret_generator
+from dp_grape_hf.mechanism import factors_by_name, secret_generator
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.trainer import DPGrapeTrainer
 
@@ -152,6 +152,7 @@ class AuditSettings:
         confidence: of the lower bound.
         projection_rank: r of ``dp_grape``.
         tables: how many tensors each canary has coordinates in, beside the projected one.
+        gradient_factors: those of the run, by patterns of the names ``body`` and ``tables.0``, ...
 
     Raises:
         PrivacyError: an argument is out of range. What the trainer refuses, it refuses.
@@ -169,6 +170,7 @@ class AuditSettings:
     confidence: float = 0.95
     projection_rank: int = 2
     tables: int = 3
+    gradient_factors: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -322,6 +324,7 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
         learning_rate=1.0,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
+        gradient_factors=settings.gradient_factors,
         target_delta=settings.delta,
         num_samples=settings.canaries,
         expected_batch_size=max(1, round(settings.sample_rate * settings.canaries)),
@@ -371,7 +374,8 @@ class _Auditor(DPGrapeTrainer):
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         public = self.private_run.projectors  # of the step before
         per_layer = self.args.clipping == Clipping.PER_LAYER
-        seen = along_canaries(released, public, self.args.max_grad_norm, per_layer)
+        factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
+        seen = along_canaries(released, public, self.args.max_grad_norm, per_layer, factors)
         self.evidence += log_likelihood_ratio(seen, own.noise_multiplier, own.sample_rate)
 
 
@@ -380,24 +384,28 @@ def along_canaries(
     projectors: Mapping[str, Projector],
     max_grad_norm: float,
     per_layer: bool,
+    gradient_factors: Mapping[str, float],
 ) -> Tensor:
     """Returns a release along the clipped gradient of each canary, in units of C, (m,).
 
     A gradient G is released as ``project(G)``, and the release S was lifted before it was seen:
     ``<S, project(G)> = <lift(S), G>``. So only the length of ``project(G)`` takes the projector.
+    With a gradient factor f, G is ``f g``, and S is f times what was released.
 
     Args:
         released: weight name -> the lifted noisy sum, of the shape of the weight.
         projectors: those of the step, by weight name.
         max_grad_norm: C.
         per_layer: whether each of the tensors was clipped on its own, to ``C / sqrt(k)``.
+        gradient_factors: weight name -> f; 1 for those that are missing.
     """
     products, squares = [], []
     for name, value in released.items():
-        full = torch.full_like(value, _LENGTH / _WIDTH**0.5)
+        factor = gradient_factors.get(name, 1.0)
+        full = torch.full_like(value, factor * _LENGTH / _WIDTH**0.5)
         coordinates = projectors[name].project(full) if name in projectors else full
         axis = 0 if name == "body.weight" else 1  # that does not count the canaries
-        products.append((value * full).sum(axis))
+        products.append((factor * value * full).sum(axis))
         squares.append(coordinates.square().sum(axis))
     along, lengths = torch.stack(products), torch.stack(squares)  # (tensors, m)
     if per_layer:

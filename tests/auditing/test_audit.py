@@ -167,10 +167,14 @@ def test_a_guess_is_made_where_the_evidence_is_strongest() -> None:
 # ---- Runs ----
 
 
+FACTORS = {"body": 0.25, "tables.1": 8.0}
+
+
+@pytest.mark.parametrize("factors", [None, FACTORS], ids=["plain", "factors"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("method", ["dp_grape", "dp_sgd"])
 def test_each_canary_is_seen_with_length_C_if_it_is_in(
-    method: str, clipping: str, monkeypatch: pytest.MonkeyPatch
+    method: str, clipping: str, factors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without noise, three steps show 1 for a canary that is in and 0 for the others."""
     found = []
@@ -182,7 +186,13 @@ def test_each_canary_is_seen_with_length_C_if_it_is_in(
     monkeypatch.setattr("dp_grape_hf.auditing.log_likelihood_ratio", keep)
     result = audit(
         AuditSettings(
-            method=method, clipping=clipping, noise_multiplier=0.0, canaries=60, guesses=60, steps=3
+            method=method,
+            clipping=clipping,
+            gradient_factors=factors,
+            noise_multiplier=0.0,
+            canaries=60,
+            guesses=60,
+            steps=3,
         )
     )
     assert len(found) == 3
@@ -210,6 +220,7 @@ def test_a_sampled_run_draws_what_it_says() -> None:
         {"method": "dp_jl", "steps": 1},
         {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
+        {"method": "dp_grape", "steps": 2, "gradient_factors": FACTORS},
     ],
     ids=str,
 )
