@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Redraws, Term, known_noise, require_in_range
 from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
+_CHANGE = "change"  # of a weight's state
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -56,6 +58,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
             docstring. Weights are kept apart where ``keep_apart`` says so.
         rounding_seed: the public seed of the rounding.
+        keep_changes: ``changes`` then has what was added to each projected weight since the start,
+            but for what is kept apart and not merged yet, and is a part of the state.
         **settings: those of the rule: ``betas`` and ``eps``, the decay rates of Adam's moments and
             what is added to the root of the second; ``momentum``.
 
@@ -74,6 +78,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         noise_correction: bool = False,
         float32_updates: bool = False,
         rounding_seed: int = 0,
+        keep_changes: bool = False,
         **settings: Any,
     ) -> None:
         if rule not in UPDATE_RULES:
@@ -89,6 +94,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.float32_updates = float32_updates
+        self.changes = LowRankChanges() if keep_changes else None
         self._noise_correction = noise_correction
         self._rounding_seed = rounding_seed
         self._redraws = Redraws(moments_at_redraw)
@@ -185,9 +191,16 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         term.step.add_(1)
 
     def _add_lifted(
-        self, weight: Tensor, update: Tensor, projector: Projector, decay: float, scale: float
+        self,
+        weight: nn.Parameter,
+        update: Tensor,
+        projector: Projector,
+        decay: float,
+        scale: float,
     ) -> None:
         """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
+        if self.changes is not None:
+            self.changes.add(weight, projector, update, scale)
         if not self._rounds(weight):
             if decay != 1:
                 weight.mul_(decay)
@@ -283,6 +296,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for index, weight in zip(order, weights, strict=True):
             if (matrix := self._redraws.last(weight)) is not None:
                 packed["state"][index] = {**packed["state"][index], "projection": matrix}
+            if self.changes is not None and weight in self.changes:
+                change = self.changes.state_of(weight)
+                packed["state"][index] = {**packed["state"][index], _CHANGE: change}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,9 +310,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """
         for entry in state_dict["state"].values():
             self._check_rule(entry)
-        super().load_state_dict(state_dict)
-        self._apart, self._redraws = {}, Redraws(self._redraws.choice)
         saved = state_dict["state"]
+        plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
+        super().load_state_dict({**state_dict, "state": plain})
+        self.changes = None if self.changes is None else LowRankChanges()
+        self._apart, self._redraws = {}, Redraws(self._redraws.choice)
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
@@ -305,6 +323,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 if key in entry:
                     value = entry[key].to(weight.device, torch.float32, copy=True)
                     self.state[weight][key] = value
+            if _CHANGE in entry and self.changes is not None:
+                self.changes.go_on_from(weight, entry[_CHANGE])
             if "projection" in entry:
                 self._redraws.go_on_from(weight, self.state[weight].pop("projection"))
             if "update" in entry and not self.float32_updates:
@@ -325,9 +345,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the moments and of the updates that are kept apart."""
+        """Returns the bytes of the moments, and of updates and changes that are kept."""
         keys = (*self._rule.moments, "update")
-        return sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
+        kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
+        return kept + (0 if self.changes is None else self.changes.nbytes)
 
 
 class ProjectedAdam(ProjectedOptimizer):

@@ -262,6 +262,11 @@ class ProjectionSchedule:
         self._refresh = -1
         self._projectors: dict[str, Projector] = {}
 
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """Parameter name -> where its P acts, of those that are projected."""
+        return self._placements
+
     def at(self, step: int) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
         refresh = step // self._update_steps
