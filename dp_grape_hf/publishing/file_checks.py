@@ -4,8 +4,9 @@ Part of ``verification``.
 
 Guarantee:
     Files that are or may be weights, wherever they lie in a folder and whatever their names, are
-    known to the ledger by their bytes, or are reported. So are links, and what in a config sends a
-    loader to other weights or to code. What is loaded from the folder has the digested tensors.
+    known to the ledger by their bytes, or are reported. So are links, an adapter's config that says
+    something else than when it was saved, and what in a config sends a loader to other weights or
+    to code. What is loaded from the folder has the digested tensors.
     Folders with a ledger of their own are left to that.
 """
 
@@ -20,6 +21,7 @@ from dp_grape_hf.ledger import (
     ADAPTER_CONFIG,
     Ledger,
     Weights,
+    config_digest,
     digest,
     files_of_index,
     is_loaded,
@@ -58,8 +60,11 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
         yield Check(f"link: {names[link]}", MISMATCH, "-", found)
     digests = {names[path]: digest(path) for path in files if may_be_weights(path)}
     saved = ledger.saved
-    recorded = saved[-1].files if saved else {}
+    files_then = saved[-1].files if saved else {}
+    config_then = {n: d for n, d in files_then.items() if PurePosixPath(n).name == ADAPTER_CONFIG}
+    recorded = {n: d for n, d in files_then.items() if n not in config_then}
     yield from _of_the_weights(saved, recorded, digests)
+    yield from _of_the_configs(folder, config_then)
     configs = {names[path]: _json(path) for path in files if _CONFIG.search(path.name)}
     code = [*_of_the_code(configs), *_of_generating(set(names.values()))]
     yield from code
@@ -93,6 +98,16 @@ def _of_the_weights(
             yield Check(what, OK if same else MISMATCH, ours[:12], found[name][:12] + text)
     if not recorded and not found:
         yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
+
+
+def _of_the_configs(folder: Path, recorded: Mapping[str, str]) -> Iterator[Check]:
+    """Compares the configs of adapters with those that their weights were saved with."""
+    for name, ours in sorted(recorded.items()):
+        if not (folder / name).is_file():
+            yield Check(name, ABSENT, ours[:12], "no such file here")
+            continue
+        found = config_digest(folder / name)
+        yield Check(name, OK if found == ours else MISMATCH, ours[:12], found[:12])
 
 
 # ---- What sends a loader elsewhere ----

@@ -8,7 +8,8 @@ Guarantee:
     (see ``file_checks``), the statement of the card, which stands between two marks right below its
     title and is compared byte for byte (but for the ends of lines), and a tag that claims more. The
     rest of the card is the publisher's, whatever it says of epsilon. So are the tokenizer, and a
-    config as far as it names neither weights nor code. What was changed together is not noticed:
+    model's config as far as it names neither weights nor code. An adapter's config is compared, but
+    for the name of its base. What was changed together is not noticed:
     whoever writes a new ledger, with its digests, a new card and new weights has something that
     agrees with itself. A ``head`` noted elsewhere, while the run was known to be honest, shows that
     too.

@@ -329,6 +329,10 @@ def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(file_checks, "tree", tree)
 
 
+def _configs_unread(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(file_checks, "_of_the_configs", lambda *_: ())
+
+
 def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
     pretends = SimpleNamespace(get_rank=lambda: rank)
     return lambda patch: patch.setattr(engine, "dist", pretends)
@@ -529,5 +533,13 @@ SABOTEURS = (
         "verify does not look into folders",
         _folders_unseen,
         ("test_verification.py::test_planted_weights_are_found[in a folder]",),
+    ),
+    Saboteur(
+        "verify does not read configs of adapters",
+        _configs_unread,
+        (
+            "test_verification.py::"
+            "test_an_adapter_that_counts_otherwise_or_elsewhere_is_found[{'lora_alpha': 64}]",
+        ),
     ),
 )

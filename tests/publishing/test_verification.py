@@ -572,7 +572,8 @@ def test_weight_files_are_those_of_a_model_and_not_of_its_training(tmp_path: Pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert weight_files(tmp_path) == sorted(ours)
-    assert len(set(digests(tmp_path).values())) == len(ours)
+    assert digests(tmp_path).keys() == {*ours, "style/adapter_config.json"}
+    assert len(set(digests(tmp_path).values())) == len(ours) + 1
 
 
 def test_what_may_be_weights_is_known_by_name_or_content(tmp_path: Path) -> None:
@@ -848,12 +849,31 @@ def test_an_adapter_beside_a_model_is_found_without_weights(whole: Path, adapter
     assert "adapter_config.json" in _wrong(verify(whole))
 
 
+@pytest.mark.parametrize("entry", [{"lora_alpha": 64}, {"target_modules": ["key"]}], ids=str)
+def test_an_adapter_that_counts_otherwise_or_elsewhere_is_found(
+    entry: dict[str, Any], adapter: Path
+) -> None:
+    """The same tensors make another model under another config."""
+    _configure(adapter, "adapter_config.json", **entry)
+    assert _wrong(verify(adapter)) == ["adapter_config.json"]
+
+
+def test_layout_and_base_of_an_adapters_config_are_not_compared(adapter: Path) -> None:
+    """A path is taken out of what is published, which is then written anew."""
+    _configure(adapter, "adapter_config.json", base_model_name_or_path="somebody/base")
+    assert _status(verify(adapter))["adapter_config.json"] == OK
+    (adapter / "adapter_config.json").write_text("{")
+    assert _wrong(verify(adapter)) == ["adapter_config.json"]
+    (adapter / "adapter_config.json").unlink()
+    assert _status(verify(adapter))["adapter_config.json"] == ABSENT
+
+
 def test_an_adapter_that_takes_other_weights_is_found(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _configure(adapter, "adapter_config.json", prompt_tuning_init_state_dict_path="p.bin")
     _poison(adapter, "sub/adapter_model.safetensors", ADAPTER)
-    expected = ["weights: sub/adapter_model.safetensors"]
+    expected = ["weights: sub/adapter_model.safetensors", "adapter_config.json"]
     expected += ["adapter_config.json: prompt_tuning_init_state_dict_path"]
     assert _wrong(verify(adapter)) == expected
     other = load_file(adapter / "sub" / ADAPTER)
