@@ -171,6 +171,12 @@ def saved_run() -> dict[str, Any]:
     return {}
 
 
+def saved_run_and_base() -> dict[str, Any]:
+    """A run that was saved in ``out``, and what another begins with."""
+    classifier().save_pretrained("my-model")
+    return saved_run() | {"train_dataset": sentences(64)}
+
+
 def causal_model() -> dict[str, Any]:
     """A language model in ``my-model``, and data for it."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
@@ -207,7 +213,7 @@ PRELUDES: dict[str, Prelude] = {
     "README.md": own_script,
     "dp_grape_hf/ledger/README.md": saved_run,
     "dp_grape_hf/memory/README.md": configurations,
-    "dp_grape_hf/publishing/README.md": saved_run,
+    "dp_grape_hf/publishing/README.md": saved_run_and_base,
     "dp_grape_hf/trainer/README.md": causal_model,
     "model_cards/README.md": cards,
 }

@@ -393,6 +393,14 @@ class DPGrapeArguments(_Host):
     )
 
     # ---- What leaves the machine ----
+    save_as: Annotated[str, one_of(["model", "adapter"])] = field(
+        default="model",
+        metadata={
+            "help": "What save_model() and push_to_hub() write: model, all weights; or adapter, a "
+            "LoRA adapter of PEFT with what the run changed, of rank r times the number of "
+            "projections. Checkpoints hold all weights, to be resumed from."
+        },
+    )
     log_unnoised_statistics: bool = field(
         default=False,
         metadata={

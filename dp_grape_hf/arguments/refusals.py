@@ -62,6 +62,8 @@ def refuse_contradictions(args: Any) -> None:
     _refuse_method(args)
     _refuse_units(args)
     _refuse_modes(args)
+    if args.save_as == "adapter":
+        _refuse_adapter(args)
     if args.log_unnoised_statistics and args.target_epsilon is not None:
         raise PrivacyError(
             "log_unnoised_statistics=True publishes un-noised functions of the training data, "
@@ -191,6 +193,28 @@ def _refuse_modes(args: Any) -> None:
         raise PrivacyError(
             f"grad_sample_mode={mode!r} takes a second backward pass to free gradients early, "
             f"which clipping={args.clipping!r} does in one. Leave one of them out."
+        )
+
+
+def _refuse_adapter(args: Any) -> None:
+    """Refuses an adapter of a run whose change of the weights has no low rank, or is not kept."""
+    row, instead = METHODS[args.method], "or leave save_as at 'model'."
+    if row.projected != Projected.AT_CAPTURE or args.projection == "identity":
+        raise PrivacyError(
+            f"save_as='adapter' with method={args.method!r} and projection={args.projection!r}: "
+            "only where gradients are projected at capture has every update of a weight low rank. "
+            f"Choose method='dp_grape' with a projection, {instead}"
+        )
+    if args.weight_decay:
+        raise PrivacyError(
+            f"save_as='adapter' with weight_decay={args.weight_decay!r}: decay changes weights in "
+            f"all directions, which no adapter of low rank holds. Set weight_decay=0, {instead}"
+        )
+    if args.released_iterate != "last" or args.load_best_model_at_end:
+        raise PrivacyError(
+            f"save_as='adapter' with released_iterate={args.released_iterate!r} and "
+            f"load_best_model_at_end={args.load_best_model_at_end!r}: the adapter is that of the "
+            f"last step. Leave these at 'last' and False, {instead}"
         )
 
 

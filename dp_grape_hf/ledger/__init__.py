@@ -5,7 +5,7 @@ chain of their digests, ``storage`` the file, and ``Ledger`` appends to it and a
 spent. ``earlier`` finds the runs that a model comes from, ``model_files`` the files it consists of.
 """
 
-from dp_grape_hf.ledger.earlier import Earlier, EarlierData, find_earlier, remember
+from dp_grape_hf.ledger.earlier import Earlier, EarlierData, find_earlier, remember, was_trained
 from dp_grape_hf.ledger.entries import (
     CARD_NAME,
     KIND_OF,
@@ -79,4 +79,5 @@ __all__ = [
     "remember",
     "require_same_neighbours",
     "tree",
+    "was_trained",
 ]

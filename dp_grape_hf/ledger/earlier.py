@@ -78,6 +78,12 @@ def remember(model: nn.Module, ledger: Ledger) -> Ledger:
     return ledger
 
 
+def was_trained(model: nn.Module) -> bool:
+    """Whether a run of this process has released anything for this very model."""
+    ledger = _TRAINED.get(model)
+    return ledger is not None and ledger.steps > 0
+
+
 def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
     """Finds the ledger of the run that a model comes from; a collective call.
 

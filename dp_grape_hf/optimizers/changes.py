@@ -61,8 +61,9 @@ class LowRankChanges:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of Z over all weights."""
-        return sum(total.nbytes for terms in self._terms.values() for _, total in terms)
+        """The bytes of Z and P over all weights; the last P is also in use."""
+        pairs = (pair for terms in self._terms.values() for pair in terms)
+        return sum(projector.matrix.nbytes + total.nbytes for projector, total in pairs)
 
     # ---- State ----
 

@@ -337,6 +337,11 @@ class PrincipalProjection(_KeptProjection):
         self._update_steps, self._measure = update_steps, measure
         self._device = torch.device(device)
 
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """Parameter name -> where its P acts, of those that are projected."""
+        return self._placed
+
     def at(self, step: int) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw.
 

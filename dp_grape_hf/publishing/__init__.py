@@ -2,9 +2,11 @@
 
 ``statement`` says what a ledger allows to claim, ``card`` puts it into a model card, ``staging``
 lists the files that may be uploaded and takes local paths out of them, ``hub`` uploads them as one
-commit, and ``verification`` holds card, weights and ledger against each other.
+commit, and ``verification`` holds card, weights and ledger against each other. ``adapter`` saves
+what a run changed as an adapter of PEFT.
 """
 
+from dp_grape_hf.publishing.adapter import Adapter
 from dp_grape_hf.publishing.card import CardDetails, declare, render
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
 from dp_grape_hf.publishing.hub import Repository
@@ -14,6 +16,7 @@ from dp_grape_hf.publishing.verification import verify
 __all__ = [
     "ABSENT",
     "MISMATCH",
+    "Adapter",
     "CardDetails",
     "Repository",
     "declare",

@@ -26,6 +26,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 
@@ -41,7 +42,15 @@ from dp_grape_hf.arguments import (
 )
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests, find_earlier, remember
+from dp_grape_hf.ledger import (
+    CARD_NAME,
+    LEDGER_NAME,
+    Ledger,
+    digests,
+    find_earlier,
+    remember,
+    was_trained,
+)
 from dp_grape_hf.mechanism import (
     LengthOf,
     LogicalBatch,
@@ -70,7 +79,14 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Batches, synthetic_batches
-from dp_grape_hf.publishing import CardDetails, Repository, declare, is_hub_name, render
+from dp_grape_hf.publishing import (
+    Adapter,
+    CardDetails,
+    Repository,
+    declare,
+    is_hub_name,
+    render,
+)
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
@@ -145,6 +161,8 @@ class DPGrapeMixin(_Host):
     ledger: Ledger | None = None  # made when training starts
     observer: Observer | None = None
     """Looks on at the steps of runs that are made from now on."""
+    _adapter: Adapter | None = None  # with save_as="adapter"
+    _for_resuming: bool = False  # while all weights are saved
     _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
@@ -211,6 +229,7 @@ class DPGrapeMixin(_Host):
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public)
+            self._make_adapter()
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -251,6 +270,24 @@ class DPGrapeMixin(_Host):
             dataset = self._remove_unused_columns(dataset, description="public")
         size = args.per_device_train_batch_size
         return public_batches(dataset, collator, size, self.label_names)
+
+    def _make_adapter(self) -> None:
+        """Makes what the run is saved as, if an adapter is asked for and the model has one."""
+        args, run = self.args, self.private_run
+        if args.save_as != "adapter":
+            return
+        for name in run.ranks:
+            dtype = run.trainable[name].dtype
+            if dtype.itemsize < 4 and not args.float32_updates:
+                raise PrivacyError(
+                    f"save_as='adapter': {name} is {dtype}, and float32_updates=False rounds every "
+                    "update of it, which is no change of low rank. Set float32_updates=True, load "
+                    "the model in float32, or save_as='model'."
+                )
+        every = args.projection_update_steps
+        periods = 1 if every is None else -(-self.plan.steps // every)
+        self._adapter = Adapter.of(self.model, run.trainable.values(), run.ranks)
+        self._adapter.require_smaller(self.model, run.ranks, periods)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
@@ -402,6 +439,7 @@ class DPGrapeMixin(_Host):
                 "trainer."
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        moved = was_trained(self.model) or self.state.global_step > 0
         self._start_run(self._start_ledger(resume_from_checkpoint))
         if self._known_streams is None:
             forget_the_seed()
@@ -411,6 +449,13 @@ class DPGrapeMixin(_Host):
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
         run = self.private_run
         assert run.optimizer is not None
+        require(
+            self._adapter is None or not moved or bool(run.changes()),
+            "save_as='adapter': the model was trained before, and what that added to its weights "
+            "is not known, so an adapter would miss it. Save it and load it from there, as the "
+            "base of this run; resume from a checkpoint that was made with save_as='adapter' and "
+            "with optimizer.pt; or leave save_as at 'model'.",
+        )
         require_each_once(run.optimizer, self.model, run.trainable)
         if not self.args.float32_updates and not METHODS[self.args.method].zeroth_order:
             warn_of_lost_updates(run.optimizer, run.trainable)
@@ -453,6 +498,7 @@ class DPGrapeMixin(_Host):
         args = self.args
         # Anew: model_init may have made another model, and parameters may have been frozen since.
         self.private_run = run = self._make_run()
+        self._make_adapter()
         if args.world_size > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(tensor.data, src=0)
@@ -611,21 +657,54 @@ class DPGrapeMixin(_Host):
 
     # ---- Saving & Serialization ----
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Moves what is kept beside the weights into them first, in every process."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Moves what is kept beside the weights into them first, in every process.
+
+        With ``save_as="adapter"`` an adapter is saved, but a checkpoint, which is to be resumed
+        from to the bit, holds the weights as they are.
+
+        Raises:
+            PrivacyError: an adapter is asked for, and nothing was trained yet.
+        """
         self.private_run.merge_()
-        super().save_model(*args, **kwargs)
+        before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._for_resuming = before
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Saves as the original does, with the ledger and the card beside the weights."""
-        super()._save(output_dir, state_dict)
+        folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        if self._saves_adapter:
+            self._save_adapter(folder)
+        else:
+            super()._save(output_dir, state_dict)
         if self.args.should_save and self.ledger is not None:
-            folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
             saved = digests(folder)
             self.ledger.snapshot(self.state.global_step, saved).save(folder / LEDGER_NAME)
             self._write_card(folder)
+
+    @property
+    def _saves_adapter(self) -> bool:
+        return self.args.save_as == "adapter" and not self._for_resuming
+
+    def _save_adapter(self, folder: Path) -> None:
+        """Saves what the original does beside the weights, and instead of these an adapter."""
+        if self._adapter is None or self.private_run.optimizer is None:
+            raise PrivacyError(
+                "save_as='adapter' before train(): there is no change of the model yet that could "
+                "be saved. Train first."
+            )
+        if not self.args.should_save:
+            return
+        self._adapter.save(self.model, self.private_run.changes(), folder)
+        texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if texts is not None:
+            texts.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _write_card(self, folder: Path) -> None:
         assert self.ledger is not None
@@ -638,7 +717,7 @@ class DPGrapeMixin(_Host):
         details = replace(
             details,
             base_model=details.base_model or next(names, None),
-            adapter=bool(getattr(self.model, "peft_config", {})),
+            adapter=self._saves_adapter or bool(getattr(self.model, "peft_config", {})),
             repo_id=self.hub_model_id if self._repository is not None else None,
         )
         return render(ledger, details, updates=self.state.global_step)
@@ -766,6 +845,9 @@ class DPGrapeMixin(_Host):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
 
+        With ``save_as="adapter"`` it is the adapter of that step, which is saved in the run's
+        folder first.
+
         With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as well, and with
         "all_checkpoints" into a folder of the checkpoint's name: all in one commit. Where that
         fails, the error is logged, and training goes on.
@@ -784,6 +866,9 @@ class DPGrapeMixin(_Host):
             assert self._repository is not None
             if self._repository.busy and not self.args.hub_always_push:
                 return
+            if self._saves_adapter:
+                folder = Path(str(self.args.output_dir))
+                self._save(str(folder))
             self._publish(folder, message, copies.get(strategy, ()), wait=False)
         except Exception as error:
             advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."

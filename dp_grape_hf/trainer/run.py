@@ -175,6 +175,12 @@ class Run:
         """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
         return {} if self.schedule is None else self.schedule.at(number)
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Parameter name -> r, of the weights that are projected at capture."""
+        placed = {} if self.schedule is None else self.schedule.placements
+        return {name: place.rank for name, place in placed.items()}
+
     def abandon(self) -> None:
         """Drops the logical batch after an error, and makes the other processes fail as well."""
         assert self.mechanism is not None
@@ -275,6 +281,18 @@ class Run:
         if self._low_rank is not None:
             self._low_rank.merge_()
 
+    def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns what was added to projected weights, if the optimizer keeps it (``save_as``).
+
+        Returns:
+            Parameter name -> (m, R) and (R, n), whose product was added to it; see
+            ``LowRankChanges``. What is kept apart and not merged yet is missing.
+        """
+        kept = self.optimizer.changes if isinstance(self.optimizer, ProjectedOptimizer) else None
+        if kept is None:
+            return {}
+        return {name: kept.factors(w) for name, w in self.trainable.items() if w in kept}
+
     def stop(self) -> None:
         """Merges, and keeps no updates apart any longer."""
         if self._low_rank is not None:
@@ -358,6 +376,7 @@ def _optimizer(
         "rule": args.update_rule,
         "moments_at_redraw": args.moments_at_redraw,
         "noise_correction": args.noise_correction,
+        "keep_changes": args.save_as == "adapter",
         **settings.get(args.update_rule, {}),
     }
 

@@ -84,6 +84,7 @@ def test_only_the_budget_has_no_default() -> None:
         "engine": "layerwise",
         "self_check": True,
         "log_unnoised_statistics": False,
+        "save_as": "model",
         "eval_data_is_public": False,
     }
     assert args.private

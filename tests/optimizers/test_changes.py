@@ -74,7 +74,7 @@ def test_the_product_of_the_factors_is_what_all_steps_added(rule: str) -> None:
     assert weights["vector"] not in optimizer.changes
     for name, weight in plain.items():  # to keep them moves nothing
         assert torch.equal(weights[name], weight)
-    numbers = 3 * RANK * (20 + 20)
+    numbers = 3 * RANK * (20 + 6 + 20 + 6)
     assert optimizer.state_bytes() == other.state_bytes() + 4 * numbers
 
 

@@ -42,6 +42,7 @@ from tests.support.trainers import (
     points,
     spy_releases,
     tiny,
+    weights_of,
 )
 from tests.trainer.distributed.traffic import per_call
 
@@ -248,6 +249,15 @@ def resume(folder: Path) -> Any:
         return trained(folder / f"saved-{size - 1}-for-{size}", resume=True, noise=state, **SAVED)
 
 
+def adapter(folder: Path) -> Any:
+    """Saves what the run changed, in the first process; each returns its own weights."""
+    settings = {"save_as": "adapter", "optim_target_modules": ["body"], "projection_rank": 1}
+    trainer = make_trainer(folder / "adapter", **METHOD | settings)
+    trainer.train()
+    trainer.save_model()
+    return weights_of(trainer.model)
+
+
 def resume_with_default_batch_size(folder: Path) -> Any:
     """The default has grown with the number of processes."""
     settings = SAVED | {"expected_batch_size": None, "per_device_train_batch_size": 6}
@@ -358,7 +368,7 @@ SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
         *(save, resume, resume_with_default_batch_size),
         *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
         *(other_data, other_users, other_arguments),
-        *(decided, sums),
+        *(decided, sums, adapter),
     ],
     3: [uneven, resume, sums],
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.arguments import METHODS
@@ -25,7 +26,7 @@ from dp_grape_hf.distributed import (
     is_first,
     require_agreement,
 )
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import ADAPTER, LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
 from tests.support.ports import free_port
 from tests.support.trainers import (
@@ -316,6 +317,17 @@ def test_one_process_resumes_what_two_have_saved(
     )
     _assert_resumed([alone], one, folder / "saved-2-for-1")
     assert alone["run_id"] == stopped[0]["run_id"] == stopped[1]["run_id"]
+
+
+@pytest.mark.slow
+def test_the_first_process_saves_the_adapter_of_all(folder: Path, two: Any) -> None:
+    ours, others = results(two, "adapter")
+    assert_same_weights(ours, others)
+    tensors = load_file(folder / "adapter" / ADAPTER)
+    left, right = (tensors[f"base_model.model.body.lora_{x}.weight"] for x in "BA")
+    moved = TinyForSequenceClassification().body.weight + left @ right
+    torch.testing.assert_close(ours["body.weight"], moved.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours["head.weight"], tensors["base_model.model.head.weight"])
 
 
 @pytest.mark.slow
