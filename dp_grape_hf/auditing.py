@@ -12,7 +12,10 @@ canary has coordinates of its own in every trainable tensor, and a gradient far 
 release then tells most that it can about each canary, with no canary in the way of another. The
 optimizer is SGD with a learning rate of 1, so that two successive weights differ by a release.
 
-Shapes: m canaries, n of which are in; d numbers of a tensor that belong to one canary.
+What the projected layer is given is a constant. So principal directions of it are public, and no
+audit here can tell whether those of a real run were measured on private data.
+
+Shapes: m canaries, n of which are in; d numbers of a tensor, a row, belong to one canary.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import factors_by_name, secret_generator
-from dp_grape_hf.projections import Projector
+from dp_grape_hf.projections import PRINCIPAL, ProjectionSide, Projector
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd", "dp_jl")
@@ -150,9 +153,12 @@ class AuditSettings:
         guesses: k, fixed before the run, so that the level of confidence needs no correction;
             None for m / 40, with which a run of one Gaussian release tells nearly most.
         confidence: of the lower bound.
+        projection: of ``dp_grape``, as the trainer takes it; None for that of the method.
+            ``principal`` is measured on the constant that the projected layer is given.
         projection_rank: r of ``dp_grape``.
         tables: how many tensors each canary has coordinates in, beside the projected one.
-        gradient_factors: those of the run, by patterns of the names ``body`` and ``tables.0``, ...
+        gradient_factors: as the trainer takes them, by patterns of the names ``body`` and
+            ``tables.0``, ...
 
     Raises:
         PrivacyError: an argument is out of range. What the trainer refuses, it refuses.
@@ -168,9 +174,10 @@ class AuditSettings:
     canaries: int = 20_000
     guesses: int | None = None
     confidence: float = 0.95
+    projection: str | None = None
     projection_rank: int = 2
     tables: int = 3
-    gradient_factors: dict[str, float] | None = None
+    gradient_factors: dict[str, float] | str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -186,7 +193,7 @@ class AuditSettings:
         require(
             1 <= self.projection_rank < _WIDTH,
             f"projection_rank={self.projection_rank} must lie in 1 ... {_WIDTH - 1}: the audited "
-            f"matrix has {_WIDTH} rows.",
+            f"matrix has {_WIDTH} columns.",
         )
         k, m = self.number_of_guesses, self.canaries
         require(1 <= k <= m, f"guesses={k} must lie in 1 ... canaries={m}.")
@@ -280,26 +287,27 @@ def log_likelihood_ratio(seen: Tensor, noise_multiplier: float, sample_rate: flo
 
 
 class CanaryModel(nn.Module):
-    """A model in which canary i alone has a gradient in column i of a matrix and row i of tables.
+    """A model in which canary i alone has a gradient in row i of a matrix and of tables.
 
-    Its loss, `_sum_of_logits`, is linear, so the gradients depend on no weight.
+    The matrix is given the same constant for all canaries, and canary i reads output i alone; it is
+    projected on the side of its input. The loss, `_sum_of_logits`, is linear, so the gradients
+    depend on no weight.
     """
 
     def __init__(self, canaries: int, tables: int) -> None:
         super().__init__()
         self.canaries = canaries
-        self.body = nn.Linear(canaries, _WIDTH, bias=False)
+        self.body = nn.Linear(_WIDTH, canaries, bias=False)
         self.tables = nn.ModuleList(nn.Embedding(canaries, _WIDTH) for _ in range(tables))
         for weight in self.parameters():
             nn.init.zeros_(weight)
 
     def forward(self, canary: Tensor) -> dict[str, Tensor]:
-        """Returns logits (B, d) of canaries (B,)."""
-        one_hot = self.body.weight.new_zeros(len(canary), self.canaries)
-        one_hot = one_hot.scatter(1, canary[:, None], 1.0)
-        logits: Tensor = self.body(one_hot)
+        """Returns logits (B, 1) of canaries (B,)."""
+        outputs = self.body(self.body.weight.new_ones(len(canary), _WIDTH))  # (B, m)
+        logits = outputs.gather(1, canary[:, None])
         for table in self.tables:
-            logits = logits + table(canary)
+            logits = logits + table(canary).sum(1, keepdim=True)
         return {"logits": logits}
 
 
@@ -313,12 +321,14 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
         budget = {"target_epsilon": settings.target_epsilon}
     projected: dict[str, Any] = {
         "optim_target_modules": ["body"],
+        "projection_side": ProjectionSide.INPUT,
         "projection_rank": settings.projection_rank,
         "projection_update_steps": 2,
     }
     arguments = DPGrapeTrainingArguments(
         output_dir=folder,
         method=settings.method,
+        projection=settings.projection,
         clipping=settings.clipping,
         update_rule="sgd",
         learning_rate=1.0,
@@ -343,6 +353,7 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
         model=CanaryModel(settings.canaries, settings.tables),
         args=arguments,
         train_dataset=[{"canary": i, "labels": 0} for i in included],
+        public_dataset=[{"canary": 0}] if arguments.projection == PRINCIPAL else None,
         compute_loss_func=_sum_of_logits,
     )
 
@@ -393,7 +404,7 @@ def along_canaries(
     With a gradient factor f, G is ``f g``, and S is f times what was released.
 
     Args:
-        released: weight name -> the lifted noisy sum, of the shape of the weight.
+        released: weight name -> the lifted noisy sum, (m, d), of which row i is canary i's.
         projectors: those of the step, by weight name.
         max_grad_norm: C.
         per_layer: whether each of the tensors was clipped on its own, to ``C / sqrt(k)``.
@@ -404,9 +415,8 @@ def along_canaries(
         factor = gradient_factors.get(name, 1.0)
         full = torch.full_like(value, factor * _LENGTH / _WIDTH**0.5)
         coordinates = projectors[name].project(full) if name in projectors else full
-        axis = 0 if name == "body.weight" else 1  # that does not count the canaries
-        products.append((factor * value * full).sum(axis))
-        squares.append(coordinates.square().sum(axis))
+        products.append((factor * value * full).sum(1))
+        squares.append(coordinates.square().sum(1))
     along, lengths = torch.stack(products), torch.stack(squares)  # (tensors, m)
     if per_layer:
         return (along / lengths.sqrt()).sum(0) / (len(released) ** 0.5 * max_grad_norm)

@@ -276,10 +276,12 @@ The exit code is 0 if the bound is at most the claim, and 1 if it exceeds it.
 """
 
 _AUDIT_EXAMPLES = """\
-Audit DP-GRAPE as this package trains it here (about ten seconds on one CPU core), and DP-SGD with
-half of the canaries drawn in each step:
+Audit DP-GRAPE as this package trains it here (about ten seconds on one CPU core), with principal
+directions and more of C for the projected layer, and DP-SGD with half of the canaries drawn in each
+step:
 
   $ dp-grape audit
+  $ dp-grape audit --projection principal --gradient_factors '{"body": 4}'
   $ dp-grape audit --method dp_sgd --sample_rate 0.5 --max_steps 20
 """
 
@@ -306,7 +308,9 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
         ("--canaries", "canaries", int, "m", "examples that may be in", "20000"),
         ("--guesses", "guesses", int, "k", "how many are guessed", "m / 40"),
         ("--confidence", "confidence", float, "c", "of the lower bound", "0.95"),
+        ("--projection", "projection", str, "name", "of dp_grape, as principal", "gaussian"),
         ("--projection_rank", "projection_rank", int, "r", "of dp_grape, 1 to 3", "2"),
+        ("--gradient_factors", "gradient_factors", str, "JSON", "of body, tables.0 ...", "none"),
     )
     for name, dest, kind, metavar, text, default in numbers:
         parser.add_argument(

@@ -14,6 +14,7 @@ from scipy.stats import binom, norm
 
 from dp_grape_hf.auditing import (
     AuditSettings,
+    along_canaries,
     audit,
     epsilon_lower_bound,
     guess,
@@ -24,6 +25,8 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import release
 from dp_grape_hf.mechanism.noise import add_noise_
+from dp_grape_hf.projections import Projector
+from tests.mutation.saboteurs import SABOTEURS
 
 # ---- The bound ----
 
@@ -172,9 +175,17 @@ FACTORS = {"body": 0.25, "tables.1": 8.0}
 
 @pytest.mark.parametrize("factors", [None, FACTORS], ids=["plain", "factors"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
-@pytest.mark.parametrize("method", ["dp_grape", "dp_sgd"])
+@pytest.mark.parametrize(
+    ("method", "projection"),
+    [("dp_grape", None), ("dp_grape", "principal"), ("dp_sgd", None)],
+    ids=["dp_grape", "principal", "dp_sgd"],
+)
 def test_each_canary_is_seen_with_length_C_if_it_is_in(
-    method: str, clipping: str, factors: Any, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    projection: str | None,
+    clipping: str,
+    factors: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without noise, three steps show 1 for a canary that is in and 0 for the others."""
     found = []
@@ -187,6 +198,7 @@ def test_each_canary_is_seen_with_length_C_if_it_is_in(
     result = audit(
         AuditSettings(
             method=method,
+            projection=projection,
             clipping=clipping,
             gradient_factors=factors,
             noise_multiplier=0.0,
@@ -205,6 +217,22 @@ def test_each_canary_is_seen_with_length_C_if_it_is_in(
     assert result.passed
 
 
+def test_principal_directions_keep_all_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Projector] = []
+
+    def keep(released: Any, projectors: Any, *rest: Any) -> torch.Tensor:
+        found.extend(projectors.values())
+        return along_canaries(released, projectors, *rest)
+
+    monkeypatch.setattr("dp_grape_hf.auditing.along_canaries", keep)
+    audit(AuditSettings(projection="principal", canaries=60, steps=1))
+    (projector,) = found
+    torch.testing.assert_close(projector.matrix.T @ projector.matrix, torch.eye(2))
+    torch.testing.assert_close(
+        projector.project(torch.ones(60, 4)).norm(dim=1), torch.full((60,), 2.0)
+    )
+
+
 def test_a_sampled_run_draws_what_it_says() -> None:
     """At q = 0.25 and without noise, a canary that is in shows itself in a quarter of the steps."""
     settings = {"noise_multiplier": 0.0, "canaries": 400, "steps": 8, "guesses": 1}
@@ -220,7 +248,8 @@ def test_a_sampled_run_draws_what_it_says() -> None:
         {"method": "dp_jl", "steps": 1},
         {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
-        {"method": "dp_grape", "steps": 2, "gradient_factors": FACTORS},
+        {"projection": "principal", "steps": 2, "gradient_factors": FACTORS},
+        {"projection": "rademacher", "steps": 2, "gradient_factors": {"body": 8}},
     ],
     ids=str,
 )
@@ -235,11 +264,44 @@ def _less_noise(values: Any, std: float, *rest: Any) -> None:
     add_noise_(values, std / 4, *rest)
 
 
-def test_a_claim_that_is_not_kept_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "add_noise_", _less_noise)
-    result = audit(AuditSettings(steps=1, canaries=4000))
+@pytest.mark.parametrize("projection", ["gaussian", "principal"])
+@pytest.mark.parametrize(
+    ("sabotage", "factors"),
+    [
+        ("less noise", None),
+        ("less noise", {"body": 4}),
+        ("nothing is clipped", {"body": 4}),
+        ("gradient factors do not count in the norm", {"body": 16}),
+        ("gradient factors do not meet the noise", {"*": 0.125}),
+    ],
+    ids=str,
+)
+def test_a_claim_that_is_not_kept_is_refuted(
+    sabotage: str, factors: Any, projection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sabotage == "less noise":
+        monkeypatch.setattr(release, "add_noise_", _less_noise)
+    else:
+        (saboteur,) = (s for s in SABOTEURS if s.name == sabotage)
+        saboteur.apply(monkeypatch)
+    settings = {"projection": projection, "gradient_factors": factors}
+    result = audit(AuditSettings(steps=1, canaries=4000, **settings))
     assert not result.passed
     assert result.lower_bound > result.claimed_epsilon
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "dp_sgd", "projection": "principal"}, "projection='principal' must be one of"),
+        ({"projection": "svd"}, "projection='svd' must be one of"),
+        ({"gradient_factors": {"head": 4}}, "gradient_factors='head': this pattern matches none"),
+    ],
+    ids=str,
+)
+def test_what_the_trainer_refuses_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        audit(AuditSettings(canaries=60, **changes))
 
 
 @pytest.mark.parametrize(
@@ -273,6 +335,18 @@ def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) 
     assert "guesses          50, fixed in advance" in printed
     assert "epsilon claimed  1.993" in printed  # the closed form of one Gaussian: 1.99309
     assert "The attack shows nothing beyond the claim." in printed
+
+
+def test_the_command_names_the_projection_and_the_factors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    factors = '{"body": 4}'
+    assert main([*SMALL, "--projection", "principal", "--gradient_factors", factors]) == 0
+    printed = capsys.readouterr().out
+    assert "projection        principal\n" in printed
+    assert f"gradient factors  {factors}\n" in printed
+    assert main([*SMALL, "--gradient_factors", "4"]) == 2
+    assert "must map name patterns to factors" in capsys.readouterr().err
 
 
 def test_the_command_fails_where_the_claim_is_refuted(

@@ -18,6 +18,7 @@ from dp_grape_hf.accounting import (
     TrialsDistribution,
     compute_epsilon,
 )
+from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.cli import options
 from dp_grape_hf.cli.calibrate import DEFAULT_EPSILONS
@@ -81,6 +82,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
     for name in ("rank", "clipping"):
         assert memory[name].default == getattr(Setting(), name)
     assert audit["method"].choices == AUDITED_METHODS
+    assert f"(default: {METHODS['dp_grape'].projection})" in audit["projection"].help
     settings = {field.name: field.default for field in fields(AuditSettings)}
     assert settings.keys() - audit.keys() == {"tables"}
     for name, value in settings.items():
