@@ -346,6 +346,14 @@ def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(selfcheck, "refuse_coupled_batch", lambda *_, **__: None)
 
 
+def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
+    def public_inputs(self: Any) -> Any:
+        size = self.args.per_device_train_batch_size
+        return mixin.public_batches(self.train_dataset, self.data_collator, size, self.label_names)
+
+    patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
+
+
 def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
 
@@ -525,6 +533,14 @@ SABOTEURS = (
         "a forward reseeds numpy's stream",
         _streams_unguarded,
         ("test_coins.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
+    ),
+    Saboteur(
+        "principal directions are of the training data",
+        _measured_on_the_training_data,
+        (
+            "test_principal_runs.py::test_p_is_the_same_bit_by_bit_whatever_the_training_data",
+            "test_principal_runs.py::test_p_is_of_the_weights_before_training_and_of_synthetic_inputs",
+        ),
     ),
     Saboteur(
         "verify knows weights by their names",
