@@ -212,8 +212,9 @@ class Run:
         observer = self.per_sample.observer
         with observer.phase(REDRAW):
             self.per_sample.use(number)
-            before, self.projectors = self.projectors, self.projectors_at(number)
-            if isinstance(self.schedule, PrincipalProjection) and before is not self.projectors:
+            projectors = self.projectors_at(number)
+            measured, self.projectors = projectors is not self.projectors, projectors
+            if measured and isinstance(self.schedule, PrincipalProjection):
                 self.mechanism.ledger.note_projection(self.schedule.digest())
             observer.made(PROJECTORS, self.projectors)
             if self._low_rank is not None:
