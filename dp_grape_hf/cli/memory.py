@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> str:
         batch_size=args.batch_size,
         dtype=getattr(torch, args.dtype),
         gradient_checkpointing=args.gradient_checkpointing,
+        projection=args.projection,
         rank=args.rank,
         clipping=args.clipping,
         project_embeddings=args.project_embeddings,
@@ -174,6 +175,7 @@ class Report:
                 "peak": peak.total,
                 "reached_in": peak.phase,
                 "kinds": dict(peak.kinds),
+                "phases": dict(peak.phases),
                 "largest_batch": self.largest.get(method),
             }
             for method, peak in self.peaks.items()
@@ -205,6 +207,7 @@ class Report:
             "batch_size": self.setting.batch_size,
             "length": self.length,
             "dtype": str(self.setting.dtype).removeprefix("torch."),
+            "projection": self.setting.projection,
             "rank": self.setting.rank,
         }
 
@@ -213,6 +216,7 @@ class Report:
         setting = self.setting
         options = (
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
+            f"{setting.projection} projections" if setting.projection else "",
             "gradient checkpointing" if setting.gradient_checkpointing else "",
             "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",

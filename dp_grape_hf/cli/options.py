@@ -200,6 +200,11 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "dp_adam_dense)",
     )
     add("--all_methods", action="store_true", help="compare every method")
+    add(
+        "--projection",
+        choices=("principal", "gaussian", "rademacher", "stiefel"),
+        help="of dp_grape; principal is measured in the step (default: the method's)",
+    )
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")

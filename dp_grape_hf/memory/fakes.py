@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -44,6 +45,7 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
             stack.enter_context(_replaced(FakeTensor, "as_subclass", _as_subclass))
+            stack.enter_context(_replaced(FakeTensor, "numpy", _numpy))
             swap = partial(_swap, torch.utils.swap_tensors)
             stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
             if gpu:
@@ -113,6 +115,11 @@ def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     with _disable_current_modes():
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return real.as_subclass(cls)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """``Tensor.numpy`` of what has no contents: zeros, for the digest of a measured projection."""
+    return np.zeros(tensor.shape, np.float32)
 
 
 def _swap(original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:

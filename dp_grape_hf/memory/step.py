@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import phases
-from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
+from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan, Projected
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
@@ -57,6 +57,7 @@ class Setting:
         batch_size: B, the physical batch.
         dtype: of the weights.
         gradient_checkpointing: whether activations are computed again in the backward pass.
+        projection: family of a method that projects as it captures; None for the method's own.
         rank: r of the projections, and of the adapter of a method that trains one.
         clipping: as ``PrivateMechanism`` has it.
         project_embeddings: whether embeddings and vocabulary heads are projected too.
@@ -69,6 +70,7 @@ class Setting:
     batch_size: int = 1
     dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
+    projection: str | None = None
     rank: int = 16
     clipping: str = "flat"
     project_embeddings: bool = False
@@ -98,6 +100,8 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
     if row is not None and row.projected is not None:
         asked["project_embeddings"] = setting.project_embeddings
+        if row.projected == Projected.AT_CAPTURE:
+            asked["projection"] = setting.projection
     return DPGrapeTrainingArguments(
         method=setting.method,
         target_delta=1e-9,
@@ -105,7 +109,7 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         max_steps=1,
         per_device_train_batch_size=setting.batch_size,
         projection_rank=setting.rank,
-        projection_update_steps=1,  # the step that is simulated redraws, which takes most
+        projection_update_steps=1,  # the step that is simulated makes P anew, which takes most
         grad_sample_mode=setting.grad_sample_mode,
         report_to="none",
         **asked,

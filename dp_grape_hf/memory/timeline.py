@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ class Peak:
 
     kinds: Mapping[str, int]  # every one of ``KINDS``
     phase: str  # of the step: redraw, forward, backward, clip, release or update
+    phases: Mapping[str, int] = field(default_factory=dict, compare=False)  # the most in each
 
     @property
     def total(self) -> int:
@@ -86,8 +87,10 @@ class Timeline(TorchDispatchMode):
             ValueError: if nothing but the phase ``setup`` was recorded.
         """
         now, most, at = 0, -1, -1
+        phases: dict[str, int] = {}
         for index, event in enumerate(self._events):
             now += event.change
+            phases[event.phase] = max(now, phases.get(event.phase, 0))
             if event.phase != "setup" and now > most:
                 most, at = now, index
         if at < 0:
@@ -95,7 +98,8 @@ class Timeline(TorchDispatchMode):
         kinds: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         for event in self._events[: at + 1]:
             kinds[_kind(event.allocation)] += event.change
-        return Peak(dict(kinds), self._events[at].phase)
+        phases.pop("setup", None)
+        return Peak(dict(kinds), self._events[at].phase, phases)
 
     def most(self, *kinds: str) -> int:
         """Returns the most bytes of these kinds together at one time since ``setup`` ended."""

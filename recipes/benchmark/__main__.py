@@ -33,10 +33,18 @@ from typing import Any
 import torch
 
 import dp_grape_hf
-from recipes.benchmark.methods import ADAMW, DP_ADAM, DP_GRAPE, METHODS
+from recipes.benchmark.methods import ADAMW, DP_ADAM, DP_GRAPE, METHODS, PRINCIPAL, measuring_time
 from recipes.benchmark.models import OPT, TITLES, VIT, Setting
 from recipes.benchmark.profile import profile, profile_table
-from recipes.benchmark.timing import SWEEPS, measure, plot_sweep, sweep, sweep_table, table
+from recipes.benchmark.timing import (
+    SWEEPS,
+    measure,
+    measuring_line,
+    plot_sweep,
+    sweep,
+    sweep_table,
+    table,
+)
 
 ROUNDS, WARMUP = 12, 2
 SWEPT_METHODS = (ADAMW, DP_GRAPE, DP_ADAM)
@@ -96,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         results = measure(setting, methods, rounds, warmup, device)
         record |= {"setting": vars(setting), "results": results}
         _show(table(results, setting), options.output_dir)
+        if PRINCIPAL in methods:
+            record["measuring"] = measuring_time(setting, device)
+            _show(measuring_line(record), options.output_dir)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ Shapes: B samples in the batch, T positions.
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -115,8 +116,7 @@ class PrivateTraining:
             noise_multiplier=1.0,
             target_delta=1e-5,
             accountant="rdp",  # the fastest to start; no step asks it
-            projection_rank=setting.rank,
-            **options,
+            **{"projection_rank": setting.rank, **options},
         )
         dataset = [{key: value[0] for key, value in batch.items()}] * DATASET_SIZE
         self.trainer = DPGrapeTrainer(model, args, train_dataset=dataset)
@@ -142,6 +142,19 @@ class PrivateTraining:
         self.release()
         self.update()
         self.finish()
+
+
+def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:
+    """Returns what measuring principal directions takes, once in a run: on the clock and of CPU."""
+    model = setting.build_on(device)
+    with device:
+        batch = setting.inputs()
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        training = PrivateTraining(model, setting, batch, Path(folder), **MEASURED)
+        start = now(device)
+        training.trainer.private_run.projectors_at(0)
+        wall, cpu = (b - a for a, b in zip(start, now(device), strict=True))
+    return {"seconds": wall, "cpu_seconds": cpu}
 
 
 def _plain(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
@@ -284,9 +297,12 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 # ---- The table ----
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
+PRINCIPAL = "dp_grape_principal"
+MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
     ADAMW: Method("Trainer, AdamW (not private)", _plain),
     DP_GRAPE: Method("DPGrapeTrainer", _private()),
+    PRINCIPAL: Method("DPGrapeTrainer, 4 principal directions", _private(**MEASURED)),
     FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch")),
     DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
     "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),

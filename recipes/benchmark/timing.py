@@ -19,6 +19,7 @@ from recipes.benchmark.methods import (
     ADAMW,
     DP_GRAPE,
     METHODS,
+    PRINCIPAL,
     DoesNotRun,
     Prepared,
     now,
@@ -193,6 +194,39 @@ def as_markdown(results: Results) -> str:
         seconds = f"{result['median_seconds']:.3f} s ({result['median_cpu_seconds']:.3f} s)"
         faster = "" if result is private else over.replace("x (", "x faster (")
         lines.append(row([title, seconds, _times(speeds), faster]))
+    return "\n".join(lines) + "\n"
+
+
+def measuring_line(record: dict[str, Any]) -> str:
+    """Returns what measuring principal directions takes, and its share of a thousand steps."""
+    step = record["results"][METHODS[PRINCIPAL].title]
+    wall, cpu = (record["measuring"][of] for of in ("seconds", "cpu_seconds"))
+    shares = (wall / step["median_seconds"] / 1000, cpu / step["median_cpu_seconds"] / 1000)
+    return (
+        f"principal directions are measured in {wall:.1f} s ({cpu:.1f} s), "
+        f"{shares[0]:.1%} ({shares[1]:.1%}) of a thousand steps\n"
+    )
+
+
+def principal_table(records: Sequence[dict[str, Any]]) -> str:
+    """Returns a table in Markdown: a step with principal directions, and measuring them.
+
+    Times and ratios are of the processor.
+    """
+    names = (ADAMW, DP_GRAPE, PRINCIPAL)
+    cells = [METHODS[name].title for name in names]
+    lines = header(["Model", *cells, "Measuring P", "of a thousand steps"])
+    for record in records:
+        steps = [record["results"][METHODS[name].title] for name in names]
+        speeds = [f" ({step['cpu_speed_of_plain_adamw']:.2f}x)" for step in steps]
+        times = [
+            f"{step['median_cpu_seconds']:.2f} s{speed}"
+            for step, speed in zip(steps, speeds, strict=True)
+        ]
+        once = record["measuring"]["cpu_seconds"]
+        share = once / steps[-1]["median_cpu_seconds"] / 1000
+        setting = str(Setting(**record["setting"]))
+        lines.append(row([setting, *times, f"{once:.1f} s", f"{share:.1%}"]))
     return "\n".join(lines) + "\n"
 
 

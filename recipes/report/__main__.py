@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.attacks import membership
-from recipes.benchmark import timing
+from recipes.benchmark import memory, timing
 from recipes.common.runs import read_lines
 from recipes.digits import compare
 from recipes.models import matrix
@@ -56,6 +56,16 @@ def _benchmark(root: Path) -> str:
     return timing.as_markdown(_json(root / "recipes/benchmark/results/cpu.json")["results"])
 
 
+def _principal(root: Path) -> str:
+    folder = root / "recipes/benchmark/results"
+    return timing.principal_table([_json(path) for path in sorted(folder.glob("principal_*.json"))])
+
+
+def _memory(root: Path) -> str:
+    folder = root / "recipes/benchmark/results"
+    return memory.as_markdown([_json(path) for path in sorted(folder.glob("memory_*.json"))])
+
+
 def _matrix(root: Path) -> list[dict[str, Any]]:
     return read_lines(root / "recipes/models/results/model_matrix.jsonl")
 
@@ -71,8 +81,10 @@ SWEEPS = (*TESTED, ABLATION)
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
+    "benchmark-principal": _principal,
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
+    "memory-principal": _memory,
     "models": lambda root: matrix.summarise(_matrix(root)),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))

@@ -26,6 +26,7 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.cli.tables import WIDTH, table
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Clipping
 from dp_grape_hf.memory import COMPARED, KINDS, TITLES, Setting
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"
@@ -79,7 +80,8 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
     assert ends in calibrate["target_epsilon"].help
     assert memory["clipping"].choices == audit["clipping"].choices == tuple(Clipping)
     assert f"(default: {', '.join(COMPARED)})" in memory["methods"].help
-    for name in ("rank", "clipping"):
+    assert {PRINCIPAL, "gaussian"} <= {*memory["projection"].choices} <= {PRINCIPAL, *PROJECTIONS}
+    for name in ("projection", "rank", "clipping"):
         assert memory[name].default == getattr(Setting(), name)
     assert audit["method"].choices == AUDITED_METHODS
     assert f"(default: {METHODS['dp_grape'].projection})" in audit["projection"].help

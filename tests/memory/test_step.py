@@ -137,6 +137,7 @@ def simulate(
         pytest.param("opt", Setting(DP_GRAPE, 8, project_embeddings=True), marks=SLOW),
         pytest.param("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16), marks=SLOW),
         *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
+        pytest.param("roberta", Setting(DP_GRAPE, 8, projection="principal", rank=4), marks=SLOW),
         pytest.param("roberta", Setting("dp_lora", 8), marks=SLOW),
         pytest.param("roberta", Setting("dp_galore", 8), marks=SLOW),
         pytest.param("roberta", Setting("dpzero", 8), marks=SLOW),
@@ -214,6 +215,26 @@ def test_what_the_forward_pass_frees_again_is_temporary() -> None:
     assert peak.phase == "forward"
     assert (peak.kinds[ACTIVATIONS], peak.kinds[TEMPORARY]) == (512, 1024)
     assert kept.numel() == 128
+
+
+def test_a_timeline_knows_the_most_in_each_phase() -> None:
+    timeline = Timeline()
+    with timeline:
+        kept = torch.zeros(128)
+        timeline.phase = "forward"
+        torch.zeros(256)
+        timeline.phase = "backward"
+        torch.zeros(384)
+    assert timeline.peak().phases == {"forward": 512 + 1024, "backward": 512 + 1536}
+    assert kept.numel() == 128
+
+
+@pytest.mark.slow
+def test_measuring_principal_directions_takes_less_than_a_training_step() -> None:
+    peak = simulate("roberta", Setting(DP_GRAPE, 16, projection="principal", rank=4))
+    given = 2 * (5 * 64 + 256) + 64  # numbers, to the layers and the head
+    assert peak.kinds[PROJECTIONS] == pytest.approx(4 * 4 * given, rel=0.1)  # blocks of 512
+    assert peak.kinds[WEIGHTS] < peak.phases["redraw"] < peak.total
 
 
 def test_a_timeline_finds_what_is_kept_and_the_most_of_some_kinds() -> None:

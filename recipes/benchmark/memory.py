@@ -1,0 +1,34 @@
+"""Peak memory of steps as `dp-grape memory --json` simulates them, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recipes.common.markdown import header, row
+
+GIB = 2**30
+KINDS = ("weights", "optimizer state", "projections", "saved activations")
+TITLES = {"adamw": "AdamW", "dp_grape": "DP-GRAPE"}
+MAKING = "redraw"  # the phase in which P is made
+
+
+def as_markdown(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table in GiB: a row for each method of each report."""
+    lines = header(["Model, batch", "Step", *KINDS, "peak", "while P is made"])
+    for report in reports:
+        millions = f"{report['parameters'] / 1e6:,.0f} million parameters"
+        batch = f"B = {report['batch_size']}, {report['length']}"
+        model = f"{report['model']}, {millions}, {batch}"
+        for method, found in report["methods"].items():
+            title, made = TITLES.get(method, method), ""
+            if found["kinds"]["projections"]:
+                title += f", {report['projection'] or 'gaussian'}, r = {report['rank']}"
+                made = _gib(found["phases"][MAKING])
+            kinds = [_gib(found["kinds"][kind]) for kind in KINDS]
+            lines.append(row([model, title, *kinds, _gib(found["peak"]), made]))
+    return "\n".join(lines) + "\n"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
