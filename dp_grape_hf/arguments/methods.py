@@ -56,9 +56,9 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "dp_grape": Method(
         "DP-GRAPE",
-        "paper, Algorithms 1 and 2",
+        "paper, Algorithms 1 and 2; there with projection gaussian",
         projected=Projected.AT_CAPTURE,
-        projection="gaussian",
+        projection="principal",
     ),
     "dp_adam": Method("DP-Adam", "paper, Appendix on DP-Adam; Abadi et al. 2016"),
     "dp_sgd": Method("DP-SGD", "Abadi et al. 2016", update_rule="sgd"),

@@ -216,7 +216,7 @@ class Report:
         setting = self.setting
         options = (
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
-            f"{setting.projection} projections" if setting.projection else "",
+            "" if setting.projection == "gaussian" else f"{setting.projection} projections",
             "gradient checkpointing" if setting.gradient_checkpointing else "",
             "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",

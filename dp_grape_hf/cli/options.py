@@ -203,7 +203,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add(
         "--projection",
         choices=("principal", "gaussian", "rademacher", "stiefel"),
-        help="of dp_grape; principal is measured in the step (default: the method's)",
+        default="gaussian",
+        help="of dp_grape; principal, as runs have it, is measured in the step that is simulated, "
+        "and takes no more than gaussian after that (default: gaussian)",
     )
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
@@ -313,7 +315,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
         ("--canaries", "canaries", int, "m", "examples that may be in", "20000"),
         ("--guesses", "guesses", int, "k", "how many are guessed", "m / 40"),
         ("--confidence", "confidence", float, "c", "of the lower bound", "0.95"),
-        ("--projection", "projection", str, "name", "of dp_grape, as principal", "gaussian"),
+        ("--projection", "projection", str, "name", "of dp_grape, as gaussian", "principal"),
         ("--projection_rank", "projection_rank", int, "r", "of dp_grape, 1 to 3", "2"),
         ("--gradient_factors", "gradient_factors", str, "JSON", "of body, tables.0 ...", "none"),
     )

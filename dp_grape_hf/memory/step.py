@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import phases
-from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan, Projected
+from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
@@ -39,6 +39,7 @@ from dp_grape_hf.memory.timeline import (
 )
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
+from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.trainer import Run
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
@@ -57,7 +58,8 @@ class Setting:
         batch_size: B, the physical batch.
         dtype: of the weights.
         gradient_checkpointing: whether activations are computed again in the backward pass.
-        projection: family of a method that projects as it captures; None for the method's own.
+        projection: family of a method that projects as it captures; principal directions are
+            measured in every step that is simulated, and in a run only once.
         rank: r of the projections, and of the adapter of a method that trains one.
         clipping: as ``PrivateMechanism`` has it.
         project_embeddings: whether embeddings and vocabulary heads are projected too.
@@ -70,7 +72,7 @@ class Setting:
     batch_size: int = 1
     dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
-    projection: str | None = None
+    projection: str = "gaussian"
     rank: int = 16
     clipping: str = "flat"
     project_embeddings: bool = False
@@ -100,7 +102,7 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
     if row is not None and row.projected is not None:
         asked["project_embeddings"] = setting.project_embeddings
-        if row.projected == Projected.AT_CAPTURE:
+        if row.projection == PRINCIPAL:
             asked["projection"] = setting.projection
     return DPGrapeTrainingArguments(
         method=setting.method,

@@ -298,12 +298,13 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
 PRINCIPAL = "dp_grape_principal"
+RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
     ADAMW: Method("Trainer, AdamW (not private)", _plain),
-    DP_GRAPE: Method("DPGrapeTrainer", _private()),
+    DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
     PRINCIPAL: Method("DPGrapeTrainer, 4 principal directions", _private(**MEASURED)),
-    FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch")),
+    FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
     DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
     "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),
     "opacus_functorch": Method(

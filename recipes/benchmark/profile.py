@@ -24,7 +24,7 @@ from transformers import set_seed
 
 from dp_grape_hf import phases
 from dp_grape_hf.phases import Observer
-from recipes.benchmark.methods import PlainTraining, PrivateTraining, now, quiet
+from recipes.benchmark.methods import RANDOM, PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark.models import Setting
 
 FORWARD, BACKWARD = "forward", "input gradients"
@@ -127,7 +127,8 @@ def profile(setting: Setting, rounds: int, warmup: int, device: torch.device) ->
     found: dict[str, list[tuple[Seconds, Seconds]]] = {"private": [], "plain": []}
     untimed: dict[str, list[float]] = {"private": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder, quiet():
-        private = PrivateTraining(copy.deepcopy(original), setting, batch, Path(folder) / "private")
+        where = Path(folder) / "private"
+        private = PrivateTraining(copy.deepcopy(original), setting, batch, where, **RANDOM)
         plain = PlainTraining(copy.deepcopy(original), setting, batch, Path(folder) / "plain")
         steps = {"private": _private_step(private, clock), "plain": _plain_step(plain, clock)}
         for kind, training in (("private", private), ("plain", plain)):

@@ -33,7 +33,7 @@ MACHINE = frozenset(
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
         *("grad_sample_mode", "self_check"),
         "regenerate_projections",  # an option that is gone, which earlier results have
-        *("log_unnoised_statistics", "eval_data_is_public"),
+        *("log_unnoised_statistics", "eval_data_is_public", "save_as"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
 )
@@ -43,11 +43,12 @@ PROJECTION = frozenset(
     {
         *("projection", "projection_rank", "projection_ranks", "projection_side"),
         *("projection_update_steps", "project_embeddings", "moments_at_redraw"),
-        "optim_target_modules",
+        *("optim_target_modules", "public_dataset"),
     }
 )
+ADAPTER = frozenset({"lora_rank", "lora_init"})
 DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"})
-"""What means nothing without projections, or without random directions."""
+"""What means nothing without projections, adapters or random directions."""
 
 PRIVACY = frozenset(
     {
@@ -57,7 +58,14 @@ PRIVACY = frozenset(
 )
 """What means nothing without privacy."""
 
-SINCE = {f.name: f.default for f in fields(DPGrapeArguments) if f.default is not MISSING}
+RANDOM = {"projection_side": "smaller", "projection_update_steps": 100}
+"""What a random projection has unless something else is asked for."""
+
+SINCE = {
+    **{f.name: f.default for f in fields(DPGrapeArguments) if f.default is not MISSING},
+    **RANDOM,
+    "lora_init": "random",
+}
 """How code that did not have an option yet behaved: as the option does by default."""
 
 
@@ -120,12 +128,12 @@ class Run:
         script, settings = self.result["script"], self.result["settings"]
         seeds = {name for name in (*script, *settings) if name.endswith("seed")}
         if self.method == ZERO_SHOT:
-            return MACHINE | seeds | SINCE.keys() | settings.keys() | {"lora_rank", "frozen"}
+            return MACHINE | seeds | SINCE.keys() | settings.keys() | ADAPTER | {"frozen"}
         row, silent = METHODS[self.method], MACHINE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
         silent |= frozenset() if row.zeroth_order else DIRECTIONS
-        return silent | (frozenset() if row.adapter else {"lora_rank"})
+        return silent | (frozenset() if row.adapter else ADAPTER)
 
     @cached_property
     def facts(self) -> dict[str, Any]:

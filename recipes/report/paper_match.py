@@ -14,7 +14,8 @@ import yaml
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
-from recipes.report.findings import TUNED, ZERO_SHOT, Run, title_of
+from dp_grape_hf.projections import PRINCIPAL
+from recipes.report.findings import RANDOM, TUNED, ZERO_SHOT, Run, title_of
 
 PAPER = Path(__file__).with_name("paper_tables.yaml")
 UNKNOWN = "unknown"
@@ -101,10 +102,11 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
 
 
 def _usual(run: Run, spec: Spec) -> dict[str, Any]:
-    wanted = {f.name: f.default for f in fields(DPGrapeArguments)}
+    wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | RANDOM
     if run.method != ZERO_SHOT:
         row = METHODS[run.method]
-        wanted |= {"update_rule": row.update_rule, "projection": row.projection}
+        family = "gaussian" if row.projected and row.projection == PRINCIPAL else row.projection
+        wanted |= {"update_rule": row.update_rule, "projection": family}
     for level in (spec, _column(run, spec)):
         usual = level.get("usual", {})
         wanted |= usual.get("all", {}) | usual.get(run.method, {})

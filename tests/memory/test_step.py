@@ -396,7 +396,7 @@ def test_memory_that_depends_on_contents_is_refused() -> None:
         simulate_step(
             lambda dtype: Selecting(),
             lambda size: {"values": torch.ones(size, 4), "labels": torch.zeros(size)},
-            Setting(batch_size=2),
+            Setting(batch_size=2, projection="gaussian"),
             loss=lambda outputs, labels: outputs.sum(1),
         )
 

@@ -76,7 +76,7 @@ def test_the_table_has_a_line_per_method_and_is_kept(run: tuple[Path, dict[str, 
     assert all(
         sum(line.startswith(m.title) for line in text.splitlines()) for m in METHODS.values()
     )
-    assert (folder / "tables.txt").read_text(encoding="utf-8") == f"{text}\n"
+    assert (folder / "tables.txt").read_text(encoding="utf-8").startswith(text)
 
 
 @pytest.mark.parametrize("model", [OPT, VIT])

@@ -37,7 +37,9 @@ PRESET: dict[str, Any] = {
         **{"accountant": "rdp", "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
         **{"save_strategy": "no", "learning_rate": 1e-1, "max_grad_norm": 1.0},
     },
-    "methods": {"dp_grape": {"learning_rate": 1e-2, "projection_rank": 2}},
+    "methods": {
+        "dp_grape": {"learning_rate": 1e-2, "projection": "gaussian", "projection_rank": 2}
+    },
     "tasks": {
         "points": {
             "arguments": {"max_grad_norm": 5.0},

@@ -526,7 +526,7 @@ def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
     again = words(folder, tmp_path / "second", "SQuAD", **options, resume_from_checkpoint=saved)
     assert main(FAMILY, again)["privacy"]["steps"] == 3  # the second was released twice
     script, args = parse(FAMILY, again)
-    model = opt.load_model(script, args)
+    model = opt.load_model(script, args, None)
     state = load_file(saved / "model.safetensors")
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     assert state.keys() == before.keys()  # no parameter is left out, and none is there twice
@@ -539,12 +539,12 @@ def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
 
 def test_frozen_parameters_are_not_trained(folder: Path) -> None:
     script, args = parse(FAMILY, words(folder, folder, "SST2", **{**ONE, "frozen": "embed_pos"}))
-    model = opt.load_model(script, args)
+    model = opt.load_model(script, args, None)
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
         "language_model.model.decoder.embed_positions.weight"
     }
     with pytest.raises(ValueError, match="frozen='wpe' finds no parameter"):
-        opt.load_model(replace(script, frozen="wpe"), args)
+        opt.load_model(replace(script, frozen="wpe"), args, None)
 
 
 # ---- Presets ----

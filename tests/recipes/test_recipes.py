@@ -59,8 +59,8 @@ def test_digits_counts_bytes(run: tuple[Path, dict[str, Any]]) -> None:
     held, samples = results["bytes"], SMALL["per_device_train_batch_size"]
     model = ViTForImageClassification.from_pretrained(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    # The layer's matrices are 4 of 32 x 32 and 2 of 64 x 32; projected, 32 becomes r = 8.
-    coordinates = parameters - (4 * 32 + 2 * 64) * 32 + (4 * 32 + 2 * 64) * 8
+    # The layer's matrices are 4 of 32 x 32, 64 x 32 and 32 x 64; their inputs become r = 8.
+    coordinates = parameters - (4 * 32 + 2 * 64) * 32 + (4 * 32 + 64 + 32) * 8
     assert held["parameters"] == parameters
     assert held["this_run"]["optimizer_state"] == 2 * 4 * coordinates
     assert held["adam"]["optimizer_state"] == 2 * 4 * parameters

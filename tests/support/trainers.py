@@ -134,6 +134,8 @@ def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> 
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
+    if changes.get("method", "dp_grape") == "dp_grape":
+        settings["projection"] = "gaussian"  # which needs to know nothing of a model
     return (arguments or DPGrapeTrainingArguments)(**settings | changes)
 
 
