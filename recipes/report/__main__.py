@@ -28,6 +28,7 @@ from recipes.paper import sweep
 from recipes.report import tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
+from recipes.subspace import rendering as subspace
 
 ROOT = Path(__file__).parents[2]
 PAPER = Path("recipes/paper/results")
@@ -66,6 +67,10 @@ def _memory(root: Path) -> str:
     return memory.as_markdown([_json(path) for path in sorted(folder.glob("memory_*.json"))])
 
 
+def _subspace(root: Path) -> str:
+    return subspace.as_markdown(subspace.read_results(root / "recipes/subspace/results"))
+
+
 def _matrix(root: Path) -> list[dict[str, Any]]:
     return read_lines(root / "recipes/models/results/model_matrix.jsonl")
 
@@ -85,6 +90,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": _memory,
+    "subspace": _subspace,
     "models": lambda root: matrix.summarise(_matrix(root)),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))

@@ -1,0 +1,1 @@
+"""How much of the gradients is left in few input directions."""

@@ -1,0 +1,60 @@
+"""What was measured as a table and as a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from recipes.common.markdown import header, row
+from recipes.common.plots import Panels, logarithmic
+from recipes.subspace.energies import SOURCES
+
+Record = Mapping[str, Any]
+
+
+def read_results(folder: Path) -> list[Record]:
+    """Returns what the files of a folder hold, by model and data."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    return sorted(records, key=lambda record: (record["model"].lower(), record["data"].lower()))
+
+
+def as_markdown(records: Sequence[Record]) -> str:
+    """Returns a table of medians over the layers, and in brackets the least and the most."""
+    ranks = sorted({int(rank) for record in records for rank in record["layers"]})
+    lines = header(["Model, data", "P from", *(f"r = {rank}" for rank in ranks)])
+    for record in records:
+        for source, shares in record["shares"].items():
+            cells = [_cell(shares.get(str(rank))) for rank in ranks]
+            lines.append(row([_title(record), SOURCES[source], *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _title(record: Record) -> str:
+    return f"{record['model']}, {record['data']}"
+
+
+def _cell(share: Mapping[str, float] | None) -> str:
+    if share is None:
+        return ""
+    return f"{share['median']:.0%} ({share['min']:.0%} to {share['max']:.0%})"
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Returns the medians against r, a panel for each model and data, a line for each P."""
+    panels = Panels(
+        [_title(record) for record in records], "Per-sample gradient energy that P keeps"
+    )
+    for panel, record in zip(panels.axes, records, strict=True):
+        for source, shares in record["shares"].items():
+            points = {
+                float(r): (100 * share["median"], float("nan"), 1) for r, share in shares.items()
+            }
+            if points:
+                panels.line(panel, SOURCES[source], points)
+        logarithmic(panel, [float(rank) for rank in record["layers"]])
+        panel.set_ylim(0, 100)
+    return panels.finished("rank r", "% (median of the layers)")

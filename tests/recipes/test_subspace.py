@@ -1,0 +1,200 @@
+"""Shares of gradient energy against single-sample autograd, and the recipe from end to end."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.projections import synthetic_batches
+from recipes.subspace import __main__ as subspace
+from recipes.subspace.energies import (
+    DATA,
+    GRADIENTS,
+    PUBLIC,
+    RANDOM,
+    SOURCES,
+    SYNTHETIC,
+    WEIGHTS,
+    first_eigenvectors,
+    gradient_moments,
+    measure,
+    projected_weights,
+    random_directions,
+    share,
+    weight_directions,
+)
+from recipes.subspace.rendering import as_markdown, read_results
+from tests.support import images as mnist
+from tests.support import questions
+
+Batch = dict[str, Tensor]
+VOCABULARY, LENGTH = 40, 6
+
+
+def bert() -> tuple[nn.Module, Batch]:
+    config = BertConfig(
+        **{"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_labels": 3},
+        **{"num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 20},
+    )
+    ids = torch.randint(5, VOCABULARY, (4, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    labels = torch.tensor([0, 2, 1, 2])
+    return BertForSequenceClassification(config), {
+        **{"input_ids": ids, "attention_mask": mask, "labels": labels}
+    }
+
+
+def gpt2() -> tuple[nn.Module, Batch]:
+    """A model whose layers store (in, out)."""
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=20, n_embd=16, n_layer=1, n_head=2)
+    ids = torch.randint(0, VOCABULARY, (4, LENGTH))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_shares_are_those_of_single_samples(make: Any) -> None:
+    """|G P|^2 of each sample's own gradient, by autograd of its own loss, with dropout off."""
+    model, batch = make()
+    weights = projected_weights(model)
+    stored_in_out = make is gpt2
+    shapes = {n: w.shape[::-1] if stored_in_out else w.shape for n, w in weights.items()}
+    ranks = dict.fromkeys(weights, 3)
+    random = {n: torch.linalg.qr(torch.randn(s[1], 3))[0] for n, s in shapes.items()}
+    halves = [{k: v[at] for k, v in batch.items()} for at in (slice(0, 2), slice(2, 4))]
+    moments = gradient_moments(model, halves)
+    best = first_eigenvectors(moments, ranks)
+    model.eval()
+    kept = {n: torch.zeros(2) for n in weights}
+    whole = dict.fromkeys(weights, torch.zeros(()))
+    for i in range(4):
+        one = {k: v[i : i + 1] for k, v in batch.items()}
+        gradients = torch.autograd.grad(model(**one).loss, list(weights.values()))
+        for name, stored in zip(weights, gradients, strict=True):
+            gradient = stored.T if stored_in_out else stored
+            for j, directions in enumerate((random[name], best[name])):
+                kept[name][j] += (gradient @ directions).square().sum()
+            whole[name] = whole[name] + gradient.square().sum()
+    for name in weights:
+        expected = kept[name] / whole[name]
+        found = torch.tensor([share(moments[name], p[name]) for p in (random, best)])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert found[1] >= found[0]
+
+
+def test_all_directions_keep_all_and_no_others_keep_more_than_the_bound() -> None:
+    model, batch = bert()
+    moments = gradient_moments(model, [batch]) if projected_weights(model) else {}
+    for name, moment in moments.items():
+        n = len(moment)
+        assert share(moment, torch.eye(n)) == pytest.approx(1)
+        bound = share(moment, first_eigenvectors(moments, {name: 2})[name])
+        largest = torch.linalg.eigvalsh(moment)[-2:].sum() / moment.trace()
+        assert bound == pytest.approx(float(largest), rel=1e-3)
+
+
+def test_directions_are_orthonormal_and_those_of_the_weights_are_on_the_input_side() -> None:
+    weights = {"a": torch.randn(5, 7), "b": torch.randn(9, 4)}
+    ranks = {"a": 3, "b": 2}
+    for found in (weight_directions(weights, ranks), random_directions(weights, ranks, 0)):
+        for name, rank in ranks.items():
+            assert found[name].shape == (weights[name].shape[1], rank)
+            torch.testing.assert_close(found[name].T @ found[name], torch.eye(rank))
+    v = weight_directions(weights, ranks)["a"]
+    scales = torch.linalg.svdvals(weights["a"])[:3]
+    torch.testing.assert_close((weights["a"] @ v).norm(dim=0), scales)
+
+
+def test_a_layer_with_few_inputs_has_no_share_of_many_directions() -> None:
+    model, batch = bert()
+    inputs = {SYNTHETIC: lambda: synthetic_batches(model)}
+    found = measure(model, [batch], [4, 16], inputs)
+    assert found["given"] == [16, 24]
+    assert found["layers"] == {"4": 7, "16": 1}  # the pooler is one
+    assert list(found["shares"]) == [SYNTHETIC, GRADIENTS, WEIGHTS, RANDOM]
+    for source in found["shares"].values():
+        for values in source.values():
+            assert 0 <= values["min"] <= values["median"] <= values["max"] <= 1
+    bound, random = (found["shares"][name]["4"]["median"] for name in (GRADIENTS, RANDOM))
+    assert bound > 2 * random
+
+
+# ---- The recipe ----
+
+
+@pytest.fixture
+def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "opt"
+    questions.save_model_and_questions(folder)
+    return folder
+
+
+def words(folder: Path, **options: Any) -> list[str]:
+    small = {"samples": 6, "batch_size": 4, "output_dir": folder / "out", "device": "cpu"}
+    given = {f"--{name}={value}" for name, value in {**small, **options}.items()}
+    return [*sorted(given), "--ranks", "2", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classification", "causal_lm"])
+def test_texts_are_measured_drawn_and_rendered(tmp_path: Path, opt: Path, task: str) -> None:
+    data = opt / "SST2"
+    given = words(tmp_path, model_name_or_path=opt, dataset_path=data, task=task)
+    record = subspace.main([*given, f"--public_dataset={opt / 'SQuAD'}"])
+    assert list(record["shares"]) == list(SOURCES)
+    assert (record["model"], record["data"], record["public"]) == ("opt", "SST2", "SQuAD")
+    assert json.loads((tmp_path / "out" / "opt-SST2.json").read_text()) == record
+    assert (tmp_path / "out" / "subspace.png").stat().st_size > 10_000
+    table = as_markdown(read_results(tmp_path / "out"))
+    assert table.count("\n") == 2 + len(SOURCES)
+    median = record["shares"][PUBLIC]["2"]["median"]
+    assert f"| opt, SST2 | {SOURCES[PUBLIC]} | {median:.0%} (" in table
+
+
+def test_images_are_measured(tmp_path: Path) -> None:
+    config = ViTConfig(
+        **{"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    (tmp_path / "mnist").mkdir()
+    mnist.write_mnist(tmp_path / "mnist", mnist.both_splits((8, 8), counts=(20, 10)))
+    options = {"model_name_or_path": tmp_path / "vit", "dataset_path": tmp_path / "mnist"}
+    record = subspace.main(words(tmp_path, task="images", **options))
+    assert list(record["shares"]) == [name for name in SOURCES if name != PUBLIC]
+    shares = {source: record["shares"][source]["4"]["median"] for source in record["shares"]}
+    assert shares[GRADIENTS] == max(shares.values())
+    assert shares[DATA] > shares[RANDOM]
+
+
+def test_a_missing_column_is_named(tmp_path: Path, opt: Path) -> None:
+    given = words(tmp_path, model_name_or_path=opt, dataset_path=opt / "SQuAD")
+    with pytest.raises(ValueError, match=r"no column 'label'.*--label_column"):
+        subspace.main(given)
+
+
+def test_a_model_without_projected_layers_is_refused() -> None:
+    with pytest.raises(PrivacyError):
+        gradient_moments(nn.Sequential(nn.LayerNorm(3)).requires_grad_(False), [])
