@@ -303,7 +303,7 @@ MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
     ADAMW: Method("Trainer, AdamW (not private)", _plain),
     DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
-    PRINCIPAL: Method("DPGrapeTrainer, 4 principal directions", _private(**MEASURED)),
+    PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", _private(**MEASURED)),
     FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
     DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
     "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),

@@ -85,10 +85,16 @@ def _features_last(weight: Tensor, dimension: int) -> Tensor:
     return weight if dimension == 1 else weight.mT
 
 
+def energies(moment: Tensor, directions: Tensor) -> tuple[float, float]:
+    """Returns ``tr(P^T A P)`` and ``tr(A)``, of A (n, n) and P (n, r)."""
+    kept = (directions * (moment @ directions)).double().sum()
+    return float(kept), float(moment.diagonal().double().sum())
+
+
 def share(moment: Tensor, directions: Tensor) -> float:
     """Returns ``tr(P^T A P) / tr(A)``, of A (n, n) and P (n, r)."""
-    kept = (directions * (moment @ directions)).double().sum()
-    return float(kept / moment.diagonal().double().sum())
+    kept, whole = energies(moment, directions)
+    return kept / whole
 
 
 # ---- Where P comes from ----
@@ -168,7 +174,7 @@ def measure(
         found = sources[source](widest)
         shares[source] = {
             str(r): summary(
-                share(moments[name], found[name][:, :r])
+                energies(moments[name], found[name][:, :r])
                 for name, rank in widest.items()
                 if rank >= r
             )
@@ -179,8 +185,14 @@ def measure(
     return {"given": given, "layers": layers, "shares": shares}
 
 
-def summary(shares: Iterable[float]) -> dict[str, float]:
-    """Returns the median over the layers, the least and the most."""
-    values = list(shares)
+def summary(layers: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """Returns the share of all layers together, the median over them, the least and the most.
+
+    Args:
+        layers: of each, the energy that is kept, and all of it.
+    """
+    kept, whole = zip(*layers, strict=True)
+    values = [one / other for one, other in zip(kept, whole, strict=True)]
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    found["together"] = sum(kept) / sum(whole)
     return {name: round(value, 4) for name, value in found.items()}

@@ -23,7 +23,7 @@ def read_results(folder: Path) -> list[Record]:
 
 
 def as_markdown(records: Sequence[Record]) -> str:
-    """Returns a table of medians over the layers, and in brackets the least and the most."""
+    """Returns a table: all layers together, and in brackets the median, the least and the most."""
     ranks = sorted({int(rank) for record in records for rank in record["layers"]})
     lines = header(["Model, data", "P from", *(f"r = {rank}" for rank in ranks)])
     for record in records:
@@ -40,21 +40,22 @@ def _title(record: Record) -> str:
 def _cell(share: Mapping[str, float] | None) -> str:
     if share is None:
         return ""
-    return f"{share['median']:.0%} ({share['min']:.0%} to {share['max']:.0%})"
+    among = f"{share['median']:.0%}, {share['min']:.0%} to {share['max']:.0%}"
+    return f"{share['together']:.0%} ({among})"
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Returns the medians against r, a panel for each model and data, a line for each P."""
+    """Returns the shares of all layers together against r, a panel for each model and data."""
     panels = Panels(
         [_title(record) for record in records], "Per-sample gradient energy that P keeps"
     )
     for panel, record in zip(panels.axes, records, strict=True):
         for source, shares in record["shares"].items():
             points = {
-                float(r): (100 * share["median"], float("nan"), 1) for r, share in shares.items()
+                float(r): (100 * share["together"], float("nan"), 1) for r, share in shares.items()
             }
             if points:
                 panels.line(panel, SOURCES[source], points)
         logarithmic(panel, [float(rank) for rank in record["layers"]])
         panel.set_ylim(0, 100)
-    return panels.finished("rank r", "% (median of the layers)")
+    return panels.finished("rank r", "% of all layers together")

@@ -28,7 +28,16 @@ from recipes.benchmark import timing as benchmark_timing
 from recipes.benchmark.methods import METHODS, DoesNotRun, Prepared, opacus_error, prepare
 from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
 from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
-from recipes.benchmark.timing import SWEEPS, Sweep, measure, ratio, sweep_table, table
+from recipes.benchmark.timing import (
+    SWEEPS,
+    Sweep,
+    measure,
+    measuring_line,
+    principal_table,
+    ratio,
+    sweep_table,
+    table,
+)
 
 CPU = torch.device("cpu")
 TINY = Setting(hidden_size=32, layers=1, vocab_size=50, batch_size=3, length=4, rank=2, heads=2)
@@ -76,7 +85,23 @@ def test_the_table_has_a_line_per_method_and_is_kept(run: tuple[Path, dict[str, 
     assert all(
         sum(line.startswith(m.title) for line in text.splitlines()) for m in METHODS.values()
     )
-    assert (folder / "tables.txt").read_text(encoding="utf-8").startswith(text)
+    kept = (folder / "tables.txt").read_text(encoding="utf-8")
+    assert kept == f"{text}\n{measuring_line(record)}\n"
+
+
+def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None:
+    names = ("adamw", "dp_grape", "dp_grape_principal")
+    steps = {
+        METHODS[name].title: {
+            **{"median_seconds": 0.5, "median_cpu_seconds": cpu, "cpu_speed_of_plain_adamw": 4.5}
+        }
+        for name, cpu in zip(names, (3.0, 2.0, 1.0), strict=True)
+    }
+    measured = {"seconds": 10.0, "cpu_seconds": 12.0}
+    record = {"setting": vars(TINY), "results": steps, "measuring": measured}
+    assert "in 10.0 s (12.0 s), 2.0% (1.2%) of" in measuring_line(record)
+    last = principal_table([record]).splitlines()[-1]
+    assert last.endswith("| 3.00 s (4.50x) | 2.00 s (4.50x) | 1.00 s (4.50x) | 12.0 s | 1.2% |")
 
 
 @pytest.mark.parametrize("model", [OPT, VIT])

@@ -35,6 +35,7 @@ from recipes.subspace.energies import (
     projected_weights,
     random_directions,
     share,
+    summary,
     weight_directions,
 )
 from recipes.subspace.rendering import as_markdown, read_results
@@ -136,8 +137,14 @@ def test_a_layer_with_few_inputs_has_no_share_of_many_directions() -> None:
     for source in found["shares"].values():
         for values in source.values():
             assert 0 <= values["min"] <= values["median"] <= values["max"] <= 1
+            assert values["min"] <= values["together"] <= values["max"]
     bound, random = (found["shares"][name]["4"]["median"] for name in (GRADIENTS, RANDOM))
     assert bound > 2 * random
+
+
+def test_a_summary_weighs_layers_together_by_their_energy() -> None:
+    found = summary([(1.0, 2.0), (1.0, 8.0), (3.0, 10.0)])
+    assert found == {"median": 0.3, "min": 0.125, "max": 0.5, "together": 0.25}
 
 
 # ---- The recipe ----
@@ -169,8 +176,8 @@ def test_texts_are_measured_drawn_and_rendered(tmp_path: Path, opt: Path, task: 
     assert (tmp_path / "out" / "subspace.png").stat().st_size > 10_000
     table = as_markdown(read_results(tmp_path / "out"))
     assert table.count("\n") == 2 + len(SOURCES)
-    median = record["shares"][PUBLIC]["2"]["median"]
-    assert f"| opt, SST2 | {SOURCES[PUBLIC]} | {median:.0%} (" in table
+    whole = record["shares"][PUBLIC]["2"]["together"]
+    assert f"| opt, SST2 | {SOURCES[PUBLIC]} | {whole:.0%} (" in table
 
 
 def test_images_are_measured(tmp_path: Path) -> None:
