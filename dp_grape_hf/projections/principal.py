@@ -3,8 +3,8 @@
 The gradient of a linear layer for one example is ``rows^T cols``, the gradients of its outputs and
 its inputs, so its rows lie in the span of the inputs. These fill few directions, which hardly
 depend on what the model reads: the first eigenvectors of their second moment on random tokens hold
-more than half of a gradient's energy where a random P of the same rank holds a few percent. With
-orthonormal columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
+ten and more times as much of a gradient's energy as a random P of the same rank. With orthonormal
+columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
 
 The second moment M of a layer (n x n) is never formed. It acts on a block of directions while the
 model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes turn a random block towards the first
