@@ -564,7 +564,7 @@ def test_a_result_says_what_its_settings_have_other_than_the_paper() -> None:
 @pytest.mark.parametrize(
     ("method", "rate", "factor"),
     [
-        *(("dp_grape", 4e-4, 25), ("dp_adam", 3e-5, 50), ("dp_galore", 3e-5, 50)),
+        *(("dp_grape", 8e-4, 25), ("dp_adam", 3e-5, 50), ("dp_galore", 3e-5, 50)),
         *(("dp_lora", 1e-3, 10), ("adam", 1e-4, 10)),
     ],
 )
@@ -574,7 +574,8 @@ def test_the_preset_of_a_small_encoder_moves_its_new_head_faster(
     private = ["--eps=2"] * METHODS[method].private
     given = ["--config=small", "--task=TREC", f"--method={method}", *private]
     script, args = parse(roberta.FAMILY, given)
-    assert (args.learning_rate, args.learning_rate_factors) == (rate, {"classifier": factor})
+    assert (args.learning_rate, args.learning_rate_factors["classifier"]) == (rate, factor)
+    assert args.projection == ("principal" if method == "dp_grape" else METHODS[method].projection)
     assert (script.head, script.frozen, script.max_length) == ("mean", "embeddings", 48)
     assert (args.max_steps, args.expected_batch_size) == (200, 64)
     assert args.per_device_train_batch_size == 16
