@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.projections.probes import chooses
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.projections.targets import MATRIX_LAYERS
 
@@ -110,8 +111,11 @@ def _width(model: nn.Module, weight: nn.Parameter) -> int:
 
 
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
-    """Returns the body of a model, which takes no more than inputs, if it has these modules."""
-    body: Any = getattr(model, "base_model", model)
+    """Returns the body of a model, which takes no more than inputs, if it has these modules.
+
+    Of a model that reads several options of an example, the body would take them apart.
+    """
+    body: Any = model if chooses(model) else getattr(model, "base_model", model)
     inside = set(body.modules())
     return body if inside.issuperset(modules) else model
 

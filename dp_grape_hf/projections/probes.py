@@ -29,8 +29,8 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
 
     Args:
         model: of transformers, or with a ``config`` and a ``main_input_name`` like those.
-        tokenizer: of the model, or a processor that has one. Without it no special token is known
-            but those that the configuration names, and none stands around a sequence.
+        tokenizer: of the model, or a processor that has one. Without it the special tokens are
+            those that the configuration names, and a sequence ends with the one for its end.
         seed: public.
 
     Raises:
@@ -49,11 +49,18 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
     words = _Words(model.config, getattr(tokenizer, "tokenizer", tokenizer))
     for number in range(_BATCHES):
         inputs = make(model.config, words, number, generator)
+        if chooses(model):
+            inputs = {n: torch.stack([v, v.roll(1, 0)], 1) for n, v in inputs.items()}
         if getattr(model.config, "is_encoder_decoder", False):
             size = len(next(iter(inputs.values())))
             ids = words.draw(size, words.length(number), generator)
             inputs["decoder_input_ids"] = ids
         yield inputs
+
+
+def chooses(model: Any) -> bool:
+    """Whether a model reads the options of a question side by side, (B, options, T)."""
+    return type(model).__name__.endswith("ForMultipleChoice")
 
 
 class _Words:
@@ -62,11 +69,13 @@ class _Words:
     def __init__(self, config: Any, tokenizer: Any) -> None:
         own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         size = getattr(own, "vocab_size", None) or 2
-        if tokenizer is None:
-            named = [getattr(own, f"{part}_token_id", None) for part in _SPECIAL]
-            special = {t for ids in named for t in (ids if isinstance(ids, list) else [ids])}
-            self._before: list[int] = []
-            self._after: list[int] = []
+        self._before: list[int] = []
+        if not hasattr(tokenizer, "all_special_ids"):  # none, or of images
+            named = {part: getattr(own, f"{part}_token_id", None) for part in _SPECIAL}
+            lists = {part: ids if isinstance(ids, list) else [ids] for part, ids in named.items()}
+            special = {token for ids in lists.values() for token in ids}
+            ends = lists["eos"][:1]
+            self._after = [token for token in ends if token is not None and 0 <= token < size]
         else:
             size = min(size, len(tokenizer))
             special = set(tokenizer.all_special_ids)

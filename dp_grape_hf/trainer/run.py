@@ -6,7 +6,8 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -433,7 +434,8 @@ def _projections(
     }
     if args.projection == PRINCIPAL:
         inputs = public_inputs or partial(synthetic_batches, model, None, args.projection_seed)
-        next(iter(inputs()))  # refuses a model of which it is not known what it reads
+        with _explaining(args):
+            next(iter(inputs()))  # refuses a model of which it is not known what it reads
         measure = partial(_principal, args, model, inputs)
         dims = feature_dimensions(model)
         return PrincipalProjection(shapes, measure=measure, input_dims=dims, **settings), None
@@ -457,15 +459,8 @@ def _principal(
     Raises:
         UnsupportedModelError: if the model cannot be run on the inputs.
     """
-    try:
-        with evaluating(model):
-            found = principal_directions(model, ranks, inputs, args.projection_seed)
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
-        raise UnsupportedModelError(
-            f"projection={args.projection!r} runs the model on inputs that are not the data, and "
-            f"that failed: {error!r}. Pass public_dataset= to the trainer, whose examples the "
-            "model can read, or choose projection='gaussian'."
-        ) from error
+    with evaluating(model), _explaining(args):
+        found = principal_directions(model, ranks, inputs, args.projection_seed)
     matrices = {name: principal.directions for name, principal in found.items()}
     if args.world_size > 1:
         for matrix in matrices.values():
@@ -473,6 +468,21 @@ def _principal(
             dist.broadcast(on_device, src=0)
             matrix.copy_(on_device)
     return matrices
+
+
+@contextmanager
+def _explaining(args: DPGrapeArguments) -> Iterator[None]:
+    """Says what to do where a model cannot be run on inputs that are not its data."""
+    try:
+        yield
+    except (PrivacyError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any model's code
+        raise UnsupportedModelError(
+            f"projection={args.projection!r} runs the model on inputs that are not the data, and "
+            f"that failed: {error!r}. Pass public_dataset= to the trainer, whose examples the "
+            "model can read, or choose projection='gaussian'."
+        ) from error
 
 
 # Of a parameter group, and which of all parameters it has.

@@ -34,6 +34,7 @@ from dp_grape_hf.projections import (
     synthetic_batches,
 )
 from dp_grape_hf.projections.probes import LENGTHS, natural_noise
+from tests.support.models import ROWS
 
 RANK = 3
 SMALL = {
@@ -306,6 +307,34 @@ def test_tokens_are_random_words_in_the_frame_of_a_sentence() -> None:
     drawn = torch.cat([batch["input_ids"][:, 1:-1].flatten() for batch in batches])
     counts = drawn.bincount(minlength=50)[3:].float()
     assert counts.min() > 0.6 * counts.mean()
+
+
+def test_a_processor_of_images_has_no_words() -> None:
+    class Processor:
+        image_mean = 0.5
+
+    model = MODELS["vit"]()
+    one, other = ([*synthetic_batches(model, processor)] for processor in (None, Processor()))
+    pairs = zip(one, other, strict=True)
+    assert all(torch.equal(a["pixel_values"], b["pixel_values"]) for a, b in pairs)
+
+
+def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says() -> None:
+    model = MODELS["t5"]()
+    for batch in synthetic_batches(model):
+        ends = batch["input_ids"] == model.config.eos_token_id
+        assert ends[:, -1].all()
+        assert ends.sum() == len(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs() -> None:
+    for row in ROWS:
+        model = row.model().eval()
+        weights = [n for n in default_targets(model) if min(model.get_parameter(n).shape) > RANK]
+        found = measured(model, weights)
+        assert all(principal.total > 0 for principal in found.values()), row
 
 
 def test_inputs_follow_from_the_seed_alone() -> None:
