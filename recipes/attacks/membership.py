@@ -234,6 +234,7 @@ def train(
         "expected_batch_size": min(settings.batch, settings.pool // 2),
         "max_steps": settings.steps,
         "learning_rate": 3e-2,
+        "projection": "gaussian",  # the model reads no input that could be made up
         "projection_update_steps": settings.steps,
     }
     if math.isinf(epsilon):

@@ -76,7 +76,7 @@ def _private(method: str, **options: Any) -> Way:
 
 WAYS: dict[str, Way] = {
     memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
-    "dp_grape": _private("dp_grape"),
+    "dp_grape": _private("dp_grape", projection="gaussian"),
     "dp_adam": _private("dp_adam"),
     "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GradSampleMode.GHOST),
     "dp_adam_materialise": _private("dp_adam", grad_sample_mode=GradSampleMode.MATERIALISE),
