@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.projections.probes import chooses
 from dp_grape_hf.projections.seeds import projection_generator
-from dp_grape_hf.projections.targets import MATRIX_LAYERS
+from dp_grape_hf.projections.targets import MATRIX_LAYERS, feature_dimensions
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes the inputs of a model, the same ones whenever it is called."""
@@ -71,10 +71,10 @@ def principal_directions(
     """
     weights = dict(model.named_parameters())
     names = {id(weights[name]): name for name in ranks}
-    blocks = {
-        name: _Block(_width(model, weights[name]), rank, weights[name].device, seed, name)
-        for name, rank in ranks.items()
-    }
+    dimensions, blocks = feature_dimensions(model), {}
+    for name, rank in ranks.items():
+        width = weights[name].shape[dimensions.get(name, 1)]
+        blocks[name] = _Block(width, rank, weights[name].device, seed, name)
     readers: list[tuple[nn.Module, _Block, bool]] = []
     for module in model.modules():
         embeds = isinstance(module, nn.Embedding)
@@ -101,13 +101,6 @@ def principal_directions(
             for hook in hooks:
                 hook.remove()
     return {name: block.principal() for name, block in blocks.items()}
-
-
-def _width(model: nn.Module, weight: nn.Parameter) -> int:
-    for module in model.modules():
-        if getattr(module, "weight", None) is weight and isinstance(module, MATRIX_LAYERS):
-            return weight.shape[1 if isinstance(module, nn.Linear) else 0]
-    return weight.shape[1]  # of an embedding
 
 
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
