@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _mechanism(own: Mechanism) -> str:
-    cap, unit, every = own.max_batch_size, own.privacy_unit, own.projection_update_steps
+    cap, unit = own.max_batch_size, own.privacy_unit
     rows = {
         "method": own.method,
         "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
@@ -63,8 +63,7 @@ def _mechanism(own: Mechanism) -> str:
         "clipping": f"{own.clipping}, C = {own.max_grad_norm:g}",
         "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
         "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
-        "projection": f"{own.projection}, r = {own.projection_rank}, "
-        + ("made once" if every is None else f"F = {every}"),
+        "projection": own.projection_in_words,
         "promised": "no epsilon"
         if own.target_epsilon is None
         else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",

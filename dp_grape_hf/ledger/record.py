@@ -172,6 +172,15 @@ class Mechanism:
         return Trials(self.num_trials, self.trials_distribution)
 
     @property
+    def projection_in_words(self) -> str:
+        """The projection, its rank and how often it is made, for cards and tables."""
+        if self.projection_rank is None:
+            return self.projection
+        every = self.projection_update_steps
+        made = "made once" if every is None else f"F = {every}"
+        return f"{self.projection}, r = {self.projection_rank}, {made}"
+
+    @property
     def factors_by_pattern(self) -> dict[str, float]:
         """What ``gradient_factors`` says: name pattern -> factor; the first that matches counts."""
         found: dict[str, float] = json.loads(self.gradient_factors or "{}")

@@ -85,11 +85,7 @@ def _delta(mechanism: Mechanism) -> str:
 def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     """Returns the table: name -> cell."""
     mechanism = ledger.mechanism
-    projection, seed = mechanism.projection, mechanism.projection_seed
-    if mechanism.projection_rank is not None:
-        every = mechanism.projection_update_steps
-        projection += f", r = {mechanism.projection_rank}, "
-        projection += "made once" if every is None else f"F = {every}"
+    seed = mechanism.projection_seed
     cap, known = mechanism.max_batch_size, mechanism.norm_directions
     most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
@@ -107,7 +103,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "Clipping norm C": f"{mechanism.max_grad_norm:g}{_SPLIT.get(mechanism.clipping, '')}",
         "Norms": "exact" if known is None else f"estimated from {known} random directions",
         "Releases": f"{ledger.steps}",
-        "Projection": projection,
+        "Projection": mechanism.projection_in_words,
         "Projection seed (public)": "-" if seed is None else f"{seed}",
         "Method": mechanism.method,
         "Accountant": mechanism.accountant,
