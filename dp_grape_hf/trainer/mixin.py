@@ -265,9 +265,7 @@ class DPGrapeMixin(_Host):
         if dataset is None:
             tokenizer = self.processing_class
             return partial(synthetic_batches, self.model, tokenizer, args.projection_seed)
-        collator = self.data_collator
-        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):
-            dataset = self._remove_unused_columns(dataset, description="public")
+        dataset, collator = self._with_used_columns(dataset, "public")
         size = args.per_device_train_batch_size
         return public_batches(dataset, collator, size, self.label_names)
 
@@ -351,6 +349,13 @@ class DPGrapeMixin(_Host):
             return int(self.plan.mechanism.num_samples)
         return super().num_examples(dataloader)
 
+    def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Returns a data set and its collator, one of which leaves out what the model takes not."""
+        collator = self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # datasets.Dataset
+            return self._remove_unused_columns(dataset, description=what), collator
+        return dataset, self._get_collator_with_removed_columns(collator, description=what)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns a loader of Poisson draws.
 
@@ -359,12 +364,8 @@ class DPGrapeMixin(_Host):
         """
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
-        dataset: Any = self.train_dataset
-        collator, args = self.data_collator, self.args
-        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # datasets.Dataset
-            dataset = self._remove_unused_columns(dataset, description="training")
-        else:
-            collator = self._get_collator_with_removed_columns(collator, description="training")
+        args = self.args
+        dataset, collator = self._with_used_columns(self.train_dataset, "training")
         self.plan.require_size(self._dataset_size)
         generator = (
             self._known_streams.sampling
