@@ -101,6 +101,7 @@ class PerSampleEngine(ABC):
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
+        _keep_laid_out_for_training(model)
         for path, module in model.named_modules():
             try:
                 refuse_coupling(module)
@@ -299,3 +300,16 @@ def batch_size_of(inputs: Inputs) -> int:
             f"{', '.join(map(repr, others))} and {name!r} have other leading sizes."
         )
     return size
+
+
+def _keep_laid_out_for_training(model: nn.Module) -> None:
+    """Has 4-bit weights pass on gradients in evaluation mode.
+
+    On some CPUs bitsandbytes lays them out for inference where a pass in evaluation mode needs no
+    gradient of its input, and from then on they pass on none at all.
+    """
+    switch = "support_avx512bf16_for_cpu"
+    layers = [module for module in model.modules() if getattr(module, switch, False)]
+    for layer in layers:
+        setattr(layer, switch, False)
+        layer.state_dict()  # which undoes that layout

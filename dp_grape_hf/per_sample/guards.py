@@ -94,18 +94,37 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
     Running statistics, moving averages and codebooks are such tensors. They would leave the machine
     without noise, past clipping and accountant.
 
+    A frozen quantised weight (any subclass of a tensor) may be laid out anew by the first pass, so
+    its contents count. What its layer says of it besides, such as scales, is made for each state
+    dict, by some layouts with a loss, and is left out.
+
     Args:
         model: the model that runs inside the context.
         thorough: whether to compare contents, and not only torch's count of in-place changes,
-            which a change through ``.data`` evades.
+            which a change through ``.data`` evades. Of frozen quantised weights only then.
     """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    packed = {
+        name
+        for name, tensor in tensors
+        if not tensor.requires_grad and type(tensor) not in (Tensor, nn.Parameter)
+    }
+    layers = {name.rpartition(".")[0] for name in packed}
+    known = {name for name, _ in tensors}
 
-    def state() -> dict[str, tuple[Any, ...]]:
+    def fingerprint(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):  # what a module adds by get_extra_state
+            return pickle.dumps(value)
+        if name in packed:
+            return _contents(value) if thorough else None
+        return value.data_ptr(), value._version, _contents(value) if thorough else None
+
+    def state() -> dict[str, Any]:
+        entries = model.state_dict(keep_vars=True).items()
         return {
-            name: (value.data_ptr(), value._version, _contents(value) if thorough else None)
-            if isinstance(value, Tensor)
-            else (pickle.dumps(value),)  # what a module adds by get_extra_state
-            for name, value in model.state_dict(keep_vars=True).items()
+            name: fingerprint(name, value)
+            for name, value in entries
+            if name in known or not any(name.startswith(f"{layer}.") for layer in layers)
         }
 
     before = state()
@@ -124,5 +143,7 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
 
 def _contents(tensor: Tensor) -> str:
     """Returns a summary of a tensor's numbers; as text, for NaN is not equal to itself."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of others, without numbers of its own
+        return " ".join(_contents(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return repr(tensor.sum(dtype=wide).item())
+    return repr(tensor.as_subclass(Tensor).sum(dtype=wide).item())
