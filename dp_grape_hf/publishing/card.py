@@ -75,8 +75,10 @@ def declare(
     model_name: str | None = None,
     finetuned_from: str | None = None,
     tasks: str | list[str] | None = None,
-    *,
+    dataset_tags: str | list[str] | None = None,
     dataset: str | list[str] | None = None,
+    dataset_args: str | list[str] | None = None,
+    *,
     dataset_name: str | list[str] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> CardDetails:
@@ -91,8 +93,10 @@ def declare(
         model_name: the title.
         finetuned_from: the base model.
         tasks: the Hub shows one, the first.
-        dataset: names on the Hub.
-        dataset_name: the same, as TRL calls it.
+        dataset_tags: names on the Hub.
+        dataset: the same, unless ``dataset_tags`` are given, beside which it is a title.
+        dataset_args: configurations of a data set, for which the card has no place.
+        dataset_name: the same as ``dataset_tags``, as TRL calls it.
         metrics: name -> value, such as ``{"accuracy": 0.9}``.
     """
     task = tasks[0] if isinstance(tasks, list) and tasks else tasks
@@ -104,7 +108,7 @@ def declare(
         model_name=model_name or details.model_name,
         base_model=finetuned_from or details.base_model,
         pipeline_tag=task if task and isinstance(task, str) else details.pipeline_tag,
-        datasets=dataset or dataset_name or details.datasets,
+        datasets=dataset_tags or dataset or dataset_name or details.datasets,
         metrics=metrics or details.metrics,
         metrics_are_public=eval_data_is_public if metrics else details.metrics_are_public,
     )

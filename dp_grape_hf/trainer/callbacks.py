@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,20 @@ _LOGS_OF_THE_HOST = {
     *("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 }
 UPDATES_OF_EPSILON = 40  # in the progress bar, per run: one takes the accountant about 0.1 s
+
+
+class Withheld(float):
+    """In place of a number that is not private: NaN, and "withheld" wherever it is written."""
+
+    def __new__(cls) -> Withheld:
+        """Takes no number."""
+        return super().__new__(cls, math.nan)
+
+    def __repr__(self) -> str:
+        return "withheld"
+
+    def __format__(self, spec: str) -> str:
+        return f"{self!r}"
 
 
 class OnlyPrivateLogs(TrainerCallback):

@@ -93,6 +93,7 @@ from dp_grape_hf.trainer.callbacks import (
     PrivacyProgress,
     SeeIterates,
     StopAtBudget,
+    Withheld,
     refuse_early_stopping,
 )
 from dp_grape_hf.trainer.checkpoints import (
@@ -391,7 +392,8 @@ class DPGrapeMixin(_Host):
         """Resumes from the last checkpoint that is whole, if it is to find one itself.
 
         The original takes the last folder, which a run that was killed may have left half saved.
-        ``training_loss`` of what is returned is None: the loss is no private quantity.
+        ``training_loss`` of what is returned is NaN and says that it is withheld: the loss is no
+        private quantity.
         """
         if resume_from_checkpoint is True:
             folder = str(self.args.output_dir)
@@ -404,7 +406,7 @@ class DPGrapeMixin(_Host):
         finally:
             self.private_run.stop()
         keep = self.args.log_unnoised_statistics
-        return output if keep else output._replace(training_loss=None)  # type: ignore[arg-type]
+        return output if keep else output._replace(training_loss=Withheld())
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a run that was resumed when complete as it is; the original makes a step more."""
@@ -789,7 +791,7 @@ class DPGrapeMixin(_Host):
         """Writes our card; the original has a column of training losses.
 
         Takes what ``card.declare`` takes, which is kept for later cards of this trainer:
-        most arguments of the original, and ``metrics``, which appear with a word on whether their
+        the arguments of the original, and ``metrics``, which appear with a word on whether their
         data is public (``eval_data_is_public``).
         """
         public = self.args.eval_data_is_public

@@ -353,6 +353,8 @@ def test_what_is_declared_adds_to_what_was() -> None:
     assert third.metrics_are_public is False, "these metrics were declared before"
     assert (third.model_name, third.base_model, third.tags) == ("Mine", "u/base", ("b", "c"))
     assert declare(third, True, metrics={"f1": 0.6}).metrics_are_public is True
+    glue = declare(third, True, dataset_tags="glue", dataset="GLUE SST2", dataset_args="sst2")
+    assert glue.datasets == "glue"
 
 
 def test_the_command_that_verifies_names_the_repository() -> None:

@@ -21,6 +21,7 @@ import transformers
 from transformers import Trainer
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
+from dp_grape_hf.publishing import declare
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from dp_grape_hf.trainer.seams import SEAMS
 from tests.support.trainers import make_trainer
@@ -171,6 +172,14 @@ def test_our_methods_take_what_those_of_the_trainer_take(
     }
     assert len(found) == len(SEAMS) or cls != "Trainer"
     assert not {name: why for name, why in found.items() if why is not None}
+
+
+@of_each_version
+def test_the_card_takes_what_that_of_the_trainer_takes(version: str) -> None:
+    parameters = list(inspect.signature(declare).parameters.values())[1:]  # but the details
+    parameters[0] = parameters[0].replace(name="self")
+    host = methods(version)["create_model_card"].args
+    assert misfit(host, inspect.Signature(parameters)) is None
 
 
 @of_each_version

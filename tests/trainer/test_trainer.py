@@ -578,6 +578,22 @@ def test_the_model_card_of_the_host_is_replaced(tmp_path: Path) -> None:
     assert trainer.ledger.epsilon() <= float(claimed[1]) < trainer.ledger.epsilon() + 0.002
 
 
+def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    result = trainer.train()
+    trainer.save_model()
+    metrics = result.metrics | {"train_samples": 10, "train_loss": result.training_loss}
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    words = {"tasks": "text-classification", "finetuned_from": "user/base", "language": "en"}
+    glue = {"dataset_tags": "glue", "dataset_args": "sst2", "dataset": "GLUE SST2"}
+    trainer.create_model_card(**words, **glue)
+    text = (tmp_path / "README.md").read_text()
+    assert "\ndatasets: glue\n" in text
+    assert "SST2" not in text
+
+
 def test_the_state_of_the_trainer_is_strict_json(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=4).train()
     text = (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
