@@ -64,19 +64,61 @@ def call_in_coordinates(
         kwargs: keyword arguments of ``forward``.
     """
     weights = dict(module.named_parameters())
-    stand_ins: dict[int, Tensor] = {
-        id(weights[name]): _StandIn.of(weights[name], name, z, projectors.get(name), record)
+    stand_ins: dict[str, Tensor] = {
+        name: _StandIn.of(weights[name], name, z, projectors.get(name), record)
         for name, z in coordinates.items()
     }
+    return _call_with(module, forward, stand_ins, args, kwargs or {})
+
+
+def call_for_one(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    coordinates: Mapping[str, Tensor],
+    projectors: Mapping[str, Projector],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Returns what ``call_in_coordinates`` does, outside vmap: for any code, one sample at a time.
+
+    A weight is then its own value, of which autograd computes the whole gradient of one sample; the
+    gradient in z is its projection.
+
+    Args:
+        module: as in ``call_in_coordinates``, and so are the others.
+        forward: what to call.
+        coordinates: of this sample, outside vmap.
+        projectors: of the parameters that are projected.
+        args: of this sample.
+        kwargs: of this sample.
+    """
+    weights = dict(module.named_parameters())
+    own: dict[str, Tensor] = {
+        name: _Own.apply(z, weights[name].detach(), projectors.get(name))
+        for name, z in coordinates.items()
+    }
+    return _call_with(module, forward, own, args, kwargs)
+
+
+def _call_with(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    replacements: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls with other tensors in the places of some parameters, under all of their names."""
+    weights = dict(module.named_parameters())
+    by_id = {id(weights[name]): tensor for name, tensor in replacements.items()}
     # One entry for each place that holds a weight: a module that is reached by two paths is one.
     places = {
-        ".".join(filter(None, ["module", path, local])): stand_ins[id(parameter)]
+        ".".join(filter(None, ["module", path, local])): by_id[id(parameter)]
         for path, owner in module.named_modules()
         for local, parameter in owner._parameters.items()
-        if id(parameter) in stand_ins
+        if id(parameter) in by_id
     }
     call = _Call(module)
-    return functional_call(call, places, (forward, *args), dict(kwargs or {}), tie_weights=False)
+    return functional_call(call, places, (forward, *args), dict(kwargs), tie_weights=False)
 
 
 def zero_coordinates(weight: Tensor, projector: Projector | None, batch_size: int) -> Tensor:
@@ -122,6 +164,21 @@ class _Outside(torch.autograd.Function):
             return tensor.movedim(dim, 0)
 
         return function(*map(of_all, tensors, in_dims[2:]))
+
+
+class _Own(torch.autograd.Function):
+    """A weight, as ``W + lift(z)`` at z = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, weight: Tensor, projector: Projector | None) -> Tensor:
+        ctx.projector = projector
+        return weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.to_dense().float() if grad.is_sparse else grad.float()
+        return (ctx.projector.project(grad) if ctx.projector else grad), None, None
 
 
 class _Call(nn.Module):

@@ -41,6 +41,10 @@ from dp_grape_hf.per_sample.probing import copies_of_first, evaluating, first_tw
 from dp_grape_hf.projections import Projector
 
 
+class NotVectorisedError(UnsupportedModelError):
+    """Code fails under ``torch.func.vmap`` that runs without it."""
+
+
 class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 
@@ -344,14 +348,14 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
         yield
     except (PrivacyError, torch.OutOfMemoryError):
         raise
-    except _ERRORS as error:
+    except ERRORS as error:
         if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
             reason = str(error).strip().split(". ")[0].split("\n")[0]
         elif _fails(plain):
             raise
         else:
-            reason = f"under torch.func.vmap it raises {type(error).__name__}, without it does not"
-        raise UnsupportedModelError(
+            reason = f"{type(error).__name__} for one sample, which all together do not raise"
+        raise NotVectorisedError(
             f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
             "requires_grad_(False), use an implementation that does not branch on values (for a "
             "mixture of experts, experts_implementation='batched_mm') nor write into a cache "
@@ -360,17 +364,17 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
         ) from error
 
 
-# Of the program, not of the machine; gradient checkpointing ends what it repeats by another one.
-_ERRORS = (
+ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
 )
+"""Of the program, not of the machine; gradient checkpointing ends what it repeats by another."""
 
 
 def _fails(function: Callable[[], Any]) -> bool:
     try:
         with torch.no_grad():
             function()
-    except _ERRORS:
+    except ERRORS:
         return True
     return False

@@ -231,7 +231,7 @@ class Family:
         tasks: the names of the tasks to try.
         models: what the models' classes start with, if not as the configuration's does.
         without_part: parts of the names of parameters that have no part in the loss.
-        adapter: PEFT's method: ``lora``, ``ia3`` or ``prompt``.
+        adapter: PEFT's method, of ``ADAPTERS``.
         ends: whether the model looks for the end-of-text token.
         refused: engine, or (engine, task) -> a part of the message it is refused with.
     """
@@ -307,24 +307,62 @@ def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **chan
     return model.train()
 
 
+ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "LoRA": ("Lora", {"r": 4}),
+    "IA3": ("IA3", {"feedforward_modules": []}),
+    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
+    "DoRA": ("Lora", {"r": 4, "use_dora": True}),
+    "LoHa": ("LoHa", {"r": 4}),
+    "LoKr": ("LoKr", {"r": 4}),
+    "OFT": ("OFT", {"oft_block_size": 4, "r": 0}),
+    "BOFT": ("BOFT", {"boft_block_size": 4}),
+    "HRA": ("HRA", {"r": 4}),
+    "VeRA": ("Vera", {"r": 4}),
+    "RandLoRA": ("RandLora", {"r": 4}),
+    "FourierFT": ("FourierFT", {"n_frequency": 10}),
+    "WaveFT": ("WaveFT", {"n_frequency": 10}),
+    "VB-LoRA": ("VBLoRA", {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2}),
+    "SHiRA": ("Shira", {"r": 4}),
+    "C3A": ("C3A", {"block_size": 8}),
+    "MiSS": ("Miss", {"r": 4}),
+    "RoAd": ("Road", {"group_size": 8}),
+    "DeLoRA": ("Delora", {"r": 4}),
+    "GraLoRA": ("Gralora", {"r": 4, "gralora_k": 2}),
+    "PSOFT": ("Psoft", {"r": 4}),
+    "LN tuning": ("LNTuning", {"target_modules": ["input_layernorm"]}),
+    "trainable tokens": (
+        "TrainableTokens",
+        {"token_indices": [5, 6, 7], "target_modules": ["embed_tokens"]},
+    ),
+    "P-tuning": ("PromptEncoder", {"num_virtual_tokens": 3, "encoder_hidden_size": 8}),
+    "prefix tuning": ("PrefixTuning", {"num_virtual_tokens": 3}),
+}
+"""Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
+
+
+NOT_VECTORISED = (
+    "LoHa",
+    "LoKr",
+    "OFT",
+    "VB-LoRA",
+    "RandLoRA",
+    "FourierFT",
+    "WaveFT",
+    "SHiRA",
+    "C3A",
+)
+
+
 def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0) -> Any:
     """Returns the model with a PEFT adapter around or in it."""
     import peft
 
     inside = ["query", "value", "q_proj", "v_proj", "q", "v", "c_attn"]
     targets = [n for n in inside if any(m.endswith(f".{n}") for m, _ in model.named_modules())]
-    config: Any
-    match adapter:
-        case "lora":
-            config = peft.LoraConfig(r=4, target_modules=targets, task_type=task_type)
-        case "ia3":
-            config = peft.IA3Config(
-                target_modules=targets, feedforward_modules=[], task_type=task_type
-            )
-        case "prompt":
-            config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type=task_type)
-        case _:
-            raise ValueError(f"{adapter=} is not known.")
+    cls, settings = ADAPTERS[adapter]
+    kind = getattr(peft, f"{cls}Config")
+    where = {} if issubclass(kind, peft.PromptLearningConfig) else {"target_modules": targets}
+    config = kind(**{"task_type": task_type, **where, **settings})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = peft.get_peft_model(model, config)
@@ -475,7 +513,9 @@ CLIP = {
 
 ONE_LAYER = {"num_hidden_layers": 1}
 # Their classifiers select the end-of-text tokens, and vmap cannot vectorise a selection by value.
-NO_SELECTION = {("functorch", "sequence classification"): "cannot be vectorised over samples"}
+DYNAMIC = "cannot be vectorised over samples"
+NO_VMAP = {"functorch": DYNAMIC}  # layerwise runs what vmap cannot for one sample after another
+NO_SELECTION = {("functorch", "sequence classification"): DYNAMIC}
 
 # ---- The table ----
 
@@ -607,10 +647,7 @@ FAMILIES = [
         "MixtralConfig",
         {**DECODER, **ONE_LAYER, "num_local_experts": 4, "experts_implementation": "eager"},
         ("causal LM",),
-        refused={
-            "layerwise": "MixtralExperts) cannot be vectorised over samples",
-            "functorch": "cannot be vectorised over samples",
-        },
+        refused=NO_VMAP,
     ),
 ]
 
@@ -618,26 +655,27 @@ FAMILIES = [
 def _with_adapters() -> Iterator[Family]:
     """Yields PEFT's methods on one model of each kind."""
     bases = {family.name: family for family in FAMILIES}
-    names = {"lora": "LoRA", "ia3": "IA3", "prompt": "prompt tuning"}
-    everything = ("lora", "ia3", "prompt")
+    usual = ("LoRA", "IA3", "prompt tuning")
     for base, adapters, tasks in (
-        ("BERT", everything, ("sequence classification", "question answering")),
-        ("BERT", ("lora", "ia3"), ("token classification",)),  # PEFT's prompts break its loss
-        ("Llama", everything, ("sequence classification", "causal LM")),
-        ("T5", everything, ("seq2seq LM",)),
-        ("ViT", ("lora", "ia3"), ("image classification",)),
-        ("Mixtral", ("lora", "ia3"), ("causal LM",)),
+        ("BERT", usual, ("sequence classification", "question answering")),
+        ("BERT", usual[:2], ("token classification",)),  # PEFT's prompts break its loss
+        ("Llama", usual, ("sequence classification", "causal LM")),
+        ("Llama", tuple(ADAPTERS)[len(usual) :], ("causal LM",)),
+        ("T5", usual, ("seq2seq LM",)),
+        ("ViT", usual[:2], ("image classification",)),
+        ("Mixtral", usual[:2], ("causal LM",)),
     ):
         family = bases[base]
         for adapter in adapters:
             yield Family(
-                f"{base} + {names[adapter]}",
+                f"{base} + {adapter}",
                 family.config,
                 family.settings,
                 tasks,
                 models=family.models,
                 adapter=adapter,
                 ends=family.ends,
+                refused=NO_VMAP if adapter in NOT_VECTORISED else {},
             )
 
 

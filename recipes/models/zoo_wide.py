@@ -18,6 +18,7 @@ from recipes.models.zoo import (
     LABELS,
     MAX_POSITIONS,
     MELS,
+    NO_VMAP,
     ONE_LAYER,
     PAD,
     PATCH,
@@ -108,9 +109,6 @@ SPEECH = {
 }
 UNMASKED = ("masked_spec_embed",)  # without SpecAugment
 
-DYNAMIC = "cannot be vectorised over samples"
-NO_VMAP = {"functorch": DYNAMIC}
-NO_VMAP_OF_PARTS = {"functorch": DYNAMIC, "layerwise": DYNAMIC}
 NO_BATCH_NORM = dict.fromkeys(("functorch", "layerwise"), "mixes samples through batch statistics")
 
 # ---- The table ----
@@ -340,7 +338,7 @@ WIDE = [
         },
         (CAUSAL,),
         models="Gemma3n",
-        refused=NO_VMAP_OF_PARTS,
+        refused=NO_VMAP,
     ),
     Family("GLM", "GlmConfig", {**GROUPED, "head_dim": 8}, (CAUSAL,)),
     Family("GLM-4", "Glm4Config", {**GROUPED, "head_dim": 8}, (CAUSAL,)),
@@ -427,9 +425,9 @@ WIDE = [
     Family(
         "JetMoE",
         "JetMoeConfig",
-        {**EXPERTS, "kv_channels": 8},
+        {**EXPERTS, **NO_CACHE, "kv_channels": 8},
         (CAUSAL,),
-        refused=NO_VMAP_OF_PARTS,
+        refused=NO_VMAP,
     ),
     Family("OLMoE", "OlmoeConfig", EXPERTS, (CAUSAL,)),
     Family(
@@ -537,7 +535,7 @@ WIDE = [
             "head_dim": 8,
         },
         (CAUSAL,),
-        refused=NO_VMAP_OF_PARTS,
+        refused=NO_VMAP,
     ),
     Family(
         "RWKV",
@@ -564,7 +562,7 @@ WIDE = [
         },
         (SEQ2SEQ,),
         without_part=("_global",),
-        refused=NO_VMAP_OF_PARTS,
+        refused=NO_VMAP,
     ),
     Family("LongT5", "LongT5Config", {**T5, "local_radius": 3}, (SEQ2SEQ,)),
     Family(
@@ -637,7 +635,7 @@ WIDE = [
         },
         (WAVES,),
         without_part=UNMASKED,
-        refused=NO_VMAP_OF_PARTS,
+        refused=NO_VMAP,
     ),
     Family(
         "UniSpeech",

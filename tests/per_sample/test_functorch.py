@@ -343,17 +343,46 @@ def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
     assert isinstance(refusal.value.__cause__, cause or type(None))
 
 
-def test_the_layerwise_engine_refuses_what_vmap_cannot_run_as_well() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
+class Owner(nn.Module):
+    """A module without a rule that does something to what it is given."""
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden * self.weight * len(hidden.mean((0, 2)).tolist())
+    def __init__(self, rest: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.rest = nn.Parameter(torch.ones(8)), rest
+        self.register_buffer("seen", torch.zeros(8), persistent=False)
 
-    model = Toy(lambda m, h: m.counting(h), counting=Counting())
-    with pytest.raises(UnsupportedModelError, match=r"^counting \(Counting\) cannot be"):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.rest(self, hidden * self.weight)
+
+
+def test_the_layerwise_engine_runs_one_by_one_what_vmap_cannot_run() -> None:
+    model = Toy(lambda m, h: m.owner(h), owner=Owner(lambda m, h: h * len(h.mean((0, 2)).tolist())))
+    losses, gradients = per_sample_gradients(model, positions(), loss=mean_output)
+    expected_losses, expected = single_sample_gradients(model, positions(), loss=mean_output)
+    torch.testing.assert_close(losses, expected_losses)
+    assert_gradients_equal(gradients, expected)
+
+
+@pytest.mark.parametrize("rest", [count_in_place, count_anew])
+def test_what_a_module_keeps_of_one_sample_does_not_reach_the_next(
+    rest: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    owner = Owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
+    model = Toy(lambda m, h: m.owner(h), owner=owner)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^owner \(Owner\) .*changes its buffer 'seen'"
+    ):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_one_sample_that_fails_alone_is_a_refusal_with_the_error() -> None:
+    def fail(_: nn.Module, hidden: Tensor) -> Tensor:
+        if len(hidden) == 1:
+            raise ValueError("one is too few")
+        return hidden
+
+    model = Toy(lambda m, h: m.owner(h), owner=Owner(fail))
+    with pytest.raises(UnsupportedModelError, match="one sample after another: ValueError: one is"):
         per_sample_gradients(model, positions(), loss=mean_output)
 
 

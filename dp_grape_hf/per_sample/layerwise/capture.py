@@ -4,7 +4,8 @@ Every layer with a rule runs with its weights detached and an extra autograd nod
 When that node receives the output's gradient it applies the rule, with the projection, so the
 gradient of a weight never exists and ``p.grad`` stays None. Gradient checkpointing works because
 the forward pass is simply re-run; a module that runs twice is recorded twice. A module without a
-rule runs under ``torch.func.vmap``, each sample with weights ``W + lift(tap_i)`` of its own.
+rule runs under ``torch.func.vmap``, each sample with weights ``W + lift(tap_i)`` of its own; or, if
+vmap cannot run its code, once for each sample.
 
 Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
 ...).
@@ -26,8 +27,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.engine import Consume
-from dp_grape_hf.per_sample.functional import call_in_coordinates, zero_coordinates
-from dp_grape_hf.per_sample.functorch import Batching, refusing_dynamic_code, vmap_safe
+from dp_grape_hf.per_sample.functional import (
+    call_for_one,
+    call_in_coordinates,
+    zero_coordinates,
+)
+from dp_grape_hf.per_sample.functorch import (
+    ERRORS,
+    Batching,
+    refusing_dynamic_code,
+    vmap_safe,
+)
 from dp_grape_hf.per_sample.gradients import (
     Dense,
     Factored,
@@ -265,7 +275,7 @@ class Pass:
         return _Capture.apply(output, saved, self.anchor, record)
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
-        """Runs a module under vmap, each sample with weights ``W + lift(tap_i)`` of its own."""
+        """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
         leaves, spec = tree_flatten((args, kwargs))
         batched = site.carrying(leaves, repr(spec), self._batch_size, self._shapes)
         samples = [leaves[i].unflatten(0, (self._batch_size, -1)) for i in batched]  # (B, k, ...)
@@ -285,21 +295,61 @@ class Pass:
             for i, leaf in zip(batched, sample, strict=True):
                 filled[i] = leaf
             own_args, own_kwargs = tree_unflatten(filled, spec)
-            with Batching(next(iter(taps.values()))):
-                output = call_in_coordinates(
-                    site.module, original, taps, projectors, record, own_args, own_kwargs
-                )
+            call = (site.module, original, taps, projectors)
+            if site.loops:
+                output = call_for_one(*call, own_args, own_kwargs)
+            else:
+                with Batching(next(iter(taps.values()))):
+                    output = call_in_coordinates(*call, record, own_args, own_kwargs)
             structure[:] = [tree_flatten(output)]
             return [leaf for leaf in structure[0][0] if isinstance(leaf, Tensor)]
 
-        plain = partial(original, *args, **kwargs)
-        with refusing_dynamic_code(site.label, plain), vmap_safe(site.module):
-            outputs = vmap(one, randomness="different")(taps, *samples)
+        if site.loops:
+            outputs = self._one_by_one(site, one, taps, samples)
+        else:
+            plain = partial(original, *args, **kwargs)
+            with (
+                site.looping_next_time(),
+                refusing_dynamic_code(site.label, plain),
+                vmap_safe(site.module),
+            ):
+                outputs = vmap(one, randomness="different")(taps, *samples)
         leaves, spec = structure[0]
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for i, output in zip(places, outputs, strict=True):
             leaves[i] = _merge(site, output, (repr(spec), i), self._shapes)
         return tree_unflatten(leaves, spec)
+
+    def _one_by_one(
+        self,
+        site: Site,
+        one: Callable[..., list[Tensor]],
+        taps: Mapping[str, Tensor],
+        samples: list[Tensor],
+    ) -> list[Tensor]:
+        """Returns what vmap would, for code that it cannot run."""
+        own_taps = {local: tap.unbind() for local, tap in taps.items()}
+        before, found = _state_of(site), []
+        try:
+            for i in range(self._batch_size):
+                own = {local: taps[i] for local, taps in own_taps.items()}
+                found.append(one(own, *(sample[i] for sample in samples)))
+            if changed := before ^ _state_of(site):
+                raise UnsupportedModelError(
+                    f"{site.label} cannot be vectorised over samples ({site.loops}), and changes "
+                    f"its buffer {min(changed)[0]!r} when it runs, so that one sample after "
+                    "another would see what is left of those before it. Freeze it with "
+                    "requires_grad_(False)."
+                )
+            return [torch.stack(outputs) for outputs in zip(*found, strict=True)]
+        except (PrivacyError, torch.OutOfMemoryError):
+            raise
+        except ERRORS as error:
+            raise UnsupportedModelError(
+                f"{site.label} cannot be vectorised over samples ({site.loops}), and fails for one "
+                f"sample after another: {type(error).__name__}: {error}. Freeze it with "
+                "requires_grad_(False), or, if it writes into a cache, set config.use_cache=False."
+            ) from error
 
     def _tap(self, name: str) -> Tensor:
         """Returns the zero coordinates of a parameter, (B, ...), one tensor for all its uses."""
@@ -365,6 +415,11 @@ def _project(
             return in_form(SparseRows(indices, projector.project(values), num_rows))
         case Dense(values):
             return Dense(projector.project(values))
+
+
+def _state_of(site: Site) -> set[tuple[str, int, int]]:
+    """Returns the buffers of a module, and which version of them there is."""
+    return {(name, id(b), b._version) for name, b in site.module.named_buffers()}
 
 
 def _merge(site: Site, output: Tensor, key: Key, shapes: Shapes) -> Tensor:

@@ -9,8 +9,11 @@ result would be wrong.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
 )
+from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
 from dp_grape_hf.per_sample.layerwise.layers import (
@@ -45,6 +49,8 @@ from dp_grape_hf.per_sample.probing import (
 )
 from dp_grape_hf.phases import BACKWARD
 from dp_grape_hf.projections import Projector
+
+logger = logging.getLogger(__name__)
 
 
 class LayerwiseEngine(PerSampleEngine):
@@ -78,6 +84,7 @@ class LayerwiseEngine(PerSampleEngine):
         self._group_of = {name: group for group in self.groups for name in group}
         self._probed = 0  # how many different samples the probe has seen, up to 2
         self._learnt_anew = False  # whether calls were learnt since the last probe
+        self._looping = 0  # how many modules are known to run sample by sample
         self._repeats = False  # whether two backward passes were seen to agree
 
     def __call__(
@@ -117,6 +124,19 @@ class LayerwiseEngine(PerSampleEngine):
             self._probed = self._probe(inputs, projectors)
             self._learnt_anew = False
         self._examine(inputs, lambda batch: self._pass(batch, projectors))
+        self._tell_what_loops()
+
+    def _tell_what_loops(self) -> None:
+        looping = [site for site in self._sites if site.loops]
+        if len(looping) > self._looping:
+            logger.warning(
+                "%s%s cannot be vectorised over samples (%s), and will run for one sample after "
+                "another: as exact, and slower by as many times as a physical batch has samples.",
+                looping[0].label,
+                f" and {len(looping) - 1} more" if looping[1:] else "",
+                looping[0].loops,
+            )
+            self._looping = len(looping)
 
     def _pass(
         self,
@@ -133,16 +153,22 @@ class LayerwiseEngine(PerSampleEngine):
         batch_size = batch_size_of(inputs)
         for sample in range(batch_size):
             try:
-                return self._try_pass(inputs, projectors, only, consumers)
+                return self._looping_pass(inputs, projectors, only, consumers)
             except UnknownTensorError:  # a mask, say, that the samples seen so far did not need
                 self._learn(inputs, sample)
                 self._learnt_anew = True
         try:
-            return self._try_pass(inputs, projectors, only, consumers)
+            return self._looping_pass(inputs, projectors, only, consumers)
         except UnknownTensorError as error:
             raise UnsupportedModelError(
                 f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
             ) from error
+
+    def _looping_pass(self, *args: Any) -> tuple[Tensor, Gradients]:
+        """Makes a pass again where vmap failed: what failed runs sample by sample from then on."""
+        while True:
+            with contextlib.suppress(NotVectorisedError):  # at most once for each site
+                return self._try_pass(*args)
 
     def _try_pass(
         self,

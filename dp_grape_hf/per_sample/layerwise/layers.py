@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
 
 # ---- Changing how modules run, for a while ----
@@ -190,6 +191,7 @@ class Site:
     rows: Rows = field(default_factory=Rows)  # of the first input, which the rule is about
     tensors: dict[Key, Rows] = field(default_factory=dict)  # without rule: of all of them
     calls: int = 0  # in one pass
+    loops: str = ""  # without rule: why it runs for one sample after another, and not under vmap
     broadcast: bool = False  # whether it computes something once for all samples
     siblings: tuple[Site, ...] = ()  # sites that are given one and the same tensor, this one too
 
@@ -197,6 +199,15 @@ class Site:
     def label(self) -> str:
         """How error messages name the site."""
         return f"{self.path or 'the model'} ({type(self.module).__name__})"
+
+    @contextlib.contextmanager
+    def looping_next_time(self) -> Iterator[None]:
+        """Notes if vmap cannot run the code inside."""
+        try:
+            yield
+        except NotVectorisedError as error:
+            self.loops = f"{error}".partition(": ")[2].partition(". ")[0]
+            raise
 
     @property
     def carried(self) -> bool:
@@ -387,11 +398,8 @@ class Sites:
         """Returns the sites whose parameters are used outside the forward of their module."""
         if not losses.requires_grad:
             return []
-        tracked = {
-            name: self._model.get_parameter(name)
-            for site in self.all
-            for name in site.parameters.values()
-        }
+        parameters = dict(self._model.named_parameters())
+        tracked = {name: parameters[name] for site in self.all for name in site.parameters.values()}
         found = torch.autograd.grad(losses.sum(), list(tracked.values()), allow_unused=True)
         used = {name for name, g in zip(tracked, found, strict=True) if g is not None}
         return [

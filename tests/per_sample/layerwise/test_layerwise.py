@@ -7,6 +7,7 @@ import pytest
 import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5EncoderModel
 
@@ -307,6 +308,68 @@ def test_a_module_with_parameters_of_its_own_runs_under_vmap(
         "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
     }
     check(Gated(flattened), tokens(batch_size), projectors if projected else None)
+
+
+class Unvectorised(torch.autograd.Function):
+    """The identity, written as vmap cannot run it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Looping(Gate):
+    """A gate whose code cannot run under vmap, and spoils its input before that shows."""
+
+    def __init__(self, random: bool = False) -> None:
+        super().__init__()
+        self.random = random
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = Unvectorised.apply(args[0].add_(1))
+        if self.random:
+            x = functional.dropout(x, 0.5, self.training)
+        return super().forward(x - 1, *args[1:], **kwargs)
+
+
+def looping(flattened: bool = False, **options: Any) -> Gated:
+    model = Gated(flattened)
+    model.gate = Looping(**options)
+    return model
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_module_that_vmap_cannot_run_runs_for_one_sample_after_another(
+    batch_size: int, flattened: bool, projected: bool
+) -> None:
+    projectors = {
+        "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
+        "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
+    }
+    check(looping(flattened), tokens(batch_size), projectors if projected else None)
+
+
+def test_what_runs_for_one_sample_after_another_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = LayerwiseEngine(looping(), mean_output)
+    for _ in range(3):
+        engine(tokens(3), {})
+    (record,) = caplog.records
+    assert "gate (Looping) cannot be vectorised over samples (In order to use" in record.message
+    assert "one sample after another" in record.message
+
+
+def test_samples_that_run_one_after_another_have_dropout_of_their_own() -> None:
+    engine = LayerwiseEngine(looping(random=True), mean_output)
+    inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
+    assert engine(inputs, {})[0].unique().numel() == 3
 
 
 class Positions(nn.Module):
