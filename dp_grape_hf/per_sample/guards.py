@@ -146,4 +146,4 @@ def _contents(tensor: Tensor) -> str:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of others, without numbers of its own
         return " ".join(_contents(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return repr(tensor.as_subclass(Tensor).sum(dtype=wide).item())
+    return repr(tensor.sum(dtype=wide).item())
