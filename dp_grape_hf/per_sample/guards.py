@@ -94,30 +94,29 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
     Running statistics, moving averages and codebooks are such tensors. They would leave the machine
     without noise, past clipping and accountant.
 
-    A frozen quantised weight (any subclass of a tensor) may be laid out anew by the first pass, so
-    its contents count. What its layer says of it besides, such as scales, is made for each state
-    dict, by some layouts with a loss, and is left out.
+    A frozen quantised weight (of any subclass of a parameter) may be laid out elsewhere by a pass.
+    What its layer says of it besides, such as scales, is made for each state dict, by some layouts
+    with a loss, and is left out.
 
     Args:
         model: the model that runs inside the context.
         thorough: whether to compare contents, and not only torch's count of in-place changes,
-            which a change through ``.data`` evades. Of frozen quantised weights only then.
+            which a change through ``.data`` evades.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    parameters = dict(model.named_parameters())
     packed = {
         name
-        for name, tensor in tensors
-        if not tensor.requires_grad and type(tensor) not in (Tensor, nn.Parameter)
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad and type(parameter) is not nn.Parameter
     }
     layers = {name.rpartition(".")[0] for name in packed}
-    known = {name for name, _ in tensors}
+    known = parameters.keys() | {name for name, _ in model.named_buffers()}
 
     def fingerprint(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):  # what a module adds by get_extra_state
             return pickle.dumps(value)
-        if name in packed:
-            return _contents(value) if thorough else None
-        return value.data_ptr(), value._version, _contents(value) if thorough else None
+        place = None if name in packed else value.data_ptr()
+        return place, value._version, _contents(value) if thorough else None
 
     def state() -> dict[str, Any]:
         entries = model.state_dict(keep_vars=True).items()
@@ -132,8 +131,8 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
     after = state()
     if before == after:
         return
-    for name, fingerprint in before.items():
-        if after.get(name) != fingerprint:
+    for name, was in before.items():
+        if after.get(name) != was:
             raise UnsupportedModelError(
                 f"A training pass changed {name}, which is saved with the weights: it would "
                 "publish a statistic of the training data without noise. Switch that statistic "

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.per_sample import refusing_changed_weights
 from dp_grape_hf.publishing.file_checks import MISMATCH
 from dp_grape_hf.publishing.verification import verify
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
@@ -96,6 +97,21 @@ def test_functorch_refuses_a_layer_that_cannot_be_vectorised(tmp_path: Path) -> 
     model = adapted(base(tmp_path, "int8"))
     with pytest.raises(UnsupportedModelError, match=r'setup_context.*engine="layerwise"'):
         per_sample_gradients(model, batch(), engine="functorch")
+
+
+@each_kind
+def test_a_statistic_in_a_quantised_layer_is_refused(tmp_path: Path, kind: str) -> None:
+    model = base(tmp_path, kind)
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.register_buffer("seen", torch.zeros(1))
+    layer.register_forward_hook(lambda m, args, _: m.seen.add_(args[0].detach().mean()))
+    with (
+        pytest.raises(
+            UnsupportedModelError, match=r"changed model\.layers\.0\.mlp\.down_proj\.seen"
+        ),
+        refusing_changed_weights(model, thorough=False),
+    ):
+        model(**batch())
 
 
 @each_kind
