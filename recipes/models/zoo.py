@@ -9,6 +9,7 @@ Shapes: B samples in the batch, T positions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -315,7 +316,6 @@ ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "LoHa": ("LoHa", {"r": 4}),
     "LoKr": ("LoKr", {"r": 4}),
     "OFT": ("OFT", {"oft_block_size": 4, "r": 0}),
-    "BOFT": ("BOFT", {"boft_block_size": 4}),
     "HRA": ("HRA", {"r": 4}),
     "VeRA": ("Vera", {"r": 4}),
     "RandLoRA": ("RandLora", {"r": 4}),
@@ -365,7 +365,8 @@ def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0
     config = kind(**{"task_type": task_type, **where, **settings})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = peft.get_peft_model(model, config)
+        with warnings.catch_warnings(action="ignore"):  # LN tuning of another class than LayerNorm
+            model = peft.get_peft_model(model, config)
         _disturb(model)
     return model.train()
 

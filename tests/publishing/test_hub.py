@@ -388,8 +388,8 @@ def test_metrics_are_published_with_a_word_on_their_data(hub: Hub, tmp_path: Pat
 def test_what_the_original_card_would_say_and_ours_does_not_is_refused(
     hub: Hub, tmp_path: Path
 ) -> None:
-    with pytest.raises(TypeError, match="dataset_args"):
-        trained(tmp_path).push_to_hub(dataset_args="all")
+    with pytest.raises(TypeError, match="dataset_summary"):
+        trained(tmp_path).push_to_hub(dataset_summary="all")
     assert set(hub.files(REPO)) == INITIAL
 
 
