@@ -80,7 +80,8 @@ def _first(text: str) -> str:
     return text.split("\n\n")[0]
 
 
-TESTED = ("text", "text_rte", "text_trec", "vision")
+OF_THE_PAPER = ("text", "text_rte", "text_trec", "vision")
+TESTED = (*OF_THE_PAPER, "text_principal")
 ABLATION = "text_ablation"  # a search alone
 SWEEPS = (*TESTED, ABLATION)
 
@@ -105,7 +106,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/attacks/results/membership.md": _membership,
     "recipes/models/results/model_matrix.md": lambda root: matrix.render(_matrix(root)),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        collect([root / PAPER]), read_paper()
+        collect([root / PAPER / name for name in (*OF_THE_PAPER, ABLATION)]), read_paper()
     ),
     **{
         f"{PAPER}/{name}/sweep.json": lambda root, name=name: sweep.as_json(
