@@ -64,8 +64,8 @@ def call_in_coordinates(
         kwargs: keyword arguments of ``forward``.
     """
     weights = dict(module.named_parameters())
-    stand_ins: dict[str, Tensor] = {
-        name: _StandIn.of(weights[name], name, z, projectors.get(name), record)
+    stand_ins: dict[int, Tensor] = {
+        id(weights[name]): _StandIn.of(weights[name], name, z, projectors.get(name), record)
         for name, z in coordinates.items()
     }
     return _call_with(module, forward, stand_ins, args, kwargs or {})
@@ -93,8 +93,8 @@ def call_for_one(
         kwargs: of this sample.
     """
     weights = dict(module.named_parameters())
-    own: dict[str, Tensor] = {
-        name: _Own.apply(z, weights[name].detach(), projectors.get(name))
+    own: dict[int, Tensor] = {
+        id(weights[name]): _Own.apply(z, weights[name].detach(), projectors.get(name))
         for name, z in coordinates.items()
     }
     return _call_with(module, forward, own, args, kwargs)
@@ -103,19 +103,17 @@ def call_for_one(
 def _call_with(
     module: nn.Module,
     forward: Callable[..., Any],
-    replacements: Mapping[str, Tensor],
+    replacements: Mapping[int, Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls with other tensors in the places of some parameters, under all of their names."""
-    weights = dict(module.named_parameters())
-    by_id = {id(weights[name]): tensor for name, tensor in replacements.items()}
+    """Calls with other tensors for some parameters, by their ids, under all of their names."""
     # One entry for each place that holds a weight: a module that is reached by two paths is one.
     places = {
-        ".".join(filter(None, ["module", path, local])): by_id[id(parameter)]
+        ".".join(filter(None, ["module", path, local])): replacements[id(parameter)]
         for path, owner in module.named_modules()
         for local, parameter in owner._parameters.items()
-        if id(parameter) in by_id
+        if id(parameter) in replacements
     }
     call = _Call(module)
     return functional_call(call, places, (forward, *args), dict(kwargs), tie_weights=False)

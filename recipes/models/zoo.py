@@ -513,9 +513,9 @@ CLIP = {
 }
 
 ONE_LAYER = {"num_hidden_layers": 1}
-# Their classifiers select the end-of-text tokens, and vmap cannot vectorise a selection by value.
 DYNAMIC = "cannot be vectorised over samples"
 NO_VMAP = {"functorch": DYNAMIC}  # layerwise runs what vmap cannot for one sample after another
+# Their classifiers select the end-of-text tokens, and vmap cannot vectorise a selection by value.
 NO_SELECTION = {("functorch", "sequence classification"): DYNAMIC}
 
 # ---- The table ----

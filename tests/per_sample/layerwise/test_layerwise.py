@@ -297,19 +297,6 @@ class Gated(nn.Module):
         return torch.cat([mixed, more["logits"]], -1).reshape(x.shape[0], -1) * more["table"].mean()
 
 
-@pytest.mark.parametrize("flattened", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-@pytest.mark.parametrize("projected", [False, True])
-def test_a_module_with_parameters_of_its_own_runs_under_vmap(
-    batch_size: int, flattened: bool, projected: bool
-) -> None:
-    projectors = {
-        "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
-        "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
-    }
-    check(Gated(flattened), tokens(batch_size), projectors if projected else None)
-
-
 class Unvectorised(torch.autograd.Function):
     """The identity, written as vmap cannot run it."""
 
@@ -342,17 +329,18 @@ def looping(flattened: bool = False, **options: Any) -> Gated:
     return model
 
 
+@pytest.mark.parametrize("make", [Gated, looping], ids=["under vmap", "one by one"])
 @pytest.mark.parametrize("flattened", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 @pytest.mark.parametrize("projected", [False, True])
-def test_a_module_that_vmap_cannot_run_runs_for_one_sample_after_another(
-    batch_size: int, flattened: bool, projected: bool
+def test_a_module_with_parameters_of_its_own_is_exact(
+    make: Any, batch_size: int, flattened: bool, projected: bool
 ) -> None:
     projectors = {
         "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
         "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
     }
-    check(looping(flattened), tokens(batch_size), projectors if projected else None)
+    check(make(flattened), tokens(batch_size), projectors if projected else None)
 
 
 def test_what_runs_for_one_sample_after_another_is_told_once(
