@@ -110,6 +110,7 @@ from dp_grape_hf.trainer.data import (
     refuse_training_data,
 )
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import require_seams
 
@@ -227,6 +228,8 @@ class DPGrapeMixin(_Host):
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
+            if args.private and args.privacy_unit_column is None:
+                warn_of_rows(prepared)
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public)

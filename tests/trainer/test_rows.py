@@ -1,0 +1,213 @@
+"""Rows of the training data that are not examples, of which the trainer warns when it is made."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.support.models import only
+from tests.support.trainers import make_trainer, points
+
+Batch = dict[str, list[Any]]
+SOURCE = 24
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Texts of 6 to 9 tokens that begin in their own ways, from a file, as scripts load them."""
+    folder = tmp_path_factory.mktemp("texts")
+    rows = [
+        {"id": f"e{i}", "text": [5 + (i + j) % 14 for j in range(6 + i % 4)]} for i in range(SOURCE)
+    ]
+    (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"train": str(folder / "train.json")}
+    return datasets.load_dataset("json", data_files=files, cache_dir=str(folder / "cache"))["train"]
+
+
+def mapped(dataset: Dataset, function: Callable[[Batch], Batch]) -> Dataset:
+    return dataset.map(function, batched=True, remove_columns=dataset.column_names)
+
+
+def cut(texts: Batch) -> Batch:
+    """Cuts some texts into two rows, and says which text a row is of, as tokenizers do."""
+    parts = [
+        (i, text[k:]) for i, text in enumerate(texts["text"]) for k in (0, 3)[: 1 + (i % 3 == 0)]
+    ]
+    return {
+        "input_ids": [part for _, part in parts],
+        "labels": [len(part) % 2 for _, part in parts],
+        "overflow_to_sample_mapping": [i for i, _ in parts],
+        "example_id": [texts["id"][i] for i, _ in parts],
+    }
+
+
+def whole(texts: Batch) -> Batch:
+    """One row for each text."""
+    rows, numbers = texts["text"], range(len(texts["text"]))
+    return {
+        "input_ids": rows,
+        "attention_mask": [[1] * len(row) for row in rows],
+        "overflow_to_sample_mapping": list(numbers),
+        "example_id": texts["id"],
+    }
+
+
+def packed(texts: Batch, size: int = 8) -> Batch:
+    """Joins all texts, and cuts them into blocks."""
+    tokens = [token for text in texts["text"] for token in text]
+    blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
+    return {"input_ids": blocks, "attention_mask": [[1] * size] * len(blocks), "labels": blocks}
+
+
+def without(function: Callable[[Batch], Batch], *names: str) -> Callable[[Batch], Batch]:
+    return lambda texts: {k: v for k, v in function(texts).items() if k not in names}
+
+
+def said(
+    dataset: Any, folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any
+) -> list[str]:
+    """What a trainer that is made with the data warns of."""
+    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
+        make_trainer(folder / "out", train_dataset=dataset, **settings)
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+MAPPING, ID = "overflow_to_sample_mapping", "example_id"
+
+
+@pytest.mark.parametrize(
+    ("makes", "words"),
+    [
+        (
+            without(cut, ID),
+            "'overflow_to_sample_mapping' that is the same in rows next to each other",
+        ),
+        (without(cut, MAPPING), "'example_id' with values that several rows share"),
+        (without(cut, ID, MAPPING), "has more rows than the split that it was made from"),
+    ],
+)
+def test_rows_of_one_example_are_warned_of(
+    makes: Callable[[Batch], Batch],
+    words: str,
+    loaded: Dataset,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (warning,) = said(mapped(loaded, makes), tmp_path, caplog)
+    assert words in warning
+    assert "privacy_unit_column='example_id'" in warning
+    assert not any(word.isdigit() for word in warning.replace(".", " ").split())  # N may be secret
+
+
+def test_blocks_of_packed_texts_are_warned_of(
+    loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (warning,) = said(mapped(loaded, packed), tmp_path, caplog)
+    assert "packed into blocks" in warning
+    assert "privacy_unit_column" in warning
+
+
+def unpacked(length: int, first: int | None = None) -> Callable[[Batch], Batch]:
+    """Each text in a row of its own, cut at one length."""
+
+    def function(texts: Batch) -> Batch:
+        rows = [([] if first is None else [first]) + text[:length] for text in texts["text"]]
+        return {"input_ids": rows, "attention_mask": [[1] * len(r) for r in rows], "labels": rows}
+
+    return function
+
+
+def padded(texts: Batch) -> Batch:
+    rows = [text + [0] * (9 - len(text)) for text in texts["text"]]
+    mask = [[1] * len(text) + [0] * (9 - len(text)) for text in texts["text"]]
+    return {"input_ids": rows, "attention_mask": mask, "labels": rows}
+
+
+def others(texts: Batch) -> Batch:
+    named = {ID: [f"other-{name}" for name in texts["id"]]}
+    return whole({**texts, "text": [text[::-1] for text in texts["text"]]}) | named
+
+
+def classified(texts: Batch) -> Batch:
+    return {"input_ids": [text[:6] for text in texts["text"]], "label": [0] * len(texts["text"])}
+
+
+@pytest.mark.parametrize(
+    "makes",
+    [
+        lambda data: mapped(data, whole),
+        lambda data: mapped(data, whole).shuffle(seed=0).select(range(12)),
+        lambda data: mapped(data.select(range(12)), unpacked(9)),
+        lambda data: mapped(data, unpacked(6)),  # as many as there were
+        lambda data: mapped(data.select(range(12)), unpacked(6, first=1)),
+        lambda data: mapped(data.select(range(12)), padded),
+        lambda data: mapped(data.select(range(12)), classified),
+        lambda data: mapped(data.select(range(12)), unpacked(6)).add_column("user", [*"ab"] * 6),
+        lambda data: mapped(data.select(range(4)), unpacked(6)),  # too few to tell
+        lambda data: mapped(data, whole).train_test_split(0.5)["train"],
+        lambda data: datasets.concatenate_datasets([mapped(data, whole), mapped(data, others)]),
+        lambda data: Dataset.from_dict({"x": [[0.5] * 6] * 9, "labels": [1] * 9}),
+        lambda data: Dataset.from_dict({"input_ids": [[]] * 9}),
+        lambda data: [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 24,
+        lambda data: points(),
+    ],
+)
+def test_rows_that_are_examples_are_not_warned_of(
+    makes: Callable[[Dataset], Any],
+    loaded: Dataset,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert said(makes(loaded), tmp_path, caplog) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "privacy_unit_column": "example_id",
+            "expected_batch_size": 4,
+        },
+        {"method": "adam", "noise_multiplier": None, "target_delta": None},
+    ],
+)
+def test_who_names_the_unit_or_asks_for_no_privacy_is_not_warned(
+    settings: dict[str, Any], loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said(mapped(loaded, cut), tmp_path, caplog, **settings) == []
+
+
+def test_no_row_is_transformed_to_look_at_it(
+    loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transform may toss coins, and read files."""
+    data = mapped(loaded, packed)
+    data.set_transform(lambda rows: pytest.fail("it was fetched"))
+    assert len(said(data, tmp_path, caplog)) == 1
+
+
+def test_what_the_warning_advises_trains_on_whole_examples(loaded: Dataset, tmp_path: Path) -> None:
+    """The column stays, though the model takes it not, and N is that of the source."""
+    data = mapped(loaded, without(cut, MAPPING))
+    model = only("roberta-classifier").model()
+    trainer = make_trainer(
+        tmp_path / "out",
+        model=model,
+        train_dataset=data,
+        data_collator=lambda rows: {
+            "input_ids": torch.tensor([row["input_ids"][:3] for row in rows]),
+            "labels": torch.tensor([row["labels"] for row in rows]),
+        },
+        privacy_unit_column="example_id",
+        expected_batch_size=4,
+        max_steps=1,
+    )
+    trainer.train()
+    assert len(data) > SOURCE
+    assert trainer.privacy_spent().mechanism.num_samples == SOURCE
