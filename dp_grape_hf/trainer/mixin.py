@@ -387,6 +387,18 @@ class DPGrapeMixin(_Host):
         )
         return loader_of(draws, dataset, collator, args, self._units, self._length_of)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Refuses to evaluate on the training data, also in a way of one's own: it is logged."""
+        held = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(held, str):
+            held = self.eval_dataset[held]  # type: ignore[index]
+        self._refuse_training_data(held)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def _refuse_training_data(self, dataset: Any) -> None:
+        training_data = [self._given_train_dataset, self.train_dataset]
+        refuse_training_data(dataset, training_data, self.args)
+
     # ---- Training ----
 
     def train(
@@ -622,9 +634,11 @@ class DPGrapeMixin(_Host):
         metric_key_prefix: str = "eval",
         **kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluates as the original does, but not on the training data: metrics are logged."""
-        training_data = [self._given_train_dataset, self.train_dataset]
-        refuse_training_data(eval_dataset, training_data, self.args)
+        """Evaluates as the original does, but not on the training data: metrics are logged.
+
+        Here too, as a host may make another object of what it is given before it asks for a loader.
+        """
+        self._refuse_training_data(eval_dataset)
         with self._logging(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 

@@ -25,6 +25,7 @@ SEAMS = (
     "training_step",
     # Data loading
     "get_train_dataloader",
+    "get_eval_dataloader",
     "num_examples",
     # Training utilities
     "_clip_grad_norm",

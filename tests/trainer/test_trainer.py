@@ -217,6 +217,29 @@ def test_evaluating_on_the_training_data_is_refused(several: bool, tmp_path: Pat
         assert trainer.evaluate(data)["eval_loss"] > 0
 
 
+class _OwnEvaluation(DPGrapeTrainer):
+    """Evaluates by itself, as the trainers of question answering scripts do."""
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        loader = self.get_eval_dataloader(eval_dataset)
+        metrics = self.evaluation_loop(loader, "own", metric_key_prefix="eval").metrics
+        self.log(metrics)
+        return metrics
+
+
+def test_evaluating_on_the_training_data_in_ones_own_way_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, cls=_OwnEvaluation, eval_dataset={"unseen": points(5)})
+    assert trainer.evaluate("unseen")["eval_loss"] > 0
+    with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
+        trainer.evaluate(trainer.train_dataset)
+    trainer.eval_dataset["unseen"] = trainer.train_dataset
+    with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
+        trainer.evaluate("unseen")
+    trainer.eval_dataset = trainer.train_dataset
+    with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
+        trainer.evaluate()
+
+
 def test_training_learns(tmp_path: Path) -> None:
     """300 points of a simple rule at little noise; chance is 1/3."""
     trainer = make_trainer(
