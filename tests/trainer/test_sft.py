@@ -189,6 +189,15 @@ def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Pa
         trainer.evaluate(trainer.train_dataset if prepared else data)
 
 
+def test_whose_an_example_is_outlives_the_preparation_of_the_host(tmp_path: Path) -> None:
+    """TRL tokenizes and filters; the column stays, and N is that of the users."""
+    data = prompts().add_column("user", [f"u{i // 2}" for i in range(24)])
+    settings = {"privacy_unit_column": "user", "expected_batch_size": 4, "max_steps": 1}
+    trainer = sft(tmp_path, train_dataset=data, **settings)
+    trainer.train()
+    assert trainer.privacy_spent().mechanism.num_samples == 12
+
+
 # ---- Arguments ----
 
 REFUSED = [
