@@ -136,16 +136,29 @@ def spectra(batch_size: int, positions: int = 8, seed: int = 0, padding: str = "
     return {"input_values": batch["input_features"].mT.contiguous(), "labels": batch["labels"]}
 
 
-def waves(batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right") -> Batch:
-    """Returns random sounds with a class, the second and every third after it shorter."""
+def waves(
+    batch_size: int,
+    positions: int = 8,
+    seed: int = 0,
+    padding: str = "right",
+    *,
+    target: str = "class",
+    width: int = 0,
+) -> Batch:
+    """Returns random sounds with a ``class`` or a ``text``, every third from the second shorter.
+
+    Their frames are numbers, or ``width`` numbers each.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch_size, SOUND, dtype=torch.long)
     mask[1::3, 3 * SOUND // 4 :] = 0
-    return {
-        "input_values": torch.randn(mask.shape, generator=generator) * mask,
-        "attention_mask": mask,
-        "labels": torch.randint(0, LABELS, (batch_size,), generator=generator),
-    }
+    sound = torch.randn(batch_size, SOUND, width or 1, generator=generator) * mask[:, :, None]
+    classes = torch.randint(0, LABELS, (batch_size,), generator=generator)
+    spoken = answers(batch_size, generator)[:, :3] if target == "text" else classes
+    if target == "text":
+        spoken[1::2, 2:] = IGNORED
+    heard = {"input_features": sound} if width else {"input_values": sound[:, :, 0]}
+    return {**heard, "attention_mask": mask, "labels": spoken}
 
 
 def end_texts(batch: Batch) -> Batch:
@@ -209,6 +222,8 @@ TASKS = {
     ),
     "classification of spectra": Task("ForAudioClassification", spectra),
     "classification of waves": Task("ForSequenceClassification", waves),
+    "CTC": Task("ForCTC", partial(waves, target="text")),
+    "CTC of features": Task("ForCTC", partial(waves, target="text", width=MELS)),
 }
 
 ENCODER_TASKS = (

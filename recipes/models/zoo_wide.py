@@ -33,7 +33,7 @@ from recipes.models.zoo import (
 SEQUENCE, TOKEN, MASKED = "sequence classification", "token classification", "masked LM"
 CAUSAL, SEQ2SEQ, IMAGES = "causal LM", "seq2seq LM", "image classification"
 WHOLE, PHOTOS = "classification of whole texts", "classification of photographs"
-SPECTRA, WAVES = "classification of spectra", "classification of waves"
+SPECTRA, WAVES, CTC = "classification of spectra", "classification of waves", "CTC"
 
 # ---- Settings ----
 
@@ -604,7 +604,7 @@ WIDE = [
         "data2vec, audio",
         "Data2VecAudioConfig",
         {**SPEECH, "conv_pos_kernel_size": 3},
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -612,7 +612,7 @@ WIDE = [
         "HuBERT",
         "HubertConfig",
         SPEECH,
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -620,7 +620,7 @@ WIDE = [
         "SEW",
         "SEWConfig",
         SPEECH,
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -633,7 +633,7 @@ WIDE = [
             "max_position_embeddings": MAX_POSITIONS,
             "position_buckets": 4,
         },
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -641,7 +641,7 @@ WIDE = [
         "UniSpeech",
         "UniSpeechConfig",
         SPEECH,
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -649,7 +649,7 @@ WIDE = [
         "Wav2Vec2",
         "Wav2Vec2Config",
         SPEECH,
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),
@@ -657,7 +657,7 @@ WIDE = [
         "WavLM",
         "WavLMConfig",
         SPEECH,
-        (WAVES,),
+        (WAVES, CTC),
         without_part=UNMASKED,
         refused=NO_VMAP,
     ),

@@ -112,6 +112,8 @@ class Head:
         targets: for a head with a label per position, which label (B, T) a position predicts.
         vocabulary: whether the logits are those of the output embeddings, position by position.
         prepare: ``(model, inputs, labels) -> inputs``, what the model derives from labels.
+        describe: ``(model, inputs, labels) -> labels``, for a loss that asks for more of the inputs
+            than the logits tell.
     """
 
     loss: Callable[..., Tensor]
@@ -121,6 +123,7 @@ class Head:
     targets: Callable[[Tensor], Tensor] | None = None
     vocabulary: bool = False
     prepare: Callable[[Any, Inputs, Tensor], Inputs] | None = None
+    describe: Callable[[Any, Inputs, Tensor], Tensor] | None = None
 
 
 HEADS: dict[str, Head] = {}
@@ -189,6 +192,26 @@ def decoder_inputs(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
     config = model.config
     shifted = shift(labels, config.pad_token_id, config.decoder_start_token_id)
     return {**inputs, "decoder_input_ids": shifted}
+
+
+def with_frames(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
+    """Puts before the labels (B, L) how many frames of logits a sound has; returns (B, 1 + L).
+
+    Raises:
+        UnsupportedModelError: if it is not known how many frames the model makes of a sound.
+    """
+    names = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
+    frames = next((f for name in names if (f := getattr(model, name, None)) is not None), None)
+    if frames is None:
+        raise UnsupportedModelError(
+            f"It is not known how many frames {type(model).__name__} makes of a sound, which its "
+            "loss needs. Pass compute_loss_func=f where f(outputs, labels) returns one loss per "
+            "sample."
+        )
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(inputs[model.main_input_name][:, :, None].flatten(2)[:, :, 0])
+    return torch.cat([frames(mask.sum(1).long())[:, None].to(labels.dtype), labels], 1)
 
 
 @head("ForSequenceClassification", "ForImageClassification", "ForAudioClassification", smooths=True)
@@ -267,6 +290,30 @@ def tokens(logits: Tensor, targets: Tensor, config: Any, label_smoothing: float 
         losses = cross_entropy(flat, chosen)  # (B * T,), zero at ignored positions
     counts = (targets != IGNORE_INDEX).sum(1)
     return losses.view_as(targets).sum(1) / counts.clamp(min=1)
+
+
+@head("ForCTC", describe=with_frames)
+def alignment(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """Connectionist temporal classification of each sound; (B, T, V), (B, 1 + L) -> (B,).
+
+    The text is what is neither ignored nor the blank. ``config.ctc_loss_reduction="mean"`` divides
+    by its length, as torch does; a text that does not fit into the frames has an infinite loss, or
+    with ``config.ctc_zero_infinity`` none.
+    """
+    frames, targets, blank = labels[:, 0], labels[:, 1:], config.pad_token_id
+    left_out = (targets == IGNORE_INDEX) | (targets == blank)
+    order = torch.argsort(left_out.byte(), dim=1, stable=True)  # the text first
+    lengths = (~left_out).sum(1)
+    losses = functional.ctc_loss(
+        logits.log_softmax(-1).transpose(0, 1),
+        targets.masked_fill(left_out, blank).gather(1, order),
+        frames,
+        lengths,
+        blank=blank,
+        reduction="none",
+        zero_infinity=config.ctc_zero_infinity,
+    )
+    return losses / lengths.clamp(min=1) if config.ctc_loss_reduction == "mean" else losses
 
 
 def _refuse_smoothing(label_smoothing: float, problem: str) -> None:

@@ -72,6 +72,8 @@ class HeadLoss(ModelLoss):
         labels = found[0] if len(found) == 1 else torch.stack([x.flatten() for x in found], 1)
         if self.head.prepare is not None:
             inputs = self.head.prepare(self.model, inputs, labels)
+        if self.head.describe is not None:
+            labels = self.head.describe(self.model, inputs, labels)
         return inputs, labels
 
     def __call__(self, outputs: Any, labels: Tensor | None) -> Tensor:

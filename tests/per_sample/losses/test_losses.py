@@ -14,6 +14,8 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample import PerSampleEngine, loss_for
 from dp_grape_hf.per_sample.losses.heads import HEADS, UNKNOWN_LOSSES
 from dp_grape_hf.per_sample.losses.losses import LabelledPositions, checked, split
+from recipes.models.zoo import rows
+from recipes.models.zoo_wide import WIDE
 from tests.support.models import CASES, LABELS, ROWS, VOCABULARY, Batch, Case, Row, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT
@@ -152,6 +154,43 @@ def test_the_mean_runs_over_a_samples_own_targets_and_is_zero_without_any(name: 
     torch.testing.assert_close(losses[[0, 1, 3]], before[[0, 1, 3]])
     (gradient,) = torch.autograd.grad(losses[2], model.get_input_embeddings().weight)
     assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+SPOKEN = {
+    "three words": [7, 8, 9],
+    "a word twice": [7, 7, 9],
+    "fewer words": [7, 8, -100],
+    "padded with the blank": [7, 8, 1],
+    "with a gap": [-100, 7, 8],
+    "nothing": [-100, -100, -100],
+}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", ["Wav2Vec2, CTC", "SEW, CTC"])
+def test_the_loss_of_a_spoken_text_is_the_models_own(
+    name: str, masked: bool, reduction: str
+) -> None:
+    entry = next(entry for entry in rows(WIDE) if str(entry) == name)
+    model = entry.model(ctc_loss_reduction=reduction).eval()
+    inputs = entry.batch(len(SPOKEN))
+    inputs["labels"] = torch.tensor([*SPOKEN.values()])
+    if not masked:
+        del inputs["attention_mask"]
+    torch.testing.assert_close(per_sample(model, inputs), own(model, inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_text_that_does_not_fit_into_its_sound_counts_as_the_model_says(zero: bool) -> None:
+    entry = next(entry for entry in rows(WIDE) if str(entry) == "Wav2Vec2, CTC")
+    model = entry.model(ctc_zero_infinity=zero).eval()
+    inputs = entry.batch(2)
+    inputs["labels"] = torch.tensor([[7] * 9, [*range(7, 10), *[-100] * 6]])
+    losses = per_sample(model, inputs)
+    assert losses[0] == (0.0 if zero else torch.inf)
+    assert 0 < losses[1] < torch.inf
+    torch.testing.assert_close(losses, own(model, inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_a_causal_loss_does_not_predict_the_first_token() -> None:
@@ -305,7 +344,7 @@ def test_a_prompt_whose_loss_is_weighed_is_refused() -> None:
 # ---- Refusals ----
 
 
-@pytest.mark.parametrize("name", ["ToyForCTC", "ToyForObjectDetection", "ToyModel"])
+@pytest.mark.parametrize("name", ["ToyForXVector", "ToyForObjectDetection", "ToyModel"])
 def test_an_unknown_head_is_refused_with_the_known_ones_and_what_to_do(name: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         loss_for(type(name, (nn.Module,), {})())
