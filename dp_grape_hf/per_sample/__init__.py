@@ -26,7 +26,12 @@ from dp_grape_hf.per_sample.guards import (
 )
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, layer_rule
 from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classification, cross_entropy
-from dp_grape_hf.per_sample.losses.losses import LossFunction, loss_for, with_three_arguments
+from dp_grape_hf.per_sample.losses.losses import (
+    LossFunction,
+    inputs_of_model,
+    loss_for,
+    with_three_arguments,
+)
 from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
 from dp_grape_hf.per_sample.probing import evaluating
 from dp_grape_hf.per_sample.selfcheck import (
@@ -38,6 +43,7 @@ from dp_grape_hf.per_sample.selfcheck import (
     warn_of_lost_updates,
 )
 from dp_grape_hf.per_sample.units import UNIT_OF_ROW, UnitEngine
+from dp_grape_hf.per_sample.unused import freeze_unused, refuse_reached
 from dp_grape_hf.per_sample.zeroth_order import ZerothOrderEngine
 
 __all__ = [
@@ -64,12 +70,15 @@ __all__ = [
     "evaluating",
     "examine_batch",
     "examine_trainer_loss",
+    "freeze_unused",
     "guarding_streams",
+    "inputs_of_model",
     "keeping_random_state",
     "layer_rule",
     "loss_for",
     "make_engine",
     "per_sample_gradients",
+    "refuse_reached",
     "refuse_shared_collation",
     "refusing_changed_weights",
     "require_each_once",

@@ -72,7 +72,11 @@ from dp_grape_hf.per_sample import (
     evaluating,
     examine_batch,
     examine_trainer_loss,
+    freeze_unused,
+    inputs_of_model,
+    keeping_random_state,
     loss_for,
+    refuse_reached,
     require_each_once,
     warn_of_lost_updates,
     with_three_arguments,
@@ -173,6 +177,7 @@ class DPGrapeMixin(_Host):
     _repository: Repository | None = None  # once something is to be published
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
+    _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
 
     def __init__(
         self,
@@ -259,9 +264,29 @@ class DPGrapeMixin(_Host):
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
+        self._freeze_unused(loss)
         run = Run(self.args, self.model, loss, self.observer, self._public_inputs())
         self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
         return run
+
+    def _freeze_unused(self, loss: LossFunction | None) -> None:
+        """Freezes what takes no part in the loss, by inputs that are no example's.
+
+        Of the training data only the names of the model's inputs are used, which the collator gives
+        to every batch. Where they are not found, nothing is frozen.
+        """
+        column = self.args.privacy_unit_column
+        try:
+            loss = loss or loss_for(self.model)
+            dataset, collator = self._with_used_columns(self.train_dataset, "training")
+            with keeping_random_state():
+                example = dict(dataset[0])
+                example.pop(column, None)
+                inputs = inputs_of_model(loss, collator([example]))
+        except Exception:  # of data, or of a model that Run refuses with the reason
+            return
+        batches = self._public_inputs()()
+        self._frozen += tuple(freeze_unused(self.model, loss, batches, inputs.keys()))
 
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
@@ -536,6 +561,7 @@ class DPGrapeMixin(_Host):
         batch = collated_examples(loader, args.per_device_train_batch_size)
         batch = self._prepare_inputs(batch)
         run, per_sample = self.private_run, self.private_run.per_sample
+        refuse_reached(per_sample, batch, self._frozen)
         if isinstance(per_sample.loss, TrainerLoss):
             examine_trainer_loss(per_sample, per_sample.loss, batch)
         if row.private:

@@ -208,6 +208,11 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
     return inputs, labels
 
 
+def inputs_of_model(loss: LossFunction, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the model is run with, of a batch."""
+    return split(loss, inputs)[0]
+
+
 # ---- Only where there are labels ----
 
 

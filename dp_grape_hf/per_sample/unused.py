@@ -1,0 +1,205 @@
+"""Parameters that come with a model and take no part in its loss.
+
+The mask token of a model that masks nothing, the embedding of SpecAugment where that is off, a
+decoder's attention to an encoder that is not there: noise alone would train them. Which they are is
+decided without the training data, on inputs that are nobody's: what is trained is written in the
+ledger, and must not be chosen by private examples. What only some examples use (an expert, a branch
+that asks for a value) is not frozen.
+
+The graph of a forward pass says which parameters its outputs were computed from. It is walked, not
+differentiated, so no gradient is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.per_sample.engine import PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.functorch import ERRORS
+from dp_grape_hf.per_sample.guards import keeping_random_state
+from dp_grape_hf.per_sample.losses.losses import HeadLoss, LossFunction
+
+logger = logging.getLogger(__name__)
+
+
+def freeze_unused(
+    model: nn.Module,
+    loss: LossFunction,
+    batches: Iterable[Mapping[str, Any]],
+    names: Collection[str],
+) -> list[str]:
+    """Freezes the trainable parameters that no output needs which the loss is computed from.
+
+    A parameter is not frozen if another one of its name, but for numbers, takes part, unless its
+    own module ran all the same: an expert that no token was sent to would be such a one.
+
+    Args:
+        model: the model; how it runs, its buffers and the random numbers stay as they are.
+        loss: of the model's outputs; unless it is a head's, all outputs count.
+        batches: inputs of the model that are public. One row of the first and of the second is
+            used.
+        names: of the inputs that the model is trained with. If one of them is neither in a batch
+            nor made of what is, nothing is frozen: it may be what reaches a parameter.
+
+    Returns:
+        The names of what was frozen, which are logged too.
+
+    Guarantee:
+        A function of the model, the batches and the names: of no training example.
+    """
+    owners = {
+        f"{path}.{local}".lstrip("."): (module, parameter)
+        for path, module in model.named_modules()
+        for local, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    seen = _Seen()
+    try:
+        for batch in islice(batches, 2):
+            for training in (False, True):
+                seen.add(*_run(model, loss, _completed(batch, names), training))
+    except (*ERRORS, _NotKnownError):
+        return []  # then the engine refuses what it finds to be unused
+    reached = {name for name, (_, p) in owners.items() if id(p) in seen.reached}
+    unused = []
+    for name, (module, parameter) in owners.items():
+        alike = {other for other in reached if _pattern(other) == _pattern(name)}
+        elsewhere = module in seen.ran_always and all(owners[o][0] is not module for o in alike)
+        if id(parameter) not in seen.reached and (not alike or elsewhere):
+            parameter.requires_grad_(False)
+            unused.append(name)
+    if unused:
+        logger.warning(
+            "Frozen, as they take no part in the loss, so that noise alone would train them: %s.",
+            ", ".join(unused),
+        )
+    return unused
+
+
+def refuse_reached(
+    engine: PerSampleEngine, inputs: Mapping[str, Any], frozen: Collection[str]
+) -> None:
+    """Refuses a batch whose losses need what was frozen because they would not.
+
+    Args:
+        engine: computes the losses of its model, which is in training mode.
+        inputs: a batch of the model's keyword arguments.
+        frozen: names, as ``freeze_unused`` returned them.
+
+    Raises:
+        UnsupportedModelError: if a loss was computed from one of these parameters.
+    """
+    parameters = {name: engine.model.get_parameter(name) for name in frozen}
+    with ExitStack() as restoring:
+        restoring.enter_context(keeping_random_state())
+        for parameter in parameters.values():
+            restoring.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(True)
+        reached = _reached([engine.losses(engine.model, inputs, batch_size_of(inputs))])
+    if names := [name for name, p in parameters.items() if id(p) in reached]:
+        raise UnsupportedModelError(
+            f"{', '.join(names)} was frozen, as no synthetic input has it take part in the loss, "
+            "and the training data do. Freeze it with requires_grad_(False) before the trainer is "
+            "made if it is not to be trained."
+        )
+
+
+class _NotKnownError(Exception):
+    """An input of the model cannot be made up."""
+
+
+@dataclass
+class _Seen:
+    """What the passes showed."""
+
+    reached: set[int] = field(default_factory=set)  # ids of parameters
+    ran_always: set[nn.Module] = field(default_factory=set)
+    _passes: int = 0
+
+    def add(self, reached: set[int], ran: set[nn.Module]) -> None:
+        self.reached |= reached
+        self.ran_always = self.ran_always & ran if self._passes else ran
+        self._passes += 1
+
+
+def _run(
+    model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any], training: bool
+) -> tuple[set[int], set[nn.Module]]:
+    """Returns the ids of the tensors the outputs were computed from, and the modules that ran."""
+    ran: set[nn.Module] = set()
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    inputs = {
+        name: value.to(parameter.device, parameter.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ExitStack() as stack:
+        stack.enter_context(_in_mode(model, training))
+        stack.enter_context(keeping_random_state())
+        stack.enter_context(torch.enable_grad())
+        noting = register_module_forward_hook(lambda module, *call: ran.add(module))
+        stack.callback(noting.remove)
+        outputs = functional_call(model, buffers, (), inputs)
+        used = [loss.logits(outputs)] if isinstance(loss, HeadLoss) else tree_leaves(outputs)
+    return _reached(x for x in used if isinstance(x, Tensor)), ran
+
+
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _reached(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the ids of the leaves that tensors were computed from."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        further = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= further
+        nodes += further
+    return found
+
+
+def _completed(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Returns one row of a batch, with the inputs of these names.
+
+    Raises:
+        _NotKnownError: one of them is not known.
+    """
+    made = {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)}
+    for name, like, number in (
+        *(("attention_mask", "input_ids", 1), ("attention_mask", "input_values", 1)),
+        *(("token_type_ids", "input_ids", 0), ("decoder_attention_mask", "decoder_input_ids", 1)),
+    ):
+        if like in made and name not in made:
+            made[name] = torch.full_like(made[like], number, dtype=torch.long)
+    if unknown := [name for name in names if name not in made]:
+        raise _NotKnownError(", ".join(unknown))
+    return {name: made[name] for name in names}
+
+
+def _pattern(name: str) -> str:
+    """Returns the name of a parameter without numbers: that of its like in other layers."""
+    return re.sub(r"\d+", "*", name)
