@@ -7,7 +7,7 @@ gradients of each example, ``projections`` and ``optimizers`` work in coordinate
 ``accounting`` says what a release costs. ``memory``, ``auditing`` and ``cli`` look from outside.
 
 A name is imported when it is asked for, so that the command line starts without torch.
-``DPGrapeSFTTrainer`` and ``DPGrapeSFTConfig`` need TRL (``pip install 'dp_grape_hf[sft]'``).
+The trainers of TRL and their configs (SFT, DPO, Reward) need ``pip install 'dp_grape_hf[sft]'``.
 """
 
 from importlib import import_module
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from dp_grape_hf.ledger import Ledger
     from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.per_sample import per_sample_gradients
-    from dp_grape_hf.trainer import (  # noqa: F401  (needs TRL)
+    from dp_grape_hf.trainer import (  # noqa: F401  (some need TRL)
+        DPGrapeDPOConfig,
+        DPGrapeDPOTrainer,
+        DPGrapeRewardConfig,
+        DPGrapeRewardTrainer,
         DPGrapeSeq2SeqTrainer,
         DPGrapeSeq2SeqTrainingArguments,
         DPGrapeSFTConfig,
@@ -46,6 +50,10 @@ __all__ = [
 
 _ROOM_OF = {
     "METHODS": "arguments",
+    "DPGrapeDPOConfig": "trainer",
+    "DPGrapeDPOTrainer": "trainer",
+    "DPGrapeRewardConfig": "trainer",
+    "DPGrapeRewardTrainer": "trainer",
     "DPGrapeSFTConfig": "trainer",
     "DPGrapeSFTTrainer": "trainer",
     "DPGrapeSeq2SeqTrainer": "trainer",

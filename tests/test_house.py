@@ -37,7 +37,7 @@ ONLY_IN = {
         *("per_sample.layerwise.rules", "per_sample.functorch", "per_sample.selfcheck"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory", "cli.memory"),
     },
-    "trl": {"trainer.sft"},
+    "trl": {"trainer.sft", "trainer.preferences"},
     "datasets": set[str](),
     "evaluate": set[str](),
     "unittest": set[str](),

@@ -28,9 +28,19 @@ from dp_grape_hf.per_sample.layerwise.rules import LayerRule, layer_rule
 from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classification, cross_entropy
 from dp_grape_hf.per_sample.losses.losses import (
     LossFunction,
+    ModelLoss,
     inputs_of_model,
     loss_for,
     with_three_arguments,
+)
+from dp_grape_hf.per_sample.losses.pairs import (
+    PREFERENCES,
+    REFERENCE,
+    PairLoss,
+    PreferenceLoss,
+    RewardLoss,
+    by_halves,
+    side_by_side,
 )
 from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
 from dp_grape_hf.per_sample.probing import evaluating
@@ -50,6 +60,8 @@ __all__ = [
     "ENGINES",
     "IGNORE_INDEX",
     "IN_COMPANY",
+    "PREFERENCES",
+    "REFERENCE",
     "UNIT_OF_ROW",
     "Dense",
     "GradSampleMode",
@@ -57,12 +69,17 @@ __all__ = [
     "Inputs",
     "LayerRule",
     "LossFunction",
+    "ModelLoss",
+    "PairLoss",
     "PerSampleEngine",
     "PerSampleGradient",
+    "PreferenceLoss",
+    "RewardLoss",
     "TrainerLoss",
     "UnitEngine",
     "ZerothOrderEngine",
     "batch_size_of",
+    "by_halves",
     "check_gradients",
     "choice",
     "classification",
@@ -83,6 +100,7 @@ __all__ = [
     "refusing_changed_weights",
     "require_each_once",
     "seed_all",
+    "side_by_side",
     "warn_of_lost_updates",
     "with_three_arguments",
 ]

@@ -1,10 +1,11 @@
 """The Trainer of transformers, private.
 
 ``mixin`` is the loop: every override of the host, top to bottom. ``run`` has the parts of a run,
-made once, and the one step that they take together. ``trainers`` and ``sft`` name the classes.
-The two of ``sft`` need TRL and are imported when they are asked for.
+made once, and the one step that they take together. ``trainers``, ``sft`` and ``preferences`` name
+the classes. Those of ``sft`` and ``preferences`` need TRL and are imported when they are asked for.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.trainer.callbacks import PrivacyProgress
@@ -16,6 +17,12 @@ from dp_grape_hf.trainer.trainers import (
 )
 
 if TYPE_CHECKING:
+    from dp_grape_hf.trainer.preferences import (  # noqa: F401
+        DPGrapeDPOConfig,
+        DPGrapeDPOTrainer,
+        DPGrapeRewardConfig,
+        DPGrapeRewardTrainer,
+    )
     from dp_grape_hf.trainer.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401
 
 __all__ = [
@@ -27,9 +34,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("DPGrapeSFTConfig", "DPGrapeSFTTrainer"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dp_grape_hf.trainer import sft
+_MODULE_OF = {
+    "DPGrapeDPOConfig": "preferences",
+    "DPGrapeDPOTrainer": "preferences",
+    "DPGrapeRewardConfig": "preferences",
+    "DPGrapeRewardTrainer": "preferences",
+    "DPGrapeSFTConfig": "sft",
+    "DPGrapeSFTTrainer": "sft",
+}
 
-    return getattr(sft, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -66,6 +66,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.per_sample import (
     LossFunction,
+    ModelLoss,
     TrainerLoss,
     batch_size_of,
     check_gradients,
@@ -218,8 +219,14 @@ class DPGrapeMixin(_Host):
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
         require_seams(super())
-        super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs
+        super().__init__(  # by name, as hosts of TRL have others in between
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
         )
         # Now, as a folder that the model was loaded from may be gone when something is published.
         self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
@@ -255,11 +262,17 @@ class DPGrapeMixin(_Host):
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
-        loss: LossFunction | None = None
-        if (user := self._user_loss) is not None:
+        loss: LossFunction | None = self._loss_of_host()
+        own = not _is_hosts(type(self).compute_loss)
+        user = self._user_loss
+        require(
+            loss is None or (user is None and not own),
+            f"{type(self).__name__} has a loss of its own, and compute_loss_func or compute_loss() "
+            "would take its place. Leave them out.",
+        )
+        if user is not None:
             loss = partial(user, num_items_in_batch=None)
-
-        elif not _is_hosts(type(self).compute_loss):
+        elif own:
             me = weakref.proxy(self)
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
@@ -268,6 +281,10 @@ class DPGrapeMixin(_Host):
         run = Run(self.args, self.model, loss, self.observer, self._public_inputs())
         self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
         return run
+
+    def _loss_of_host(self) -> ModelLoss | None:
+        """Returns the loss of a host that does not minimise that of the model's head."""
+        return None
 
     def _freeze_unused(self, loss: LossFunction | None) -> None:
         """Freezes what takes no part in the loss, by inputs that are no example's.

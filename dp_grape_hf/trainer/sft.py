@@ -1,4 +1,4 @@
-"""``DPGrapeSFTTrainer``: TRL's supervised fine-tuning, trained privately.
+"""``DPGrapeSFTTrainer``: TRL's supervised fine-tuning, trained privately; and ``TRLMixin``.
 
 TRL prepares the data set (chat template, tokens, labels, truncation), each example by itself. Its
 own loss never runs in training: that one divides by a count of tokens over the batch, and logs
@@ -9,6 +9,7 @@ Needs ``pip install 'dp_grape_hf[sft]'``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ try:
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
     raise ImportError(
-        "DPGrapeSFTTrainer and DPGrapeSFTConfig need TRL: pip install 'dp_grape_hf[sft]'. "
+        "DPGrapeSFTTrainer and the other trainers of TRL need it: pip install 'dp_grape_hf[sft]'. "
         f"The import failed with: {error}"
     ) from error
 
@@ -35,6 +36,13 @@ REFUSED_IF_SET = {
     "batch, so it couples samples; set it to 0.0",
 }
 """Name of an option of ``SFTConfig`` -> why it is refused, and what to do instead."""
+
+
+def refuse_set(args: Any, reasons: Mapping[str, str]) -> None:
+    """Refuses options of a host that are set, with the reason why."""
+    for name, reason in reasons.items():
+        if getattr(args, name):
+            raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
 
 
 @accepts_short_names
@@ -58,9 +66,7 @@ class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):
 
     def __post_init__(self) -> None:
         """Refuses what belongs to this host, and then what belongs to all."""
-        for name, reason in REFUSED_IF_SET.items():
-            if getattr(self, name):
-                raise PrivacyError(f"{name}={getattr(self, name)!r} is refused: {reason}.")
+        refuse_set(self, REFUSED_IF_SET)
         if self.loss_type not in (None, "nll", "chunked_nll"):
             raise PrivacyError(
                 f"loss_type={self.loss_type!r} is refused: training uses the mean cross-entropy of "
@@ -72,16 +78,10 @@ class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):
         super().__post_init__()
 
 
-class DPGrapeSFTTrainer(DPGrapeMixin, SFTTrainer):
-    """TRL's ``SFTTrainer`` whose training is differentially private.
+class TRLMixin(DPGrapeMixin):
+    """``DPGrapeMixin`` in front of a trainer of TRL, which keeps metrics of the batches it sees."""
 
-    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
-    ``DPGrapeSFTConfig``. ``peft_config`` and ``formatting_func`` are taken as by ``SFTTrainer``.
-    An example is a row of ``train_dataset`` as it is passed; rows without any token to learn, which
-    TRL drops, are not counted.
-    """
-
-    arguments_class: ClassVar[type[Any]] = DPGrapeSFTConfig
+    _metrics: dict[str, Any]
 
     # ---- Training ----
 
@@ -89,8 +89,8 @@ class DPGrapeSFTTrainer(DPGrapeMixin, SFTTrainer):
         """Serves evaluation only; in training the original would log what it sees in the batch."""
         if self.model.training:
             raise PrivacyError(
-                "compute_loss() in training mode would log entropy and token accuracy of training "
-                "data without noise. Call evaluate(), or model.eval() first."
+                "compute_loss() in training mode would log entropy, token accuracy or rewards of "
+                "training data without noise. Call evaluate(), or model.eval() first."
             )
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -104,3 +104,15 @@ class DPGrapeSFTTrainer(DPGrapeMixin, SFTTrainer):
 
     def _send_telemetry(self) -> None:
         """Sends nothing; the original tells TRL's makers about the run."""
+
+
+class DPGrapeSFTTrainer(TRLMixin, SFTTrainer):
+    """TRL's ``SFTTrainer`` whose training is differentially private.
+
+    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
+    ``DPGrapeSFTConfig``. ``peft_config`` and ``formatting_func`` are taken as by ``SFTTrainer``.
+    An example is a row of ``train_dataset`` as it is passed; rows without any token to learn, which
+    TRL drops, are not counted.
+    """
+
+    arguments_class: ClassVar[type[Any]] = DPGrapeSFTConfig
