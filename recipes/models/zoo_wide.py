@@ -416,7 +416,7 @@ WIDE = [
             "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         },
         (CAUSAL,),
-        refused={**NO_VMAP, "layerwise": "given positions without their samples"},
+        refused=NO_VMAP,
     ),
     Family("DeepSeek-V2", "DeepseekV2Config", LATENT, (CAUSAL,)),
     Family("DeepSeek-V3", "DeepseekV3Config", {**LATENT, "n_group": 2, "topk_group": 1}, (CAUSAL,)),
@@ -447,10 +447,7 @@ WIDE = [
             "router_jitter_noise": 0.0,
         },
         (SEQ2SEQ,),
-        refused={
-            "functorch": "take no part in the loss",
-            "layerwise": "given positions without their samples",
-        },
+        refused={"functorch": "take no part in the loss"},
     ),
     # Recurrent models
     Family(

@@ -61,11 +61,50 @@ def test_positions_whose_number_happens_to_fit_are_not_taken_for_samples() -> No
     check(engine, texts(6, 2))
 
 
-def test_as_many_positions_of_each_sample_do_not_vouch_for_those_of_a_later_batch() -> None:
+def test_as_many_positions_of_each_sample_do_not_vouch_for_those_of_a_later_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From then on the whole model runs for one sample after another."""
     engine = LayerwiseEngine(Unpads(), cross_entropy)
     check(engine, texts(12, 12, positions=12))
-    with pytest.raises(UnsupportedModelError, match="selects positions by value"):
-        engine(texts(6, 6, positions=14), {})
+    assert not caplog.text
+    for lengths in ((6, 6), (6, 2), (5, 7)):
+        check(engine, texts(*lengths, positions=14))
+    assert "the model (Unpads) cannot be vectorised" in caplog.text
+
+
+class Unpadded(nn.Module):
+    """Runs layers on positions without their samples, inside a module that knows the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        keep = mask.bool()
+        found = self.norm(self.layer(hidden[keep])).tanh()
+        return torch.zeros_like(hidden).masked_scatter(keep[..., None], found)
+
+
+class Around(nn.Module):
+    """Has a module around that is given positions with their samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(VOCABULARY, WIDTH), Unpadded()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.block(self.table(ids), mask).sum(1))
+
+
+def test_positions_that_were_selected_are_left_to_the_module_around(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = LayerwiseEngine(Around(), cross_entropy)
+    for batch in (texts(6, 6), texts(6, 2), texts(4, 1, positions=7)):
+        check(engine, batch)
+    assert "block (Unpadded) cannot be vectorised" in caplog.text
 
 
 class Masked(nn.Module):

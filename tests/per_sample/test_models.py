@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is depr:FutureWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap's loops
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding:UserWarning"),  # WavLM
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Switch
 ]
 
 each_engine = pytest.mark.parametrize("engine", list(ENGINES))

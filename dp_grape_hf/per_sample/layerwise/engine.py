@@ -39,7 +39,6 @@ from dp_grape_hf.per_sample.layerwise.layers import (
 from dp_grape_hf.per_sample.layerwise.rules import is_recomputable
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import (
-    Selections,
     copies_of_first,
     evaluating,
     first_two,
@@ -243,16 +242,8 @@ class LayerwiseEngine(PerSampleEngine):
         if self.skips_unlabelled:  # whether the model allows that is found out by running it
             with evaluating(self.model), torch.no_grad():
                 run_model(2)
-        with evaluating(self.model), Selections() as selections:
-            losses = self._sites.learn(run_model, shapes_of(inputs))
-        for site in self._sites if selections.seen else ():
-            if site.carried and not site.rows.one_each:
-                raise UnsupportedModelError(
-                    f"{site.label} is given positions without their samples, in a model that "
-                    "selects positions by value (nonzero, a boolean mask): it is not known "
-                    'which sample a position belongs to. Use engine="functorch".'
-                )
-        return losses
+        with evaluating(self.model):
+            return self._sites.learn(run_model, shapes_of(inputs))
 
     def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
         """Learns the calls, and refuses a model that couples samples or hides a parameter.

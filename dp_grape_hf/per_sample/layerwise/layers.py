@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
+from dp_grape_hf.per_sample.probing import Selections
 
 # ---- Changing how modules run, for a while ----
 
@@ -270,6 +271,7 @@ class _Call:
     first: Tensor | None  # kept, so that its id stays its own
     leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
     differentiable: list[int]  # leading sizes of the outputs that require grad
+    selected: set[Key]  # inputs that hold positions which were selected by their values
 
 
 class UnknownTensorError(Exception):
@@ -450,6 +452,8 @@ class Sites:
 
         def observe(site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
             looked_up: list[int] = []
+            leaves, spec = tree_flatten((args, kwargs))
+            selected = {(repr(spec), i) for i, x in enumerate(leaves) if selections.reach(x)}
 
             def look_up(indices: Tensor, output: Tensor) -> Tensor:
                 looked_up.append(indices.shape[0] if indices.dim() else 0)
@@ -471,11 +475,13 @@ class Sites:
                 first=first,
                 leading=looked_up if site.is_table else [first.shape[0]] if has_rows(first) else [],
                 differentiable=_differentiable(output),
+                selected=selected,
             )
             calls.setdefault(site.path, []).append(call)
             return tree_map(partial(_expand, size), output) if site in expanded else output
 
-        with self.installed(lambda site, original: partial(observe, site, original)):
+        running = self.installed(lambda site, original: partial(observe, site, original))
+        with running, Selections() as selections:
             return run_model(size), calls
 
     def _find_siblings(self, calls: Mapping[str, Sequence[_Call]]) -> None:
@@ -503,6 +509,8 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                     f"{site.label} computes a tensor that all samples share, so it does not tell "
                     "their gradients apart."
                 )
+            if any(_without_samples(site.tensors.get(key)) for key in a.selected):
+                return f"{site.label} {_POSITIONS_ALONE}"
             site.broadcast = 1 in a.differentiable
             continue
         if not a.leading:
@@ -516,8 +524,21 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                     f"{site.label} has an input of leading size {size} that does not follow the "
                     "batch size, so its calls do not tell the samples apart."
                 )
+        if a.selected and _without_samples(site.rows):
+            return f"{site.label} {_POSITIONS_ALONE}"
     site.calls = len(two)
     return None
+
+
+_POSITIONS_ALONE = (
+    "is given positions without their samples, which were selected by value (nonzero, a boolean "
+    "mask), so that it is not known which sample a position belongs to."
+)
+
+
+def _without_samples(rows: Rows | None) -> bool:
+    """Returns whether a tensor carries the batch, and has other rows than one for each sample."""
+    return rows is not None and bool(rows.carries) and not rows.one_each
 
 
 def _learn_tensors(site: Site, two: _Call, three: _Call, shapes: Shapes) -> str | None:
