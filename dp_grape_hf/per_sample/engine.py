@@ -107,6 +107,15 @@ class PerSampleEngine(ABC):
                 refuse_coupling(module)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
+            config: Any = getattr(module, "config", None)
+            attention = getattr(config, "_attn_implementation", None)
+            if attention == "flex_attention":
+                raise UnsupportedModelError(
+                    f"{path or 'the model'} ({type(module).__name__}) has {attention=}, which runs "
+                    "under no mode of dispatch, and so cannot be examined. Load the model with "
+                    "attn_implementation='sdpa' or 'eager', or call "
+                    "model.set_attn_implementation('sdpa'): both compute the same."
+                )
             if _is_compiled(module):
                 raise UnsupportedModelError(
                     f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
@@ -295,9 +304,15 @@ def batch_size_of(inputs: Inputs) -> int:
         raise PrivacyError("The batch holds no tensor, so it has no samples to tell apart.")
     name, size = next(iter(sizes.items()))
     if others := [other for other in sizes if sizes[other] != size]:
+        advice = ""
+        if {"image_grid_thw", "video_grid_thw"} & sizes.keys():
+            advice = (
+                " Patches go by example too: pixel_values (B, P, d), of images of one size, and "
+                "image_grid_thw (B, n, 3); in a batch of one example they may be of any size."
+            )
         raise PrivacyError(
             "All tensors of a batch must have the samples in dimension 0; "
-            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes."
+            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes.{advice}"
         )
     return size
 

@@ -73,6 +73,8 @@ def freeze_unused(
                 seen.add(*_run(model, loss, _completed(batch, names), training))
     except (*ERRORS, _NotKnownError):
         return []  # then the engine refuses what it finds to be unused
+    if not seen.reached:
+        return []  # no batch, or a model of which nothing is trained
     reached = {name for name, (_, p) in owners.items() if id(p) in seen.reached}
     unused = []
     for name, (module, parameter) in owners.items():

@@ -34,7 +34,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.models.zoo import FAMILIES, Batch, Row, rows
+from recipes.models.zoo import FAMILIES, Batch, Row, as_models_take, rows
 from recipes.models.zoo_wide import WIDE
 
 RANK = 4
@@ -53,7 +53,7 @@ def own_gradients(
     losses: list[Tensor] = []
     found: dict[str, list[Tensor]] = {name: [] for name in weights}
     for i in range(len(next(iter(inputs.values())))):
-        loss = model(**{key: value[i : i + 1] for key, value in inputs.items()}).loss
+        loss = model(**as_models_take({k: v[i : i + 1] for k, v in inputs.items()})).loss
         losses.append(loss.detach())
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 VOCABULARY, HIDDEN, HEADS, LABELS, MAX_POSITIONS = 60, 32, 4, 3, 40
 PAD, START, END, FIRST_WORD = 1, 2, 3, 5
+IMAGE_START, IMAGE_TOKEN, IMAGE_END = 3, 4, 2
 IGNORED = -100
 CHOICES, TARGET_LENGTH = 3, 6
 IMAGE, PATCH, PHOTO = 8, 4, 32
@@ -161,6 +162,65 @@ def waves(
     return {**heard, "attention_mask": mask, "labels": spoken}
 
 
+def described(
+    batch_size: int,
+    positions: int = 9,
+    seed: int = 0,
+    padding: str = "right",
+    *,
+    several: bool = False,
+    patches: bool = False,
+) -> Batch:
+    """Returns images, each with a text that begins with its four image tokens and describes it.
+
+    The images are one, or a list of one (``several``), or rows of ``patches`` with their grid.
+    """
+    batch = texts(batch_size, positions, seed, padding, target="tokens")
+    starts = batch["attention_mask"].argmax(1)
+    mask = torch.ones(batch_size, 6, dtype=torch.long)
+    ids = torch.full((batch_size, 6), IMAGE_TOKEN)
+    ids[:, 0], ids[:, -1] = IMAGE_START, IMAGE_END
+    merged: Batch = {}
+    for name, before in (
+        *(("input_ids", ids), ("attention_mask", mask)),
+        ("labels", torch.full_like(ids, IGNORED)),
+    ):
+        pairs = zip(batch[name], before, starts, strict=True)
+        merged[name] = torch.stack([torch.cat([x[:at], new, x[at:]]) for x, new, at in pairs])
+    generator = torch.Generator().manual_seed(seed)
+    if patches:
+        values = 3 * 2 * PATCH * PATCH
+        merged["pixel_values"] = torch.randn(batch_size, 16, values, generator=generator)
+        merged["image_grid_thw"] = torch.tensor([1, 4, 4]).expand(batch_size, 1, 3).contiguous()
+        merged["mm_token_type_ids"] = (merged["input_ids"] == IMAGE_TOKEN).long()
+        return merged
+    pixels = torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator)
+    merged["pixel_values"] = pixels[:, None] if several else pixels
+    return merged
+
+
+def as_models_take(batch: Batch) -> Batch:
+    """Returns a batch with the patches of all its images in one row, if it has patches."""
+    if "image_grid_thw" not in batch:
+        return batch
+    patches = {name: batch[name].flatten(0, 1) for name in ("pixel_values", "image_grid_thw")}
+    return {**batch, **patches}
+
+
+def masked_images(
+    batch_size: int, positions: int = 4, seed: int = 0, padding: str = "right", *, noise: bool
+) -> Batch:
+    """Returns images, and which of their 2 x 2 patches are masked: as such, or by ``noise``."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = images(batch_size, seed=seed)["pixel_values"]
+    drawn = torch.rand(batch_size, 4, generator=generator)
+    if noise:
+        return {"pixel_values": pixels, "noise": drawn}
+    masked = drawn < 0.5
+    masked[torch.arange(batch_size), drawn.argmin(1)] = True
+    return {"pixel_values": pixels, "bool_masked_pos": masked}
+
+
 def end_texts(batch: Batch) -> Batch:
     """Ends every text with the end-of-text token, at which some models classify."""
     mask = batch["attention_mask"]
@@ -223,6 +283,12 @@ TASKS = {
     "classification of spectra": Task("ForAudioClassification", spectra),
     "classification of waves": Task("ForSequenceClassification", waves),
     "CTC": Task("ForCTC", partial(waves, target="text")),
+    "masked images": Task("ForMaskedImageModeling", partial(masked_images, noise=False)),
+    "masked autoencoding": Task("ForPreTraining", partial(masked_images, noise=True)),
+    "descriptions": Task("ForConditionalGeneration", described),
+    "descriptions of several": Task("ForConditionalGeneration", partial(described, several=True)),
+    "descriptions of patches": Task("ForConditionalGeneration", partial(described, patches=True)),
+    "detection": Task("ForObjectDetection", images),
     "CTC of features": Task("ForCTC", partial(waves, target="text", width=MELS)),
 }
 

@@ -15,6 +15,10 @@ from recipes.models.zoo import (
     GPT2,
     HEADS,
     HIDDEN,
+    IMAGE,
+    IMAGE_END,
+    IMAGE_START,
+    IMAGE_TOKEN,
     LABELS,
     MAX_POSITIONS,
     MELS,
@@ -34,6 +38,7 @@ SEQUENCE, TOKEN, MASKED = "sequence classification", "token classification", "ma
 CAUSAL, SEQ2SEQ, IMAGES = "causal LM", "seq2seq LM", "image classification"
 WHOLE, PHOTOS = "classification of whole texts", "classification of photographs"
 SPECTRA, WAVES, CTC = "classification of spectra", "classification of waves", "CTC"
+MASKED_IMAGES, DESCRIBED = "masked images", "descriptions"
 
 # ---- Settings ----
 
@@ -106,6 +111,29 @@ SPEECH = {
     "apply_spec_augment": False,
     "pad_token_id": PAD,
     "num_labels": LABELS,
+}
+TEXT = {k: v for k, v in GROUPED.items() if k != "num_labels"}
+EYE = {k: v for k, v in VISION.items() if "dropout" not in k and k != "num_labels"}
+EYE |= {"num_channels": 3}
+QWEN_VL = {
+    "text_config": {
+        **TEXT,
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        **dict.fromkeys(("embed_dim", "hidden_size", "out_hidden_size"), HIDDEN),
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+        "mlp_ratio": 2,
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": VOCABULARY - 1,
+    "vision_start_token_id": IMAGE_START,
+    "vision_end_token_id": IMAGE_END,
 }
 UNMASKED = ("masked_spec_embed",)  # without SpecAugment
 
@@ -744,4 +772,190 @@ WIDE = [
         without_part=("vision_model.head",),
     ),
     Family("Swin-V2", "Swinv2Config", {**SWIN, "pretrained_window_sizes": [0, 0]}, (IMAGES,)),
+    Family(
+        "DINOv2 with registers",
+        "Dinov2WithRegistersConfig",
+        VISION,
+        (IMAGES,),
+        without_part=("mask_token",),
+    ),
+    Family("I-JEPA", "IJepaConfig", VISION, (IMAGES,)),
+    Family("ViT-MSN", "ViTMSNConfig", VISION, (IMAGES,)),
+    Family(
+        "data2vec, images",
+        "Data2VecVisionConfig",
+        {**VISION, "use_relative_position_bias": True},
+        (IMAGES,),
+    ),
+    Family("ViT, masked", "ViTConfig", {**VISION, "encoder_stride": PATCH}, (MASKED_IMAGES,)),
+    Family("DeiT, masked", "DeiTConfig", {**VISION, "encoder_stride": PATCH}, (MASKED_IMAGES,)),
+    Family(
+        "Swin, masked",
+        "SwinConfig",
+        {**SWIN, "patch_size": PATCH, "depths": [2], "num_heads": [2], "encoder_stride": PATCH},
+        (MASKED_IMAGES,),
+    ),
+    Family(
+        "MAE",
+        "ViTMAEConfig",
+        {
+            **VISION,
+            "decoder_num_hidden_layers": 1,
+            "decoder_hidden_size": 16,
+            "decoder_intermediate_size": 32,
+            "decoder_num_attention_heads": 2,
+            "mask_ratio": 0.5,
+        },
+        ("masked autoencoding",),
+        models="ViTMAE",
+    ),
+    Family(
+        "MAE, normalised",
+        "ViTMAEConfig",
+        {
+            **VISION,
+            "decoder_num_hidden_layers": 1,
+            "decoder_hidden_size": 16,
+            "decoder_intermediate_size": 32,
+            "decoder_num_attention_heads": 2,
+            "mask_ratio": 0.5,
+            "norm_pix_loss": True,
+        },
+        ("masked autoencoding",),
+        models="ViTMAE",
+    ),
+    Family(
+        "YOLOS",
+        "YolosConfig",
+        {**VISION, "image_size": [IMAGE, IMAGE]},
+        ("detection",),
+        refused=dict.fromkeys(("functorch", "layerwise"), "is not known per sample"),
+    ),
+    # Sounds
+    Family(
+        "Wav2Vec2, weighted layers",
+        "Wav2Vec2Config",
+        {**SPEECH, "use_weighted_layer_sum": True},
+        (WAVES,),
+        without_part=UNMASKED,
+        refused=NO_VMAP,
+    ),
+    Family(
+        "Wav2Vec2-BERT",
+        "Wav2Vec2BertConfig",
+        {
+            **{k: v for k, v in SPEECH.items() if "conv" not in k},
+            "feature_projection_input_dim": MELS,
+            "conv_depthwise_kernel_size": 3,
+        },
+        ("CTC of features",),
+        models="Wav2Vec2Bert",
+        without_part=UNMASKED,
+    ),
+    Family(
+        "UniSpeech-SAT",
+        "UniSpeechSatConfig",
+        SPEECH,
+        (CTC,),
+        without_part=UNMASKED,
+        refused=NO_VMAP,
+    ),
+    # Images and text
+    Family(
+        "LLaVA",
+        "LlavaConfig",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **EYE, "num_hidden_layers": 2},
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_index": IMAGE_TOKEN,
+            "image_seq_length": 4,
+        },
+        (DESCRIBED,),
+        without_part=("post_layernorm", "vision_tower.encoder.layers.1."),
+        refused=NO_VMAP,
+    ),
+    Family(
+        "Idefics-3",
+        "Idefics3Config",
+        {
+            "vision_config": EYE,
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE_TOKEN,
+            "scale_factor": 1,
+            "pad_token_id": PAD,
+        },
+        ("descriptions of several",),
+        refused=NO_VMAP,
+    ),
+    Family(
+        "SmolVLM",
+        "SmolVLMConfig",
+        {
+            "vision_config": EYE,
+            "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": IMAGE_TOKEN,
+            "scale_factor": 1,
+            "pad_token_id": PAD,
+        },
+        ("descriptions of several",),
+        refused=NO_VMAP,
+    ),
+    Family(
+        "Qwen2-VL",
+        "Qwen2VLConfig",
+        QWEN_VL,
+        ("descriptions of patches",),
+        models="Qwen2VL",
+        refused=NO_VMAP,
+    ),
+    Family(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLConfig",
+        {
+            **QWEN_VL,
+            "vision_config": {
+                **QWEN_VL["vision_config"],
+                "intermediate_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        ("descriptions of patches",),
+        models="Qwen2_5_VL",
+        refused=NO_VMAP,
+    ),
+    # Text
+    Family("VaultGemma", "VaultGemmaConfig", {**WINDOWED, "query_pre_attn_scalar": 8}, (CAUSAL,)),
+    Family("OLMo-3", "Olmo3Config", WINDOWED, (CAUSAL,)),
+    Family("Arcee", "ArceeConfig", GROUPED, (CAUSAL,)),
+    Family("Helium", "HeliumConfig", {**GROUPED, "head_dim": 8}, (CAUSAL,)),
+    Family("ERNIE-4.5", "Ernie4_5Config", GROUPED, (CAUSAL,), models="Ernie4_5"),
+    Family("Seed-OSS", "SeedOssConfig", {**GROUPED, "head_dim": 8}, (CAUSAL,)),
+    Family("Ministral", "MinistralConfig", WINDOWED, (CAUSAL,)),
+    Family("Phi-MoE", "PhimoeConfig", EXPERTS, (CAUSAL,), models="Phimoe", refused=NO_VMAP),
+    Family(
+        "GLM-4-MoE",
+        "Glm4MoeConfig",
+        {**EXPERTS, "head_dim": 8, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+        (CAUSAL,),
+        models="Glm4Moe",
+    ),
+    Family(
+        "T5Gemma",
+        "T5GemmaConfig",
+        {
+            "encoder": {**TEXT, "head_dim": 8},
+            "decoder": {**TEXT, "head_dim": 8},
+            "vocab_size": VOCABULARY,
+            "pad_token_id": PAD,
+        },
+        (SEQ2SEQ,),
+        models="T5Gemma",
+    ),
+    Family("XLM-RoBERTa", "XLMRobertaConfig", ENCODER, (SEQUENCE, MASKED)),
+    Family("CamemBERT", "CamembertConfig", ENCODER, (SEQUENCE,)),
+    Family("ERNIE", "ErnieConfig", ENCODER, (SEQUENCE,)),
+    Family("NomicBERT", "NomicBertConfig", ENCODER, (SEQUENCE,)),
+    Family("PLBart", "PLBartConfig", BART, (SEQ2SEQ,)),
+    Family("MVP", "MvpConfig", BART, (SEQ2SEQ,)),
 ]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.per_sample import ENGINES, batch_size_of, make_engine
 from dp_grape_hf.per_sample.losses.losses import HEADS
 from dp_grape_hf.projections import Projector, Side
 from tests.support.marks import slow_but
-from tests.support.models import HIDDEN, PAD, TYPICAL, Batch, Case, only, texts
+from tests.support.models import HIDDEN, PAD, TYPICAL, Batch, Case, only, row, texts
 from tests.support.oracles import (
     TOLERANCE,
     assert_gradients_equal,
@@ -275,3 +275,24 @@ def test_inputs_that_disagree_on_the_batch_size_are_refused(engine: str) -> None
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PrivacyError, match=r"engine='hooks' is not known; .*functorch, layerwise"):
         per_sample_gradients(Toy(), {"x": torch.randn(3, 6)}, engine="hooks", loss=mean_output)
+
+
+# ---- Models and batches that cannot be examined, or split ----
+
+
+@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+def test_flex_attention_is_refused_with_what_to_do(engine: str) -> None:
+    model = row("Llama, causal LM").model(attn_implementation="flex_attention")
+    with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
+        make_engine(engine, model)
+    model.set_attn_implementation("sdpa")
+    make_engine(engine, model)
+
+
+def test_patches_of_all_images_in_one_row_are_refused_with_what_to_do() -> None:
+    batch = {"input_ids": torch.zeros(2, 5), "pixel_values": torch.zeros(32, 6)}
+    with pytest.raises(PrivacyError) as plain:
+        batch_size_of(batch)
+    assert "grid" not in str(plain.value)
+    with pytest.raises(PrivacyError, match=r"pixel_values \(B, P, d\), of images of one size"):
+        batch_size_of({**batch, "image_grid_thw": torch.ones(2, 3)})

@@ -1,6 +1,5 @@
 """What takes no part in a loss is frozen by inputs that are nobody's, and nothing else is."""
 
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -29,7 +28,8 @@ QUICK = (
     *("Switch, seq2seq LM", "Mixtral, a loop over experts, causal LM", "ESM, masked LM"),
     *("CLIP vision, image classification", "Llama + LoRA, causal LM"),
 )
-NOT_MADE_UP = ("Perceiver", "ResNet")  # what they read; nothing is frozen then
+# Nothing is frozen where it is not known what a model reads, or where it reads more than that.
+NOT_MADE_UP = ("Perceiver", "ResNet", "Wav2Vec2-BERT", "LLaVA")
 
 
 @pytest.mark.parametrize("entry", slow_but(QUICK, EVERY))
@@ -44,15 +44,16 @@ def test_of_every_model_what_takes_no_part_is_frozen_and_nothing_else(entry: Row
         model.get_parameter(name).requires_grad_(True)
     before, state = weights_of(model), torch.get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if entry.family.name == "YOLOS":
+        with pytest.raises(UnsupportedModelError, match="not known per sample"):
+            loss_for(model)
+        return
     loss = loss_for(model)
     names = inputs_of_model(loss, entry.batch(2)).keys()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    try:
-        batches = list(islice(synthetic_batches(model), 2))
-    except (ValueError, AttributeError):
-        assert entry.family.name in NOT_MADE_UP
-        return
-    assert freeze_unused(model, loss, batches, names) == left_out
+    known = entry.family.name not in NOT_MADE_UP
+    left_out = left_out if known else []
+    assert freeze_unused(model, loss, synthetic_batches(model), names) == left_out
     left = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained - left == {*left_out}
     assert model.training
@@ -137,6 +138,7 @@ def test_an_expert_that_no_token_was_sent_to_is_not_frozen(how: str, frozen: lis
 def test_nothing_is_frozen_where_an_input_of_the_model_cannot_be_made_up() -> None:
     model = Branching("no branch")
     assert freeze_unused(model, of_logits, [ids(0, 1)], ["input_ids", "masked"]) == []
+    assert freeze_unused(model, of_logits, [], ["input_ids"]) == []
     assert all(p.requires_grad for p in model.parameters())
     masked = ids(0, 1) | {"masked": torch.tensor([[True, False]])}
     assert "mask" not in freeze_unused(model, of_logits, [masked], ["input_ids", "masked"])

@@ -316,6 +316,73 @@ def alignment(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
     return losses / lengths.clamp(min=1) if config.ctc_loss_reduction == "mean" else losses
 
 
+def with_the_mask(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
+    """Returns the inputs of a model that is told which patches are masked."""
+    return {**inputs, "bool_masked_pos": labels}
+
+
+def masked_pixels(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
+    """Returns images (B, C, H, W) with one channel more, which is 1 where a patch is masked."""
+    pixels, patch = inputs["pixel_values"], model.config.patch_size
+    side = model.config.image_size // patch
+    mask = labels.reshape(-1, side, side).to(pixels.dtype)
+    mask = mask.repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+    return torch.cat([pixels, mask[:, None]], 1)
+
+
+@head(
+    "ForMaskedImageModeling",
+    labels=("bool_masked_pos",),
+    logits=("reconstruction",),
+    prepare=with_the_mask,
+    describe=masked_pixels,
+)
+def masked_image(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """Mean absolute error of masked pixels; (B, C, H, W), (B, C + 1, H, W) -> (B,)."""
+    pixels, mask = labels[:, :-1], labels[:, -1:]
+    errors = ((logits - pixels).abs() * mask).flatten(1).sum(1)
+    return errors / (mask.flatten(1).sum(1) + 1e-5) / config.num_channels
+
+
+def with_images(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
+    """Returns the inputs of a model whose labels are its images, and which masks by noise.
+
+    Raises:
+        UnsupportedModelError: if the noise is not given: the model would draw it in evaluation too,
+            and its loss of one example is then not one number.
+    """
+    if "noise" not in inputs:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} draws the patches that it masks anew in every pass. Let the "
+            "data collator draw them for each example: noise=torch.rand(B, patches)."
+        )
+    return {**inputs, "pixel_values": labels}
+
+
+def masked_patches(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
+    """Returns patches (B, T, d) with one number more, which is 1 where a patch is masked."""
+    patches, noise = model.patchify(labels), inputs["noise"]
+    if model.config.norm_pix_loss:
+        means, variances = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
+        patches = (patches - means) / (variances + 1e-6).sqrt()
+    kept = int(noise.shape[1] * (1 - model.config.mask_ratio))
+    masked = noise.argsort(1).argsort(1) >= kept
+    return torch.cat([patches, masked[:, :, None].to(patches.dtype)], 2)
+
+
+@head(
+    "ViTMAEForPreTraining",
+    labels=("pixel_values",),
+    prepare=with_images,
+    describe=masked_patches,
+)
+def masked_autoencoding(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """Mean squared error of masked patches; (B, T, d), (B, T, d + 1) -> (B,)."""
+    patches, masked = labels[:, :, :-1], labels[:, :, -1]
+    errors = (logits - patches).square().mean(2)
+    return (errors * masked).sum(1) / masked.sum(1)
+
+
 def _refuse_smoothing(label_smoothing: float, problem: str) -> None:
     if label_smoothing:
         raise PrivacyError(f"{label_smoothing=} is not defined for {problem}; set it to 0.")

@@ -74,7 +74,7 @@ class HeadLoss(ModelLoss):
             inputs = self.head.prepare(self.model, inputs, labels)
         if self.head.describe is not None:
             labels = self.head.describe(self.model, inputs, labels)
-        return inputs, labels
+        return with_patches(inputs), labels
 
     def __call__(self, outputs: Any, labels: Tensor | None) -> Tensor:
         """Returns the losses (B,), float32.
@@ -114,7 +114,7 @@ class HeadLoss(ModelLoss):
             return None
         config: Any = getattr(self.model, "config", None)
         problem = getattr(config, "problem_type", None)
-        outputs = model(**inputs)
+        outputs = model(**with_patches(dict(inputs)))
         if getattr(config, "problem_type", None) != problem:
             config.problem_type = problem  # which models write down when they see labels
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
@@ -179,10 +179,19 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss:
             f"{', '.join(sorted(HEADS))}. Pass compute_loss_func=f where f(outputs, labels) "
             "returns one loss per sample, of shape (B,), each computed from that sample alone."
         )
+    if suffix == "ForConditionalGeneration" and _reads_on(base):
+        suffix = "ForCausalLM"
     found = HEADS[suffix]
     if label_smoothing and not found.smooths:
         raise PrivacyError(f"{label_smoothing=} is not defined for {name}; set it to 0.")
     return HeadLoss(base, found, label_smoothing, _virtual_tokens(model))
+
+
+def _reads_on(model: Any) -> bool:
+    """Whether a model generates as a decoder does by itself: images or sounds, and then text."""
+    config: Any = getattr(model, "config", None)
+    encodes = getattr(config, "is_encoder_decoder", False)
+    return not encodes and hasattr(config, "get_text_config") and config.get_text_config() != config
 
 
 def _virtual_tokens(model: Any) -> int:
@@ -206,6 +215,22 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
     inputs = dict(inputs)
     labels = inputs.pop("labels", None)
     return inputs, labels
+
+
+def with_patches(inputs: Inputs) -> Inputs:
+    """Returns inputs with the patches of all images in one row, where they are given by sample.
+
+    Qwen-VL is given patches (P, d) of images whose sizes (n, 3) say how many each has. In a batch
+    of samples they are (B, P / B, d) and (B, n / B, 3).
+    """
+    flat = dict(inputs)
+    for sizes, patches in _PATCHES.items():
+        if sizes in inputs and inputs[sizes].dim() == 3:
+            flat |= {name: inputs[name].flatten(0, 1) for name in (sizes, patches)}
+    return flat
+
+
+_PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 
 
 def inputs_of_model(loss: LossFunction, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,6 +193,15 @@ def test_a_text_that_does_not_fit_into_its_sound_counts_as_the_model_says(zero: 
     torch.testing.assert_close(losses, own(model, inputs), rtol=1e-5, atol=1e-5)
 
 
+def test_masks_that_a_model_draws_in_every_pass_are_asked_for() -> None:
+    entry = next(entry for entry in rows(WIDE) if entry.family.name == "MAE")
+    model, inputs = entry.model(), entry.batch(B)
+    torch.testing.assert_close(per_sample(model, inputs), own(model, inputs))
+    del inputs["noise"]
+    with pytest.raises(UnsupportedModelError, match=r"noise=torch\.rand\(B, patches\)"):
+        per_sample(model, inputs)
+
+
 def test_a_causal_loss_does_not_predict_the_first_token() -> None:
     model, inputs = only("gpt2").model(), only("gpt2").batch(B)
     before = per_sample(model, inputs)
