@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.guards import (
     draws_beside,
     host_streams,
@@ -169,13 +169,11 @@ def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tenso
             with Draws(2, shared, two.values, trial) as other:
                 again = run(2)
             if other.made != two.made or _differ(shown, again):
-                draw = two.made[min(shared)]
-                name = draw.operation.rpartition("::")[2].rstrip("_")
                 raise PrivacyError(
-                    f"{who} draws random numbers ({name}"
-                    f"{f' in {draw.module}' if draw.module else ''}) once for all samples of a "
-                    "physical batch. A further example moves others to another physical batch and "
-                    f"so changes what they draw, which no clipping bounds. {advice}"
+                    f"{who} draws random numbers ({_named([two.made[min(shared)]])}) once for all "
+                    "samples of a physical batch. A further example moves others to another "
+                    "physical batch and so changes what they draw, which no clipping bounds. "
+                    f"{advice}"
                 )
     return shown, True
 
@@ -198,6 +196,46 @@ def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 # ---- A model ----
+
+
+def refuse_noise(losses: Callable[[], Tensor], copies: int) -> None:
+    """Refuses a pass in evaluation mode that is not the same twice: comparing it shows nothing.
+
+    Args:
+        losses: a pass over copies of one sample, (copies,).
+        copies: how many.
+
+    Raises:
+        UnsupportedModelError: naming what is drawn, if it is torch that draws.
+    """
+
+    def run(seed: int) -> Tensor:
+        seed_all(seed)
+        return losses().double()
+
+    with keeping_random_state():
+        first, second = run(0), run(1)
+        if torch.allclose(first, second, rtol=1e-5, atol=1e-8, equal_nan=True):
+            return
+        with Draws(copies) as draws:
+            losses()
+    if not draws.made and torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True):
+        return  # sums in another order
+    raise UnsupportedModelError(
+        "One and the same sample has another loss at every pass in evaluation mode, as the model "
+        f"or its loss draws random numbers there as well ({_named(draws.made[:1])}). Draw them in "
+        "training mode only (if self.training: ..., or functional.dropout(x, p, "
+        "training=self.training)), from torch's global stream, for each sample. Until then it "
+        "cannot be found out whether samples have an influence on each other."
+    )
+
+
+def _named(draws: Sequence[Draw]) -> str:
+    """Returns what errors call the first of some draws, if any is torch's."""
+    for draw in draws:
+        name = draw.operation.rpartition("::")[2].rstrip("_")
+        return f"{name} in {draw.module}" if draw.module else name
+    return "of numpy or Python, or by a generator of its own"
 
 
 def examine_coins(run: Run) -> bool:

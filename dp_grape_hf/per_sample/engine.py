@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
-from dp_grape_hf.per_sample.coins import examine_coins
+from dp_grape_hf.per_sample.coins import examine_coins, refuse_noise
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
 from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
 from dp_grape_hf.per_sample.losses.losses import (
@@ -125,6 +125,7 @@ class PerSampleEngine(ABC):
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: set[bool] = set()  # whether training, when it was tried
+        self._repeatable = False  # whether two passes in evaluation mode were seen to agree
 
     @abstractmethod
     def __call__(
@@ -136,6 +137,20 @@ class PerSampleEngine(ABC):
             inputs: the model's keyword arguments; every tensor has the B samples in dimension 0.
             projectors: parameter name -> projector, for the projected parameters.
         """
+
+    def refuse_noise(self, inputs: Inputs) -> None:
+        """Refuses a model that draws random numbers in evaluation mode; looks once.
+
+        Args:
+            inputs: a batch, of which the first sample is used.
+        """
+        if self._repeatable:
+            return
+        copies = 1 if self.isolates_samples else 2
+        batch = copies_of_first(inputs, copies)
+        with evaluating(self.model), torch.no_grad():
+            refuse_noise(lambda: self.losses(self.model, batch, copies), copies)
+        self._repeatable = True
 
     def _examine(self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]) -> None:
         """Refuses a model that tosses others' coins, or minimises another loss; once a mode.

@@ -127,6 +127,7 @@ class FunctorchEngine(PerSampleEngine):
 
         It also refuses a model that computes something else under vmap than without.
         """
+        self.refuse_noise(inputs)
         two = first_two(inputs)
         first, second = (copies_of_first(two, 1, sample=i) for i in (0, 1))
         weights, rounding = list(self.trainable.values()), self._rounding()
@@ -191,8 +192,8 @@ class FunctorchEngine(PerSampleEngine):
     def _differs(self, what: str) -> str:
         return (
             f"{type(self.model).__name__} computes {what} of one example under torch.func.vmap "
-            "than without it: its code asks how it is run, or draws random numbers in evaluation "
-            'mode. Use engine="layerwise", or another attn_implementation.'
+            "than without it: its code asks how it is run. Use "
+            'engine="layerwise", or another attn_implementation.'
         )
 
 

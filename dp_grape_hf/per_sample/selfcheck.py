@@ -70,6 +70,7 @@ def examine_batch(
         PrivacyError: if a loss depends on the others of the batch, or no example has a gradient.
     """
     size = batch_size_of(inputs)
+    engine.refuse_noise(inputs)
     if size > 1 and not engine.isolates_samples:
         model = engine.model
         refuse_coupled_batch(

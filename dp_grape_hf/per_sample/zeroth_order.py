@@ -159,6 +159,7 @@ class ZerothOrderEngine(PerSampleEngine):
             2 if different samples have shown that they are not coupled, else 1: batches of one
             sample need no more.
         """
+        self.refuse_noise(inputs)
         used: set[str] = set()
         two, _ = self._trial(copies_of_first(inputs, 2), step, used)
         three, _ = self._trial(copies_of_first(inputs, 3), step, used)

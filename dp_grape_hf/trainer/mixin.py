@@ -591,9 +591,10 @@ class DPGrapeMixin(_Host):
 
     @torch.no_grad()
     def _losses_in_evaluation(self, batch: Any) -> Tensor:
-        batch = self._prepare_inputs(batch)
+        batch, per_sample = self._prepare_inputs(batch), self.private_run.per_sample
+        per_sample.refuse_noise(batch)
         with evaluating(self.model):
-            return self.private_run.per_sample.losses(self.model, batch, batch_size_of(batch))
+            return per_sample.losses(self.model, batch, batch_size_of(batch))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""

@@ -29,12 +29,17 @@ from transformers import (
     WavLMForSequenceClassification,
 )
 
-from dp_grape_hf import PrivacyError, per_sample_gradients
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import make_engine, refuse_shared_collation
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import only
-from tests.support.trainers import examples_of, make_trainer
+from tests.support.trainers import (
+    Examples,
+    TinyForSequenceClassification,
+    examples_of,
+    make_trainer,
+)
 
 both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 
@@ -304,6 +309,90 @@ def rewinds_torch(hidden: Tensor) -> Tensor:
 def test_a_forward_that_sets_torchs_stream_is_refused(toss: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(PrivacyError, match="seeds torch's global random numbers"):
         gradients(toss)
+
+
+class NoisyForSequenceClassification(TinyForSequenceClassification):
+    """Adds noise to its features."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor], in_training_only: bool = False) -> None:
+        super().__init__()
+        self.noise, self.in_training_only = noise, in_training_only
+
+    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+        quiet = self.in_training_only and not self.training
+        return super().forward(x if quiet else self.noise(x), labels, id)
+
+
+_OWN = torch.Generator().manual_seed(0)
+
+
+def draws_from_a_generator(hidden: Tensor) -> Tensor:
+    return hidden * torch.rand(hidden.shape, generator=_OWN)
+
+
+def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
+    model = NoisyForSequenceClassification(draws_from_a_generator, in_training_only=True)
+    with pytest.raises(PrivacyError, match="a generator of its own"):
+        make_trainer(tmp_path, model=model).train()
+
+
+# ---- Noise in evaluation mode: the same sample is never the same ----
+
+
+def dropout_by_hand(x: Tensor) -> Tensor:
+    return x * (torch.rand_like(x) > 0.3)
+
+
+def noise_of_the_embeddings(x: Tensor) -> Tensor:
+    return x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1)
+
+
+def dropout_that_never_ends(x: Tensor) -> Tensor:
+    return functional.dropout(x, 0.3)
+
+
+def noise_of_numpy(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(np.random.rand(*x.shape)).float()
+
+
+NOISE = {
+    dropout_by_hand: "rand_like in ",
+    noise_of_the_embeddings: "uniform in ",
+    dropout_that_never_ends: "bernoulli in ",
+    noise_of_numpy: "of numpy or Python",
+    draws_from_a_generator: "a generator of its own",
+}
+
+
+@pytest.mark.parametrize("how", ["layerwise", "functorch", "dpzero"])
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_in_evaluation_mode_is_called_noise(
+    noise: Callable[[Tensor], Tensor], how: str, tmp_path: Path
+) -> None:
+    chosen = {"method": how} if how == "dpzero" else {"engine": how}
+    trainer = make_trainer(tmp_path, model=NoisyForSequenceClassification(noise), **chosen)
+    with pytest.raises(UnsupportedModelError, match=f"{NOISE[noise]}.*in training mode only"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+def test_noise_shows_before_the_collator_is_blamed(tmp_path: Path) -> None:
+    """Texts of several lengths: the collator's padding is tried, and loss by loss compared."""
+    case = only("bert-classifier")
+    model, labels = case.model(), case.batch(12)["labels"]
+    model.dropout.register_forward_hook(lambda module, args, output: dropout_by_hand(output))
+    examples = [{"input_ids": list(range(5, 9 + i)), "labels": labels[i]} for i in range(12)]
+
+    def pad(some: list[Any]) -> dict[str, Tensor]:
+        ids = [torch.tensor(example["input_ids"]) for example in some]
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=1)
+        return {"input_ids": padded, "labels": torch.stack([x["labels"] for x in some])}
+
+    trainer = make_trainer(
+        tmp_path, model=model, train_dataset=Examples(examples), data_collator=pad
+    )
+    with pytest.raises(UnsupportedModelError, match="rand_like in Dropout"):
+        trainer.train()
 
 
 # ---- A forward that seeds numpy: what it draws is public ----

@@ -251,6 +251,7 @@ class LayerwiseEngine(PerSampleEngine):
         Returns:
             How many different samples have shown that they are not coupled, up to 2.
         """
+        self.refuse_noise(inputs)
         two_copies, three_copies = (x.detach() for x in self._learn(inputs, 0))
         refuse_coupled_losses(two_copies[:1], torch.cat([two_copies, three_copies]))
         shown = self._probe_pairs(inputs, projectors)
