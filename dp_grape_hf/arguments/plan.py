@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,10 +33,9 @@ from dp_grape_hf.ledger import (
     Ledger,
     Mechanism,
     Sampling,
+    refuse_used_folder,
     require_same_neighbours,
 )
-
-logger = logging.getLogger(__name__)
 
 # What the record of a mechanism takes from arguments of the same name.
 _RECORDED = {f.name for f in fields(Mechanism)} & {f.name for f in fields(DPGrapeArguments)}
@@ -246,7 +244,8 @@ class PrivacyPlan:
             before: the ledger of an earlier run of the same weights, if any.
 
         Raises:
-            PrivacyError: if nothing is left to spend, or a resumed ledger does not fit.
+            PrivacyError: if nothing is left to spend, a resumed ledger does not fit, or the folder
+                is that of another run (``refuse_used_folder``).
         """
         live = Path(str(self._args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
@@ -262,19 +261,8 @@ class PrivacyPlan:
                 "a new trainer: its budget then adds to the one spent."
             )
         else:
-            if live.exists():
-                logger.warning(
-                    "%s is of an earlier run; it is kept under another name. If that run used the "
-                    "same data, the budgets of both add up.",
-                    live,
-                )
             earlier = self._earlier
-            if earlier is not None and earlier.resumed:
-                raise PrivacyError(
-                    f"This model comes from the run that {earlier.where} records, and the output "
-                    "folder is that run's own. Go on with train(resume_from_checkpoint=...), or "
-                    "give a run that continues it an output_dir of its own."
-                )
+            refuse_used_folder(self._args, earlier)
             ledger = Ledger.start(
                 self.mechanism,
                 path=live,

@@ -5,7 +5,14 @@ chain of their digests, ``storage`` the file, and ``Ledger`` appends to it and a
 spent. ``earlier`` finds the runs that a model comes from, ``model_files`` the files it consists of.
 """
 
-from dp_grape_hf.ledger.earlier import Earlier, EarlierData, find_earlier, remember, was_trained
+from dp_grape_hf.ledger.earlier import (
+    Earlier,
+    EarlierData,
+    find_earlier,
+    refuse_used_folder,
+    remember,
+    was_trained,
+)
 from dp_grape_hf.ledger.entries import (
     CARD_NAME,
     KIND_OF,
@@ -76,6 +83,7 @@ __all__ = [
     "is_weights",
     "may_be_weights",
     "notes_of",
+    "refuse_used_folder",
     "remember",
     "require_same_neighbours",
     "tree",

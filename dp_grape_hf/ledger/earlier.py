@@ -134,6 +134,37 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
     return Earlier(ledger, where, same_data=args.earlier_data != EarlierData.OTHER)
 
 
+def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
+    """Refuses a new run in the folder of another, whose budget would be forgotten.
+
+    That the folder holds a run is no reason yet to refuse a trainer: it may resume that run.
+
+    Args:
+        args: a ``DPGrapeArguments``.
+        earlier: the runs that the model comes from.
+
+    Raises:
+        PrivacyError: the folder's ledger has releases of a private run, this run is private too,
+            and does not go on with it; or that ledger cannot be read.
+    """
+    live = Path(str(args.output_dir)) / LEDGER_NAME
+    if earlier is not None and earlier.resumed:
+        ledger, where = earlier.ledger, earlier.where
+    elif args.private and live.is_file():
+        ledger, where = Ledger.load(live), f"{live}"
+        if not (ledger.private and ledger.steps):
+            return
+    else:
+        return
+    raise PrivacyError(
+        f"output_dir={args.output_dir!r} is that of another run, which {where} records: "
+        f"{_spent(ledger)}. Go on with it by train(resume_from_checkpoint=...), or give this run "
+        "an output_dir of its own. If both use some of the same examples, say so by "
+        f"earlier_ledger={where!r} and earlier_data='same': what they spend then adds up. Delete "
+        "the folder instead only if nothing that came of that run was shown or used."
+    )
+
+
 class _NotKnown(Exception):
     """Whether a model comes from an earlier run could not be looked up, and why."""
 

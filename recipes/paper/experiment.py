@@ -183,6 +183,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         raise FileExistsError(
             f"{path} exists, and results are not overwritten: move it, or give --result_dir."
         )
+    args.output_dir = str(Path(str(args.output_dir)) / path.stem)  # each run has its own ledger
     origin = {"versions": versions(), "git_commit": git_commit()}  # files may change meanwhile
     set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
     experiment = family.load(script, args)

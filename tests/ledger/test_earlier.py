@@ -408,6 +408,36 @@ def test_a_new_run_needs_a_folder_of_its_own(first: Path) -> None:
         trainer.train()
 
 
+def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: Path) -> None:
+    """A trainer of that folder may be made, as it may evaluate or resume."""
+    first = _trained(tmp_path / "out", **SAVING)
+    live = first / LEDGER_NAME
+    before = live.read_text()
+    with pytest.raises(PrivacyError) as refusal:
+        _trainer(first, only(NAME).model()).train()
+    text = str(refusal.value)
+    assert text.startswith(f"output_dir={str(first)!r} is that of another run, which {live}")
+    assert "in 4 releases. Go on with it by train(resume_from_checkpoint=...), or give" in text
+    assert live.read_text() == before
+    answers = {"earlier_ledger": str(live), "earlier_data": "same"}
+    assert all(f"{name}={value!r}" in text for name, value in answers.items())
+    second = _trainer(tmp_path / "second", only(NAME).model(), **answers)
+    second.train()
+    assert [run.steps for run in second.ledger.composed_runs] == [4, 4]
+    resumed = _trainer(first, only(NAME).model(), **SAVING)
+    resumed.train(resume_from_checkpoint=str(first / "checkpoint-2"))
+    assert resumed.ledger.steps == 6
+
+
+def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
+    Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
+    for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}, {"noise_multiplier": 0.0}):
+        _trainer(tmp_path, only(NAME).model(), **settings).train()
+    (tmp_path / LEDGER_NAME).write_text("{")
+    with pytest.raises(PrivacyError, match="no valid privacy ledger"):
+        _trainer(tmp_path, only(NAME).model()).train()
+
+
 def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) -> None:
     out = tmp_path / "second"
     _trainer(out, _load(first), earlier_data="same", **SAVING).train()
