@@ -39,6 +39,12 @@ ALIASES = {
 NORM_DIRECTIONS = 64
 UPDATE_STEPS = 100
 
+BOUND = (
+    "greater than 0: it bounds what each sample contributes, which the noise is calibrated to. "
+    "Leave it at 1.0, or take clipping='automatic' if it is not to be tuned; not to clip at all, "
+    "which 0 means in the Trainer, is max_grad_norm=inf with noise_multiplier=0"
+)
+
 _NUMBERS = (int, float, int | None, float | None)
 _OTHERS: dict[Any, str] = {bool: "True or False", str: "a text", str | None: "a text or None"}
 _Class = TypeVar("_Class", bound=type)
@@ -120,7 +126,7 @@ class DPGrapeArguments(_Host):
     )
 
     # ---- The mechanism ----
-    max_grad_norm: Annotated[float, Valid("greater than 0", lambda v: v > 0)] = field(
+    max_grad_norm: Annotated[float, Valid(BOUND, lambda v: v > 0)] = field(
         default=1.0,
         metadata={
             "help": "C: the L2 norm that each sample's gradient is clipped to, over all trainable "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
+from dp_grape_hf.per_sample.adapters import advice
 from dp_grape_hf.per_sample.coins import examine_coins, refuse_noise
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
 from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
@@ -193,6 +194,7 @@ class PerSampleEngine(ABC):
                     "its own (AdaLoRA's orthogonality, a mixture's load balance), or its head "
                     "computes something else. Switch the term off, or pass compute_loss_func=f "
                     "where f(outputs, labels) returns one loss per sample, of shape (B,)."
+                    f"{advice(self.model)}"
                 )
             return
 

@@ -73,7 +73,10 @@ def refuse_coupled_losses(some: Tensor, others: Tensor, tolerance: float = 1e-2)
         raise PrivacyError(
             "The loss of one and the same sample changes with the number or the contents of the "
             "samples in its batch: the loss or the model couples samples, so clipping bounds "
-            "nothing. Divide by each sample's own token count, not by a count over the batch."
+            "nothing. Compute each loss from that sample alone: divide by its own token count, not "
+            "by a count over the batch. A loss that compares the samples of a batch with each "
+            "other (contrastive, or a rank) has no gradient per sample: compare each with "
+            "negatives in its own row, or of public data."
         )
 
 

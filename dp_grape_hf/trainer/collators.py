@@ -32,6 +32,14 @@ EXAMINED = 16  # examples that the data collator is tried on before training
 ORDERED = 64  # examples that it must keep in order, where that matters
 
 
+OTHER_ROWS = (
+    "The data collator made other rows than it was given examples, so a row is not an example and "
+    "its clipping bounds nothing. Turn packing off; of examples that are pairs (a chosen and a "
+    "rejected answer), make one row each, (B, 2, T), for a model that sees both at once, as those "
+    "ForMultipleChoice do."
+)
+
+
 def collated_examples(loader: DataLoader[Any], count: int) -> Any:
     """Returns a batch of examples from all over the data set of a training loader."""
     with keeping_random_state():
@@ -104,10 +112,7 @@ def refuse_mixing_collator(collate: Collator, examples: Sequence[Any]) -> None:
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.dim() == 0:
             continue
         if len(left) != 2:
-            raise PrivacyError(
-                "The data collator made other rows than it was given examples, so a row is not "
-                "an example and its clipping bounds nothing. Turn packing off."
-            )
+            raise PrivacyError(OTHER_ROWS)
         # Equal numbers; NaN, which is not equal to itself, is no sign of mixing.
         if left.shape == right.shape and not torch.allclose(
             left[0], right[0], rtol=0, atol=0, equal_nan=True

@@ -58,6 +58,7 @@ from dp_grape_hf.projections import (
     ranks_for,
     synthetic_batches,
 )
+from dp_grape_hf.trainer.collators import OTHER_ROWS
 
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
@@ -225,10 +226,7 @@ class Run:
         for physical, size in zip(batch, batch.sizes, strict=True):
             losses = self.mechanism.accumulate(prepare(physical))
             if len(losses) != size:
-                raise PrivacyError(
-                    "The data collator made other rows than it was given examples, so a row is "
-                    "not an example and its clipping bounds nothing. Turn packing off."
-                )
+                raise PrivacyError(OTHER_ROWS)
             loss += losses.sum()
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()

@@ -194,6 +194,12 @@ def test_a_changed_copy_changes_nothing_else() -> None:
     }
 
 
+def test_no_clipping_as_the_trainer_asks_for_it_is_told_what_the_bound_is_for() -> None:
+    told = r"^max_grad_norm=0.0 must be greater than 0: .*\. Leave it at 1.0.*max_grad_norm=inf"
+    with pytest.raises(PrivacyError, match=told):
+        make(max_grad_norm=0)
+
+
 def test_a_copy_is_checked_again() -> None:
     with pytest.raises(PrivacyError, match="max_grad_norm=-1"):
         dataclasses.replace(make(), max_grad_norm=-1.0)

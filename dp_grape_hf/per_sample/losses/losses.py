@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.per_sample.adapters import advice
 from dp_grape_hf.per_sample.losses.heads import HEADS, IGNORE_INDEX, UNKNOWN_LOSSES, Head, Inputs
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
@@ -173,11 +174,20 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss:
     fitting = [suffix for suffix in (*HEADS, *UNKNOWN_LOSSES) if name.endswith(suffix)]
     suffix = max(fitting, key=len, default="")
     if suffix not in HEADS:
+        if _is_contrastive(base):
+            raise UnsupportedModelError(
+                f"The loss of {name} is not known per sample: it is contrastive, and compares the "
+                "samples of a batch with each other, so that none has a gradient of its own that "
+                "could be clipped. Train a head on its features (a model ForImageClassification), "
+                "or pass compute_loss_func=f where f(outputs, labels) returns one loss per sample, "
+                "of shape (B,), and compares each with negatives in its own row or of public data."
+            )
         why = f" (it {UNKNOWN_LOSSES[suffix]})" if suffix else ""
         raise UnsupportedModelError(
-            f"The loss of {name} is not known per sample{why}; known heads end with "
-            f"{', '.join(sorted(HEADS))}. Pass compute_loss_func=f where f(outputs, labels) "
-            "returns one loss per sample, of shape (B,), each computed from that sample alone."
+            f"The loss of {name} is not known per sample{why}. Pass compute_loss_func=f where "
+            "f(outputs, labels) returns one loss per sample, of shape (B,), each computed from "
+            "that sample alone. Known are the heads of models whose names end with: "
+            f"{', '.join(sorted(HEADS))}."
         )
     if suffix == "ForConditionalGeneration" and _reads_on(base):
         suffix = "ForCausalLM"
@@ -194,6 +204,12 @@ def _reads_on(model: Any) -> bool:
     return not encodes and hasattr(config, "get_text_config") and config.get_text_config() != config
 
 
+def _is_contrastive(model: nn.Module) -> bool:
+    """Whether a model compares texts with images or sounds, as CLIP does, if asked for its loss."""
+    asked = signature(model.forward).parameters.get("return_loss")
+    return asked is not None and asked.default is not True
+
+
 def _virtual_tokens(model: Any) -> int:
     """Returns how many positions PEFT puts before those of the inputs in the model's outputs."""
     config = getattr(model, "active_peft_config", None)
@@ -202,7 +218,7 @@ def _virtual_tokens(model: Any) -> int:
     if config.peft_type == "CPT":
         raise UnsupportedModelError(
             "The loss of PEFT's CPT weighs the tokens of its context, which is not known per "
-            "sample. Use prompt tuning, or pass compute_loss_func."
+            f"sample. Use prompt tuning, or pass compute_loss_func.{advice(model)}"
         )
     in_outputs = config.task_type != "SEQ_2_SEQ_LM"  # there the prompt is the encoder's
     return config.num_virtual_tokens if in_outputs else 0

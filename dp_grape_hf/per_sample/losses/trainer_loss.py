@@ -125,7 +125,9 @@ class TrainerLoss(ModelLoss):
             if model.calls != 1:
                 raise PrivacyError(
                     f"compute_loss() calls the model {model.calls} times, and it is run once for "
-                    f"all. {OTHERWISE}"
+                    "all. Where an example is a pair (a chosen and a rejected answer), make it one "
+                    "row, (B, 2, T), of a model that sees both at once and returns (B, 2) rewards. "
+                    f"{OTHERWISE}"
                 )
         return torch.stack(losses)
 
