@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dp_grape_hf.errors import Choice, PrivacyError
 
@@ -107,8 +108,23 @@ def refuse_model(method: str, model: nn.Module) -> None:
     """Refuses a model that a method cannot train, or that would make it another method.
 
     Raises:
-        PrivacyError: for an adapter method, if the model has no adapter or trains other weights.
+        PrivacyError: for weights that are spread over processes or devices; and for an adapter
+            method, if the model has no adapter or trains other weights.
     """
+    places = {}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, DTensor):
+            raise PrivacyError(
+                f"{name} is spread over processes, by tp_plan or distributed_config say: clipping "
+                "would see a part of each gradient. Load the whole model in every process."
+            )
+        places.setdefault(weight.device, name)
+    if len(places) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in places.items())
+        raise PrivacyError(
+            f"The model's weights are on several devices ({found}), by device_map say. Load the "
+            "whole model on one; several processes then train it together, each on a device."
+        )
     if not METHODS[method].adapter:
         return
     trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -132,12 +132,22 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Updates the parameters from the gradients received, once.
 
         Raises:
-            PrivacyError: if nothing was received since the last step: there was no release.
+            PrivacyError: if nothing was received since the last step, as there was no release; or
+                what was received is of other parameters, as after something replaced the model's.
         """
         if closure is not None:
             raise PrivacyError("A closure would differentiate without noise; it is not supported.")
         if self._private_grads is None:
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
+        strange = set(self._private_grads)
+        for group in self.param_groups:
+            strange.difference_update(group["params"])
+        if strange:
+            raise PrivacyError(
+                f"{len(strange)} of {len(self._private_grads)} private gradients are of parameters "
+                "that the optimizer does not have, and would move nothing. Make it of the "
+                "parameters that the model has now."
+            )
         for group in self.param_groups:
             given = [w for w in group["params"] if w in self._private_grads]
             self._step_group(given, self._private_grads, group)

@@ -18,7 +18,9 @@ def refuse_launcher(trainer: Trainer) -> None:
         PrivacyError: with what was found and what to do.
     """
     args = trainer.args
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+    # On CPUs accelerate overlooks that FSDP was asked for, and replicates the weights.
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or asked:
         raise PrivacyError(
             "DeepSpeed or FSDP was asked for by the launcher. Sharded weights are not supported "
             "yet; use accelerate launch with plain multi-process training."

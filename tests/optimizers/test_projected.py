@@ -364,6 +364,15 @@ def test_a_step_needs_a_release_of_its_own() -> None:
         optimizer.step()
 
 
+def test_gradients_of_other_parameters_are_refused() -> None:
+    """What replaces a model's parameters (sharding does) leaves an optimizer of the old ones."""
+    weights, others = parameters(), parameters()
+    optimizer = ProjectedAdam(weights.values())
+    optimizer.receive({others[name]: gradient for name, gradient in gradients(0).items()})
+    with pytest.raises(PrivacyError, match="of parameters that the optimizer does not have"):
+        optimizer.step()
+
+
 def test_a_closure_is_refused_before_it_runs() -> None:
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.arguments import METHODS
+from dp_grape_hf.arguments import METHODS, refuse_model
 from dp_grape_hf.distributed import (
     OtherProcessFailed,
     failing_together,
@@ -438,3 +441,30 @@ def test_processes_that_do_not_know_each_other_are_refused(
         make_trainer(tmp_path, use_cpu=False)
     monkeypatch.setenv(name, "1")
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
+
+
+def test_a_launcher_that_shards_is_refused_on_cpus_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate replicates weights there, without a word."""
+    make_trainer(tmp_path)  # which may have been before, in this process
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(PrivacyError, match="FSDP was asked for by the launcher"):
+        make_trainer(tmp_path)
+
+
+def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = TinyForSequenceClassification()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(PrivacyError, match=r"body\.weight is spread over processes.*tp_plan"):
+            make_trainer(tmp_path, model=model)
+    finally:
+        dist.destroy_process_group()
+    model = TinyForSequenceClassification()
+    model.head.to("meta")
+    with pytest.raises(
+        PrivacyError, match=r"body\.weight on cpu, head\.weight on meta.*device_map"
+    ):
+        refuse_model("dp_grape", model)
