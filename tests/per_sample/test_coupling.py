@@ -59,18 +59,6 @@ def test_an_input_without_samples_is_refused(engine: str, extra: Any) -> None:
         per_sample_gradients(Small(), inputs, loss=squares, engine=engine)
 
 
-def test_positions_selected_by_value_are_refused_where_they_lose_their_samples() -> None:
-    class Gathers(Small):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            chosen = self.first(x[mask])  # (number of true positions, 5)
-            filled = torch.zeros(*mask.shape, 5).masked_scatter(mask[..., None], chosen)
-            return self.second(filled.sum(1))
-
-    inputs = {"x": torch.randn(2, 3, 4), "mask": torch.tensor([[True, True, False]] * 2)}
-    with pytest.raises(UnsupportedModelError, match=r"first \(Linear\)"):
-        per_sample_gradients(Gathers(), inputs, loss=squares)
-
-
 class MovingAverage(Small):
     def __init__(self, after: int, through_data: bool) -> None:
         super().__init__()

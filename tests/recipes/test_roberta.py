@@ -374,6 +374,12 @@ def words_of(folder: Path, data: Path, *others: str) -> list[str]:
     return [*options, "--use_cpu", "--disable_tqdm=True", "--dataloader_pin_memory=False", *others]
 
 
+def folder_of_run(data: Path) -> Path:
+    """The folder of the only run, below the one that runs share."""
+    (folder,) = (data / "run").iterdir()
+    return folder
+
+
 def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, data: Path) -> None:
     others = ["--save_strategy=steps", "--save_steps=1", "--learning_rate=1e-2"]
     result = main(roberta.FAMILY, words_of(folder, data, *others))
@@ -381,7 +387,7 @@ def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, dat
     assert result["privacy"]["sample_rate"] == 8 / 16
     assert result["privacy"]["epsilon"] <= 6.0
     assert set(result["metrics"]["test"]) == {"accuracy"}
-    saved = AutoModelForMaskedLM.from_pretrained(data / "run" / "checkpoint-2")
+    saved = AutoModelForMaskedLM.from_pretrained(folder_of_run(data) / "checkpoint-2")
     before = AutoModelForMaskedLM.from_pretrained(folder)
     assert saved.lm_head.decoder.weight is saved.roberta.embeddings.word_embeddings.weight
     moved = [not torch.equal(p, before.get_parameter(name)) for name, p in saved.named_parameters()]
@@ -396,7 +402,7 @@ def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, dat
     assert any("not 512" in note for note in result["notes"])
     assert any("local stand-in" in note for note in result["notes"])
     stopped = data / "stopped" / "checkpoint-1"  # as if the run had ended there
-    shutil.copytree(data / "run" / "checkpoint-1", stopped)
+    shutil.copytree(folder_of_run(data) / "checkpoint-1", stopped)
     others += [f"--resume_from_checkpoint={stopped}"]
     elsewhere = [f"--output_dir={stopped.parent}", f"--result_dir={stopped.parent}"]
     resumed = main(roberta.FAMILY, words_of(folder, data, *others, *elsewhere))
@@ -422,7 +428,7 @@ def test_the_prompted_model_is_projected_on_principal_directions(
     result = main(roberta.FAMILY, words_of(folder, data, *others))
     assert result["settings"]["projection"] == "principal"
     assert result["privacy"]["steps"] == 2
-    run = Ledger.load(data / "run" / LEDGER_NAME)
+    run = Ledger.load(folder_of_run(data) / LEDGER_NAME)
     named = "list, 6 examples" if public else None
     assert run.mechanism.public_dataset == named
     assert run.runs[-1].projection is not None
@@ -485,7 +491,7 @@ def test_an_encoder_like_bert_trains_with_a_new_head(
     assert result["privacy"]["steps"] == 2
     assert f"A new classification head on the texts alone{where}, no prompt." in result["notes"]
     if method == "dp_grape":
-        AutoModelForSequenceClassification.from_pretrained(data / "run" / "checkpoint-2")
+        AutoModelForSequenceClassification.from_pretrained(folder_of_run(data) / "checkpoint-2")
 
 
 def test_a_model_is_scored_by_prompt_before_it_is_trained(folder: Path, data: Path) -> None:
