@@ -28,6 +28,7 @@ from recipes.paper import sweep
 from recipes.report import tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
+from recipes.scripts import rendering as scripts
 from recipes.subspace import rendering as subspace
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,10 @@ def _memory(root: Path) -> str:
     return memory.as_markdown([_json(path) for path in sorted(folder.glob("memory_*.json"))])
 
 
+def _scripts(root: Path) -> str:
+    return scripts.as_markdown(_json(root / "recipes/scripts/results/scripts.json")["scripts"])
+
+
 def _subspace(root: Path) -> str:
     return subspace.as_markdown(subspace.read_results(root / "recipes/subspace/results"))
 
@@ -91,6 +96,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": _memory,
+    "scripts": _scripts,
     "subspace": _subspace,
     "models": lambda root: matrix.summarise(_matrix(root)),
     **{

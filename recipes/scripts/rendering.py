@@ -35,7 +35,7 @@ def as_markdown(scripts: Sequence[Mapping[str, Any]]) -> str:
             f"-{out} +{put_in}",
             before["outcome"] + marked(reasons[:1] if before["reason"] else []),
             result + marked([text for text in (after["reason"], *after["warnings"]) if text]),
-            ", ".join(after["provided"]),
+            ", ".join(sorted({*before["provided"], *after["provided"]})),
         ]
         lines.append(row(cells))
     notes = [
