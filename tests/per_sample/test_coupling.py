@@ -13,6 +13,7 @@ from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import make_engine
 from tests.support.mechanism import make_private
 from tests.support.models import only
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 from tests.support.trainers import TinyForSequenceClassification, make_trainer, points
 
 
@@ -57,6 +58,22 @@ def test_an_input_without_samples_is_refused(engine: str, extra: Any) -> None:
     inputs = {"x": torch.randn(4, 4), "scale": extra}
     with pytest.raises(PrivacyError, match="'scale'"):
         per_sample_gradients(Small(), inputs, loss=squares, engine=engine)
+
+
+def test_positions_selected_by_value_are_told_apart_where_they_lose_their_samples() -> None:
+    """Both samples have two positions here, and other numbers of them elsewhere."""
+
+    class Gathers(Small):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            chosen = self.first(x[mask])  # (number of true positions, 5)
+            filled = torch.zeros(*mask.shape, 5).masked_scatter(mask[..., None], chosen)
+            return self.second(filled.sum(1))
+
+    inputs = {"x": torch.randn(2, 3, 4), "mask": torch.tensor([[True, True, False]] * 2)}
+    engine = make_engine("layerwise", Gathers(), squares)
+    for other in (inputs, {**inputs, "mask": torch.tensor([[True] * 3, [False, True, False]])}):
+        expected = single_sample_gradients(engine.model, other, None, squares)[1]
+        assert_gradients_equal(engine(other, {})[1], expected)
 
 
 class MovingAverage(Small):

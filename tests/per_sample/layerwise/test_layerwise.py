@@ -427,12 +427,16 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("odd", [(3, 2, 0), (3, 1, 2)], ids=["indivisible", "divisible"])
-def test_a_layer_given_a_different_number_of_positions_of_each_sample_runs_one_by_one(
-    odd: tuple[int, ...],
+def test_a_layer_given_a_different_number_of_positions_of_each_sample_leaves_them_to_the_model(
+    odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
     check(Routed(), {"x": x})
-    check(Routed(), {"x": x[:1]})
+    engine = LayerwiseEngine(Routed(), mean_output)
+    engine({"x": x[:1]}, {})  # at once, though one alone would be exact
+    assert "the model (Routed) cannot be vectorised" in caplog.records[-1].getMessage()
+    expected = single_sample_gradients(engine.model, {"x": x}, None, mean_output)[1]
+    assert_gradients_equal(engine({"x": x}, {})[1], expected)
 
 
 class Skipping(Flattening):
