@@ -23,7 +23,7 @@ from recipes.attacks import membership
 from recipes.benchmark import memory, timing
 from recipes.common.runs import read_lines
 from recipes.digits import compare
-from recipes.models import matrix
+from recipes.models import host_tests, matrix
 from recipes.paper import sweep
 from recipes.report import tables
 from recipes.report.findings import collect
@@ -80,6 +80,10 @@ def _matrix(root: Path) -> list[dict[str, Any]]:
     return read_lines(root / "recipes/models/results/model_matrix.jsonl")
 
 
+def _host(root: Path) -> str:
+    return host_tests.as_markdown(_json(root / "recipes/models/results/host_tests.json"))
+
+
 def _first(text: str) -> str:
     """Returns what stands before the first empty line: the table without what is said below it."""
     return text.split("\n\n")[0]
@@ -93,6 +97,7 @@ SWEEPS = (*TESTED, ABLATION)
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
     "benchmark-principal": _principal,
+    "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": _memory,
