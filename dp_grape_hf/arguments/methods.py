@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -111,7 +112,7 @@ def refuse_model(method: str, model: nn.Module) -> None:
         PrivacyError: for weights that are spread over processes or devices; and for an adapter
             method, if the model has no adapter or trains other weights.
     """
-    places = {}
+    places: dict[torch.device, str] = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor):
             raise PrivacyError(
