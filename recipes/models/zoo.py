@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -314,6 +315,7 @@ class Family:
         models: what the models' classes start with, if not as the configuration's does.
         without_part: parts of the names of parameters that have no part in the loss.
         adapter: PEFT's method, of ``ADAPTERS``.
+        bits: how the weights are quantised below the adapter, of ``QUANTISED``.
         ends: whether the model looks for the end-of-text token.
         refused: engine, or (engine, task) -> a part of the message it is refused with.
     """
@@ -325,6 +327,7 @@ class Family:
     models: str = ""
     without_part: tuple[str, ...] = ()
     adapter: str | None = None
+    bits: str | None = None
     ends: bool = False
     refused: Mapping[Any, str] = field(default_factory=dict)
 
@@ -354,6 +357,8 @@ class Row:
         for name, parameter in model.named_parameters():
             if any(part in name for part in family.without_part):
                 parameter.requires_grad_(False)
+        if family.bits is not None:
+            model = quantised(model, family.bits)
         return adapted(model, family.adapter, task.peft, seed) if family.adapter else model
 
     def batch(self, batch_size: int, **settings: Any) -> Batch:
@@ -387,6 +392,43 @@ def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **chan
         model = cls(made)
         _disturb(model)
     return model.train()
+
+
+def _nf4() -> Any:
+    """4 bits of bitsandbytes, with scales that are quantised as well."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+def _torchao() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+
+
+QUANTISED: dict[str, Callable[[], Any]] = {
+    "nf4": _nf4,
+    "int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
+    "torchao": _torchao,
+}
+"""Ways to load weights in 4 or 8 bits."""
+
+
+def quantised(model: Any, how: str) -> Any:
+    """Returns a model saved, and loaded again in 4 or 8 bits."""
+    attention = model.config._attn_implementation
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(
+            folder,
+            quantization_config=QUANTISED[how](),
+            dtype=torch.float32,
+            attn_implementation=attention,
+        )
 
 
 ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -455,7 +497,7 @@ def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0
 @torch.no_grad()
 def _disturb(model: nn.Module) -> None:
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and type(parameter) is nn.Parameter:  # not quantised
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
@@ -761,7 +803,22 @@ def _with_adapters() -> Iterator[Family]:
             )
 
 
-FAMILIES += _with_adapters()
+def _quantised() -> Iterator[Family]:
+    """Yields LoRA on weights in 4 and 8 bits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # a block of 4-bit weights has 64
+    for how, name in (("nf4", "4 bits"), ("int8", "8 bits"), ("torchao", "8 bits of torchao")):
+        yield Family(
+            f"Llama in {name} + LoRA",
+            "LlamaConfig",
+            {**DECODER, **sizes},
+            ("causal LM",),
+            adapter="LoRA",
+            bits=how,
+            refused={"functorch": "setup_context"} if how == "int8" else {},
+        )
+
+
+FAMILIES += [*_with_adapters(), *_quantised()]
 
 
 def rows(families: Sequence[Family] = FAMILIES) -> list[Row]:

@@ -41,6 +41,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap's loops
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding:UserWarning"),  # WavLM
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Switch
+    pytest.mark.filterwarnings("ignore:.*gemm_4bit.*:UserWarning"),  # of bitsandbytes
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # of PEFT
 ]
 
 each_engine = pytest.mark.parametrize("engine", list(ENGINES))

@@ -6,37 +6,23 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    TorchAoConfig,
 )
 
 from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import refusing_changed_weights
 from dp_grape_hf.publishing.file_checks import MISMATCH
 from dp_grape_hf.publishing.verification import verify
+from recipes.models.zoo import QUANTISED
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 from tests.support.trainers import make_args
 
 # PEFT asks a quantised model of transformers so.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
-QUANTISED = {
-    "nf4": BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    ),
-    "int8": BitsAndBytesConfig(load_in_8bit=True),
-    "torchao": TorchAoConfig(Int8WeightOnlyConfig()),
-}
-
 
 each_kind = pytest.mark.parametrize("kind", QUANTISED)
 
@@ -54,7 +40,7 @@ def base(folder: Path, kind: str) -> PreTrainedModel:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=QUANTISED[kind], dtype=torch.float32
+        folder, quantization_config=QUANTISED[kind](), dtype=torch.float32
     )
 
 
