@@ -144,13 +144,13 @@ def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
         earlier: the runs that the model comes from.
 
     Raises:
-        PrivacyError: the folder's ledger has releases of a private run, this run is private too,
-            and does not go on with it; or that ledger cannot be read.
+        PrivacyError: the folder's ledger has releases of a private run, and this one, which may
+            be without privacy, does not go on with it; or that ledger cannot be read.
     """
     live = Path(str(args.output_dir)) / LEDGER_NAME
     if earlier is not None and earlier.resumed:
         ledger, where = earlier.ledger, earlier.where
-    elif args.private and live.is_file():
+    elif live.is_file():
         ledger, where = Ledger.load(live), f"{live}"
         if not (ledger.private and ledger.steps):
             return
