@@ -141,6 +141,18 @@ NO_BATCH_NORM = dict.fromkeys(("functorch", "layerwise"), "mixes samples through
 
 # ---- The table ----
 
+GATED_DELTA = {
+    **EXPERTS,
+    **NO_CACHE,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+}
+
 WIDE = [
     # Encoders of texts
     Family("ALBERT", "AlbertConfig", {**FACTORED, "num_hidden_layers": 2}, (SEQUENCE, MASKED)),
@@ -531,21 +543,14 @@ WIDE = [
         (CAUSAL,),
         refused=NO_VMAP,
     ),
+    Family("FalconMamba", "FalconMambaConfig", RECURRENT, (CAUSAL,)),
+    Family("Qwen3-Next", "Qwen3NextConfig", GATED_DELTA, (CAUSAL,), refused=NO_VMAP),
     Family(
-        "Qwen3-Next",
-        "Qwen3NextConfig",
-        {
-            **EXPERTS,
-            **NO_CACHE,
-            "num_hidden_layers": 2,
-            "head_dim": 8,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-        },
+        "Qwen3.5",
+        "Qwen3_5TextConfig",
+        GATED_DELTA,
         (CAUSAL,),
+        models="Qwen3_5",
         refused=NO_VMAP,
     ),
     Family(
