@@ -99,7 +99,11 @@ def test_a_saved_state_goes_on_with_the_same_periods(stop: int) -> None:
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     resumed = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
-    step(resumed, copy.deepcopy(weights), 9, {})  # what it has by itself is forgotten
+    kept = copies(weights)
+    step(resumed, weights, 9, projectors_of(0))  # what it has by itself is forgotten
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(kept[name])
     resumed.load_state_dict(torch.load(file, weights_only=True))
     for number in range(stop, 6):
         step(resumed, weights, number, projectors_of(number // 3))

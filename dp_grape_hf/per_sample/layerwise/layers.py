@@ -216,12 +216,6 @@ class Site:
         return bool(self.rows.carries)
 
     @property
-    def sees_positions_alone(self) -> bool:
-        """Whether something that carries the batch has other rows than one for each sample."""
-        seen = [self.rows, *self.tensors.values()]
-        return any(rows.carries and not rows.one_each for rows in seen)
-
-    @property
     def is_table(self) -> bool:
         """Whether the rule is about look-ups, wherever in the module's forward they are."""
         return self.rule is not None and isinstance(self.module, nn.Embedding)
@@ -277,6 +271,7 @@ class _Call:
     first: Tensor | None  # kept, so that its id stays its own
     leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
     differentiable: list[int]  # leading sizes of the outputs that require grad
+    selected: set[Key]  # inputs that hold positions which were selected by their values
 
 
 class UnknownTensorError(Exception):
@@ -319,20 +314,11 @@ class Sites:
             UnsupportedModelError: if a parameter's uses cannot be told apart by sample.
         """
         while True:
-            with Selections() as selections:
-                pairs = [self._observe(run_model, size) for size in (2, 3)]
-            losses, calls = zip(*pairs, strict=True)
+            losses, calls = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
             misfits = self._used_elsewhere(losses[0])
             for site in self.all:
                 two, three = (c.get(site.path, []) for c in calls)
-                reason = _learn(site, two, three, shapes)
-                if reason is None and selections.seen and site.sees_positions_alone:
-                    reason = (
-                        f"{site.label} is given positions without their samples, in a model that "
-                        "selects positions by value (nonzero, a boolean mask): it is not known "
-                        "which sample a position belongs to."
-                    )
-                if reason:
+                if reason := _learn(site, two, three, shapes):
                     misfits.append(_Misfit(site, reason))
             if not misfits:
                 misfits = self._not_expandable(run_model, losses[1])
@@ -466,6 +452,8 @@ class Sites:
 
         def observe(site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
             looked_up: list[int] = []
+            leaves, spec = tree_flatten((args, kwargs))
+            selected = {(repr(spec), i) for i, x in enumerate(leaves) if selections.reach(x)}
 
             def look_up(indices: Tensor, output: Tensor) -> Tensor:
                 looked_up.append(indices.shape[0] if indices.dim() else 0)
@@ -487,11 +475,13 @@ class Sites:
                 first=first,
                 leading=looked_up if site.is_table else [first.shape[0]] if has_rows(first) else [],
                 differentiable=_differentiable(output),
+                selected=selected,
             )
             calls.setdefault(site.path, []).append(call)
             return tree_map(partial(_expand, size), output) if site in expanded else output
 
-        with self.installed(lambda site, original: partial(observe, site, original)):
+        running = self.installed(lambda site, original: partial(observe, site, original))
+        with running, Selections() as selections:
             return run_model(size), calls
 
     def _find_siblings(self, calls: Mapping[str, Sequence[_Call]]) -> None:
@@ -519,6 +509,8 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                     f"{site.label} computes a tensor that all samples share, so it does not tell "
                     "their gradients apart."
                 )
+            if any(_without_samples(site.tensors.get(key)) for key in a.selected):
+                return f"{site.label} {_POSITIONS_ALONE}"
             site.broadcast = 1 in a.differentiable
             continue
         if not a.leading:
@@ -532,8 +524,21 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                     f"{site.label} has an input of leading size {size} that does not follow the "
                     "batch size, so its calls do not tell the samples apart."
                 )
+        if a.selected and _without_samples(site.rows):
+            return f"{site.label} {_POSITIONS_ALONE}"
     site.calls = len(two)
     return None
+
+
+_POSITIONS_ALONE = (
+    "is given positions without their samples, which were selected by value (nonzero, a boolean "
+    "mask), so that it is not known which sample a position belongs to."
+)
+
+
+def _without_samples(rows: Rows | None) -> bool:
+    """Returns whether a tensor carries the batch, and has other rows than one for each sample."""
+    return rows is not None and bool(rows.carries) and not rows.one_each
 
 
 def _learn_tensors(site: Site, two: _Call, three: _Call, shapes: Shapes) -> str | None:
