@@ -321,15 +321,15 @@ def batch_size_of(inputs: Inputs) -> int:
         raise PrivacyError("The batch holds no tensor, so it has no samples to tell apart.")
     name, size = next(iter(sizes.items()))
     if others := [other for other in sizes if sizes[other] != size]:
-        advice = ""
+        of_patches = ""
         if {"image_grid_thw", "video_grid_thw"} & sizes.keys():
-            advice = (
+            of_patches = (
                 " Patches go by example too: pixel_values (B, P, d), of images of one size, and "
                 "image_grid_thw (B, n, 3); in a batch of one example they may be of any size."
             )
         raise PrivacyError(
             "All tensors of a batch must have the samples in dimension 0; "
-            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes.{advice}"
+            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes.{of_patches}"
         )
     return size
 

@@ -153,6 +153,14 @@ GATED_DELTA = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
 }
 
+IDEFICS = {
+    "vision_config": EYE,
+    "text_config": {"model_type": "llama", **TEXT},
+    "image_token_id": IMAGE_TOKEN,
+    "scale_factor": 1,
+    "pad_token_id": PAD,
+}
+
 WIDE = [
     # Encoders of texts
     Family("ALBERT", "AlbertConfig", {**FACTORED, "num_hidden_layers": 2}, (SEQUENCE, MASKED)),
@@ -879,32 +887,8 @@ WIDE = [
         without_part=("post_layernorm", "vision_tower.encoder.layers.1."),
         refused=NO_VMAP,
     ),
-    Family(
-        "Idefics-3",
-        "Idefics3Config",
-        {
-            "vision_config": EYE,
-            "text_config": {"model_type": "llama", **TEXT},
-            "image_token_id": IMAGE_TOKEN,
-            "scale_factor": 1,
-            "pad_token_id": PAD,
-        },
-        ("descriptions of several",),
-        refused=NO_VMAP,
-    ),
-    Family(
-        "SmolVLM",
-        "SmolVLMConfig",
-        {
-            "vision_config": EYE,
-            "text_config": {"model_type": "llama", **TEXT},
-            "image_token_id": IMAGE_TOKEN,
-            "scale_factor": 1,
-            "pad_token_id": PAD,
-        },
-        ("descriptions of several",),
-        refused=NO_VMAP,
-    ),
+    Family("Idefics-3", "Idefics3Config", IDEFICS, ("descriptions of several",), refused=NO_VMAP),
+    Family("SmolVLM", "SmolVLMConfig", IDEFICS, ("descriptions of several",), refused=NO_VMAP),
     Family(
         "Qwen2-VL",
         "Qwen2VLConfig",

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.common.markdown import header, plain, row
 
-_HEADS = re.compile(r"; known heads end with [^.]*")
+_HEADS = re.compile(r"; known heads end with [^.]*| Known are the heads [^.]*\.")  # long lists
 TRAINED, REFUSED, FAILED = "trained", "refused", "failed"
 EXAMPLE = "example"  # the unit of a run in which each row is one
 
