@@ -19,6 +19,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Keeps tests that share a fixture in one process, under ``--dist loadgroup``."""
     for item in items:
