@@ -35,6 +35,7 @@ from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import factors_by_name, secret_generator
 from dp_grape_hf.projections import PRINCIPAL, ProjectionSide, Projector
+from dp_grape_hf.sharding import whole
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd", "dp_jl")
@@ -377,7 +378,9 @@ class _Auditor(DPGrapeTrainer):
 
     def see(self) -> None:
         """Sees the weights as they are, and what the step before made of those seen last."""
-        now = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        now = {
+            name: whole(weight.detach()).clone() for name, weight in self.model.named_parameters()
+        }
         before, self._before = self._before, now
         if before is None:
             return

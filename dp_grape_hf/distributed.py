@@ -127,7 +127,7 @@ def sum_over_processes_(values: Sequence[Tensor]) -> None:
     flat = torch.cat([v.reshape(-1) for v in together]) if together else None
     gave_up = torch.zeros(1, device=device)
     dist.all_reduce(gave_up)
-    if gave_up.item():
+    if gave_up.any():
         raise OtherProcessFailed(
             f"{int(gave_up.item())} of {dist.get_world_size()} processes failed in this step, so "
             "no process makes its release, although the ledger counts it. See their own errors."
@@ -159,6 +159,17 @@ def failing_together(abandon: Callable[[], None]) -> Iterator[None]:
     except Exception:
         abandon()
         raise
+
+
+def hang_up() -> None:
+    """Leaves the process group, so that whatever the others wait for fails in them.
+
+    To be called on the way out with an error that is then raised; no collective call.
+    """
+    logger.error("This process failed, and leaves the process group: the others stop as well.")
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    if in_process_group():
+        abort()
 
 
 def give_up(device: torch.device) -> None:

@@ -21,6 +21,7 @@ PACKAGE = "dp_grape_hf"
 FLOORS = (
     ("errors", "phases"),  # the ground
     ("distributed",),
+    ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
     ("ledger", "per_sample", "optimizers"),  # what is written down, differentiated, moved
     ("mechanism", "arguments", "publishing"),  # what is done, promised, shown

@@ -117,14 +117,16 @@ def refuse_model(method: str, model: nn.Module) -> None:
         if isinstance(weight, DTensor):
             raise PrivacyError(
                 f"{name} is spread over processes, by tp_plan or distributed_config say: clipping "
-                "would see a part of each gradient. Load the whole model in every process."
+                "would see a part of each gradient. Load all of it in every process. If it is "
+                'too large for a device, fsdp=True and fsdp_config={"version": 2} spread it.'
             )
         places.setdefault(weight.device, name)
     if len(places) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in places.items())
         raise PrivacyError(
-            f"The model's weights are on several devices ({found}), by device_map say. Load the "
-            "whole model on one; several processes then train it together, each on a device."
+            f"The model's weights are on several devices ({found}), by device_map say. Load it "
+            "without; several processes then train it together, each on a device. If it is too "
+            'large for one, fsdp=True and fsdp_config={"version": 2} spread its weights.'
         )
     if not METHODS[method].adapter:
         return

@@ -259,16 +259,13 @@ def _refuse_units(args: Any) -> None:
 
 # ---- The host's ----
 
-_SHARDED = "sharded weights are not supported yet; use plain multi-process launch"
 _COMPILED = "it would not see the engine's per-layer forwards; leave it out"
 
 REFUSED_IF_SET = {
     "auto_find_batch_size": "it restarts training after steps whose releases are spent; set "
     "per_device_train_batch_size, which has no influence on privacy",
-    "deepspeed": "it owns gradients and optimizer steps; per-sample gradients need accelerate's "
-    "plain or multi-process launch",
-    "fsdp": _SHARDED,
-    "parallelism_config": _SHARDED,
+    "deepspeed": "it owns gradients and optimizer steps; for weights that are too large for one "
+    'device set fsdp=True and fsdp_config={"version": 2}, otherwise leave it out',
     "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
     "torch_compile": _COMPILED,
     "torch_compile_backend": _COMPILED,

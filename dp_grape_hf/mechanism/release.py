@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dp_grape_hf.distributed import give_up, sum_over_processes_
+from dp_grape_hf.distributed import give_up, hang_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism.clipping import (
@@ -52,6 +52,7 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
+from dp_grape_hf.sharding import is_sharded
 
 # By how much, relative, a norm may grow when it is computed once more, and is taken for larger:
 # a CPU repeats itself, other devices add in no fixed order.
@@ -285,7 +286,9 @@ class PrivateMechanism:
         A collective call where the batch is spread: the others take part in it by ``release``.
         """
         self._clipped_sum = None
-        if self._distributed:
+        if self._distributed and is_sharded(self.per_sample.model):
+            hang_up()  # what the others wait for may be a weight
+        elif self._distributed:
             give_up(self.per_sample.device)
 
 

@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.sharding import gathered, spread
+
 
 class Iterate(ABC):
     """Sees the weights after every step, and puts those to release into the model.
@@ -96,8 +98,11 @@ class Iterate(ABC):
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the count of updates and what is kept; the tensors are not copied."""
-        return {"iterate": self.name, "updates": self._updates, "values": dict(self._values)}
+        """Returns the count of updates and what is kept; the tensors are not copied.
+
+        A collective call where weights are sharded.
+        """
+        return {"iterate": self.name, "updates": self._updates, "values": gathered(self._values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state that was saved.
@@ -119,10 +124,11 @@ class Iterate(ABC):
                 f"the first is {wrong[0]}. Resume with the model and the frozen parameters of "
                 "the run that saved it."
             )
-        self._updates = int(state["updates"])
+        self._updates, parameters = int(state["updates"]), self._parameters
         self._values = {
-            name: value.to(self._parameters[name].device, self._kept_as(name), copy=True)
+            name: spread(value.to(parameters[name].device, self._kept_as(name), copy=True), like)
             for name, value in values.items()
+            for like in [parameters[name]]
         }
 
     def _kept_as(self, name: str) -> torch.dtype:

@@ -28,6 +28,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Redraws, Term, known_noise, require_in_range
 from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
+from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
 _CHANGE = "change"  # of a weight's state
@@ -163,16 +164,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         at_once: list[Term] = []
         lifted: list[tuple[nn.Parameter, Term]] = []
         for weight in weights:
-            gradient = private_grads[weight].contiguous()  # as torch's kernel takes for granted
-            state = self._checked_state(weight, gradient)
-            moments = tuple(state[key] for key in self._rule.moments)
-            term = Term(weight, gradient, moments, state["step"], self._noise.get(weight))
+            gradient = private_grads[weight]
+            if weight not in self._projectors:
+                gradient = rows_here(gradient, weight)
+            gradient = gradient.contiguous()  # as torch's kernel takes for granted
+            state, here = self._checked_state(weight, gradient), local(weight)
+            moments = tuple(local(state[key]) for key in self._rule.moments)
+            term = Term(here, gradient, moments, state["step"], self._noise.get(weight))
             if weight in self._apart:
                 at_once.append(term._replace(target=state["update"]))
                 state["decay"] *= decay
             elif weight in self._projectors:
                 lifted.append((weight, term))
-            elif weight.dtype is torch.float32 and weight.is_contiguous():
+            elif here.dtype is torch.float32 and here.is_contiguous():
                 at_once.append(term)
             else:
                 self._step_in_blocks(term, decay, group)
@@ -211,15 +215,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
         if self.changes is not None:
             self.changes.add(weight, projector, update, scale)
-        if not self._rounds(weight):
-            if decay != 1:
-                weight.mul_(decay)
-            projector.add_lifted_(weight, update, scale)
-            return
-        for rows in row_blocks(weight, _BLOCK):
-            total = weight[rows].float().mul_(decay)
-            projector.add_lifted_(total, update, scale, rows)
-            self._write(weight, rows, total)
+        first, here = local_rows(weight).start, local(weight)
+        for rows in row_blocks(here, _BLOCK) if self._rounds(weight) else [slice(0, len(here))]:
+            lifted = slice(first + rows.start, first + min(rows.stop, len(here)))
+            if self._rounds(weight):
+                total = here[rows].float().mul_(decay)
+                projector.add_lifted_(total, update, scale, lifted)
+                self._write(here, rows, total)
+            else:
+                if decay != 1:
+                    here.mul_(decay)
+                projector.add_lifted_(here, update, scale, lifted)
 
     # ---- float32 updates ----
 
@@ -282,13 +288,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     # ---- State ----
 
     def _checked_state(self, weight: nn.Parameter, gradient: Tensor) -> dict[str, Any]:
-        state = self.state[weight]
+        state, projected = self.state[weight], weight in self._projectors
         if "step" not in state:  # torch's kernel wants the step count where the weight is
             state["step"] = torch.zeros((), device=weight.device)
             for key in self._rule.moments:
-                state[key] = torch.zeros_like(gradient)
+                state[key] = torch.zeros_like(
+                    gradient if projected else weight,
+                    dtype=torch.float32,
+                    memory_format=torch.contiguous_format,
+                )
         for key in self._rule.moments:
-            _check_shape(state[key], gradient.shape)
+            if not projected:
+                state[key] = spread(state[key], weight)  # what was loaded is whole
+            _check_shape(local(state[key]), gradient.shape)
         if weight in self._apart and self._apart[weight] is not self._projectors.get(weight):
             raise PrivacyError(
                 "A gradient was received in other coordinates than the updates of its weight are "
@@ -299,8 +311,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with the P that moments are coordinates of where that matters."""
+        """Returns the state, with the P that moments are coordinates of where that matters.
+
+        A collective call where weights are sharded: it holds whole tensors.
+        """
         packed = super().state_dict()
+        for index, entry in packed["state"].items():
+            packed["state"][index] = gathered(entry)
         order = [index for group in packed["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):

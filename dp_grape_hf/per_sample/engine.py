@@ -83,6 +83,9 @@ class PerSampleEngine(ABC):
     observer = Observer()
     """Looks on at the passes."""
 
+    in_step = False
+    """Whether every call runs the model once, as in the other processes; see ``stay_in_step``."""
+
     isolates_samples = False
     """Whether each sample runs through the model by itself, whatever the model does to a batch."""
 
@@ -202,6 +205,21 @@ class PerSampleEngine(ABC):
         """Learns what it must from a first batch, and checks nothing: for a simulation."""
         self._examined = {True, False}
 
+    def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Runs the model from now on once for each call, whatever the samples are, or refuses.
+
+        Args:
+            inputs: a batch, the same in all processes, on which all was tried.
+            projectors: as in a call.
+
+        Raises:
+            UnsupportedModelError: if this engine cannot.
+        """
+        raise UnsupportedModelError(
+            f"{type(self).__name__} does not run a model whose weights are sharded. Leave "
+            "engine at 'layerwise', or fsdp out."
+        )
+
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""
 
@@ -242,6 +260,12 @@ class PerSampleEngine(ABC):
             losses = labelled.losses(outputs)
             if losses is not None:
                 return checked(losses, batch_size)
+            if self.in_step:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} uses its output embeddings otherwise than in the "
+                    "batches before, and would have to be run again, out of step with the other "
+                    "processes. Leave fsdp out."
+                )
             self.skips_unlabelled = False  # the logits are not one row per position given: rerun
         return checked(self.loss(model(**inputs), labels), batch_size)
 

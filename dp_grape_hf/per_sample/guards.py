@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.sharding import local
 
 # ---- Random streams ----
 
@@ -115,6 +116,7 @@ def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]
     def fingerprint(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):  # what a module adds by get_extra_state
             return pickle.dumps(value)
+        value = local(value)
         place = None if name in packed else value.data_ptr()
         return place, value._version, _contents(value) if thorough else None
 

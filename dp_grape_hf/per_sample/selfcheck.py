@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
@@ -37,6 +38,7 @@ from dp_grape_hf.per_sample.probing import (
     rows_of,
 )
 from dp_grape_hf.projections import Projector
+from dp_grape_hf.sharding import is_sharded, local
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +250,8 @@ def _compare(
         assert parameter.grad is not None
         name, gradient = names[parameter], parameter.grad.float()
         parameter.grad = None
+        if isinstance(gradient, DTensor):  # the mean over processes, which all look at this sample
+            gradient = gradient.full_tensor()
         projector = projectors.get(name)
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             compare(name, projector.project(gradient) if projector else gradient)
@@ -255,7 +259,8 @@ def _compare(
     hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
     try:
         loss = _loss_alone(engine, one)
-        torch.autograd.backward(loss.sum(), inputs=list(names))
+        reached = None if is_sharded(engine.model) else list(names)
+        torch.autograd.backward(loss.sum(), inputs=reached)
     finally:
         for hook in hooks:
             hook.remove()
@@ -368,8 +373,9 @@ def warn_of_lost_updates(
         for parameter in group["params"]:
             number = torch.finfo(parameter.dtype)
             if number.bits < 32:
-                norm = float(torch.linalg.vector_norm(parameter, dtype=torch.float32))
-                typical = norm / math.sqrt(max(parameter.numel(), 1))
+                here = local(parameter)
+                norm = float(torch.linalg.vector_norm(here, dtype=torch.float32))
+                typical = norm / math.sqrt(max(here.numel(), 1))
                 if 0 < rate < number.eps * typical:
                     lost.append(names[id(parameter)])
     if lost:

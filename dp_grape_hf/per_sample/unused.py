@@ -31,6 +31,7 @@ from dp_grape_hf.per_sample.engine import PerSampleEngine, batch_size_of
 from dp_grape_hf.per_sample.functorch import ERRORS
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.losses.losses import HeadLoss, LossFunction
+from dp_grape_hf.sharding import parameters_in_passes
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ def refuse_reached(
     Raises:
         UnsupportedModelError: if a loss was computed from one of these parameters.
     """
-    parameters = {name: engine.model.get_parameter(name) for name in frozen}
+    used = parameters_in_passes(engine.model) if frozen else {}
+    parameters = {name: used[name] for name in frozen}
     with ExitStack() as restoring:
         restoring.enter_context(keeping_random_state())
         for parameter in parameters.values():

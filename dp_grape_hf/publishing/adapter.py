@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ class Adapter:
         whole: paths of modules that are saved as they are.
         biases: whether biases of the modules in ``low_rank`` were trained.
         tied: whether PEFT is to keep modules in ``whole`` tied; others that share are saved each.
+        bare: the model, of shapes and types only.
     """
 
     low_rank: Mapping[str, str]
     whole: tuple[str, ...]
     biases: bool
     tied: bool
+    bare: nn.Module = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -115,27 +117,27 @@ class Adapter:
             )
         weights = {path: getattr(modules[path], "weight", None) for path in whole}
         tied = [path for path, weight in weights.items() if id(weight) in shared]
-        found = cls(low_rank, whole, bool(biases & low_rank.keys()), bool(tied))
-        if tied and not found._is_understood(model):
+        bare = _without_numbers(model)
+        found = cls(low_rank, whole, bool(biases & low_rank.keys()), bool(tied), bare)
+        if tied and not found._is_understood():
             found = replace(found, tied=False)
-        found._adapted(model)  # which PEFT may refuse
+        found._adapted()  # which PEFT may refuse
         return found
 
-    def _is_understood(self, model: nn.Module) -> bool:
+    def _is_understood(self) -> bool:
         """Whether PEFT, which knows embeddings by their names, finds what is to be tied."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                self._adapted(model, quietly=False)
+                self._adapted(quietly=False)
             except PrivacyError:
                 return False
         return not any("ensure_weight_tying" in f"{one.message}" for one in said)
 
-    def require_smaller(self, model: nn.Module, ranks: Mapping[str, int], periods: int) -> None:
+    def require_smaller(self, ranks: Mapping[str, int], periods: int) -> None:
         """Refuses a run whose factors would have as many numbers as the weights.
 
         Args:
-            model: the model.
             ranks: name of a weight -> r.
             periods: how many P each weight meets.
 
@@ -143,7 +145,7 @@ class Adapter:
             PrivacyError: naming the weight, the numbers and what to do.
         """
         for name in self.low_rank.values():
-            m, n = model.get_parameter(name).shape
+            m, n = self.bare.get_parameter(name).shape
             rank = ranks[name] * periods
             if rank * (m + n) < m * n:
                 continue
@@ -161,7 +163,10 @@ class Adapter:
             )
 
     def save(
-        self, model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]], folder: Path
+        self,
+        tensors: Mapping[str, Tensor],
+        factors: Mapping[str, tuple[Tensor, Tensor]],
+        folder: Path,
     ) -> None:
         """Writes ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -169,7 +174,7 @@ class Adapter:
         that training began with.
 
         Args:
-            model: after training.
+            tensors: of the model's ``state_dict``, after training.
             factors: name of a weight -> (m, R) and (R, n), whose product was added to it; it is
                 left out if nothing was.
             folder: which is made if need be.
@@ -177,13 +182,13 @@ class Adapter:
         Raises:
             PrivacyError: the model's modules are others than when this was made.
         """
-        tensors = model.state_dict()
         left_right = {
             path: factors.get(name) or _nothing(tensors[name])
             for path, name in self.low_rank.items()
         }
         ranks = {self.low_rank[path]: left.shape[1] for path, (left, _) in left_right.items()}
-        adapted, layout = self._adapted(model, ranks)
+        adapted, layout = self._adapted(ranks)
+        model = self.bare
         modules, values = dict(model.named_modules()), {}
         for path, (left, right) in left_right.items():
             if isinstance(modules[path], Conv1D):  # (in, out)
@@ -209,9 +214,9 @@ class Adapter:
         config.save_pretrained(str(folder), auto_mapping_dict=made)
 
     def _adapted(
-        self, model: nn.Module, ranks: Mapping[str, int] | None = None, *, quietly: bool = True
+        self, ranks: Mapping[str, int] | None = None, *, quietly: bool = True
     ) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """Returns PEFT's model of a copy without numbers, and the shapes that it would save.
+        """Returns PEFT's model of what is bare, and the shapes that it would save.
 
         ``ranks`` are by the name of a weight; 1 if not given.
         """
@@ -220,6 +225,7 @@ class Adapter:
         by_path = {path: ranks[name] if ranks else 1 for path, name in self.low_rank.items()}
         usual = Counter(by_path.values()).most_common(1)[0][0]
         others = {path: rank for path, rank in by_path.items() if rank != usual}
+        model = copy.deepcopy(self.bare)  # PEFT changes what it adapts
         modules = dict(model.named_modules())
         config = peft.LoraConfig(
             r=usual,
@@ -234,7 +240,7 @@ class Adapter:
         )
         with warnings.catch_warnings(action="ignore") if quietly else nullcontext():
             try:
-                adapted = peft.get_peft_model(_without_numbers(model), config)
+                adapted = peft.get_peft_model(model, config)
             except ValueError as error:
                 raise PrivacyError(
                     f"save_as='adapter': PEFT cannot adapt this model: {error} {_INSTEAD}"
@@ -242,7 +248,7 @@ class Adapter:
             saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         shapes = {name: tuple(value.shape) for name, value in saved.items()}
         expected = {f"{_PREFIX}{path}.lora_{x}.weight" for path in by_path for x in "AB"}
-        expected |= {f"{_PREFIX}{n}" for n in model.state_dict() if _is_in(n, self.whole)}
+        expected |= {f"{_PREFIX}{n}" for n in self.bare.state_dict() if _is_in(n, self.whole)}
         _require_names(shapes.keys(), expected)
         return adapted, shapes
 

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 
@@ -92,6 +92,14 @@ from dp_grape_hf.publishing import (
     is_hub_name,
     render,
 )
+from dp_grape_hf.sharding import (
+    gathered_weights,
+    is_sharded,
+    load_rows_,
+    mesh_of,
+    reshard,
+    shard_,
+)
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
@@ -114,7 +122,13 @@ from dp_grape_hf.trainer.data import (
     refuse_public_dataset,
     refuse_training_data,
 )
-from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.launcher import (
+    Sharding,
+    hidden_from_host,
+    refuse_launcher,
+    refuse_scheduler,
+    sharding_of,
+)
 from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import require_seams
@@ -179,6 +193,8 @@ class DPGrapeMixin(_Host):
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
+    _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
+    _sharding: Sharding | None = None  # how weights are to be spread over processes
 
     def __init__(
         self,
@@ -236,6 +252,7 @@ class DPGrapeMixin(_Host):
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
         refuse_model(args.method, self.model)
         self._known_streams = known_streams
+        self._freeze_unused()
         self.private_run = self._make_run()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
@@ -262,6 +279,12 @@ class DPGrapeMixin(_Host):
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
+        run = Run(self.args, self.model, self._loss(), self.observer, self._public_inputs())
+        self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
+        return run
+
+    def _loss(self) -> LossFunction | None:
+        """Returns the loss that is asked for; None for that of the model's head."""
         loss: LossFunction | None = self._loss_of_host()
         own = not _is_hosts(type(self).compute_loss)
         user = self._user_loss
@@ -277,33 +300,35 @@ class DPGrapeMixin(_Host):
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
-        self._freeze_unused(loss)
-        run = Run(self.args, self.model, loss, self.observer, self._public_inputs())
-        self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
-        return run
+        return loss
 
     def _loss_of_host(self) -> ModelLoss | None:
         """Returns the loss of a host that does not minimise that of the model's head."""
         return None
 
-    def _freeze_unused(self, loss: LossFunction | None) -> None:
+    def _freeze_unused(self) -> None:
         """Freezes what takes no part in the loss, by inputs that are no example's.
 
         Of the training data only the names of the model's inputs are used, which the collator gives
-        to every batch. Where they are not found, nothing is frozen.
+        to every batch. Where they are not found, nothing is frozen. The first process decides: with
+        ``cpu_ram_efficient_loading`` it alone has weights.
         """
-        column = self.args.privacy_unit_column
+        unused = from_first(self._find_unused)
+        for name in unused:
+            self.model.get_parameter(name).requires_grad_(False)
+        self._frozen += tuple(unused)
+
+    def _find_unused(self) -> list[str]:
         try:
-            loss = loss or loss_for(self.model)
+            loss = self._loss() or loss_for(self.model)
             dataset, collator = self._with_used_columns(self.train_dataset, "training")
             with keeping_random_state():
                 example = dict(dataset[0])
-                example.pop(column, None)
+                example.pop(self.args.privacy_unit_column, None)
                 inputs = inputs_of_model(loss, collator([example]))
         except Exception:  # of data, or of a model that Run refuses with the reason
-            return
-        batches = self._public_inputs()()
-        self._frozen += tuple(freeze_unused(self.model, loss, batches, inputs.keys()))
+            return []
+        return freeze_unused(self.model, loss, self._public_inputs()(), inputs.keys())
 
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
@@ -331,15 +356,22 @@ class DPGrapeMixin(_Host):
         every = args.projection_update_steps
         periods = 1 if every is None else -(-self.plan.steps // every)
         self._adapter = Adapter.of(self.model, run.trainable.values(), run.ranks)
-        self._adapter.require_smaller(self.model, run.ranks, periods)
+        self._adapter.require_smaller(run.ranks, periods)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
-        super().create_accelerator_and_postprocess()
+        self._sharding = sharding_of(self.args)
+        with nullcontext() if self._sharding is None else hidden_from_host(self.args):
+            super().create_accelerator_and_postprocess()
         accelerator = weakref.proxy(self.accelerator)  # no cycle, as for the callbacks
         self.accelerator.prepare_model = partial(
             Accelerator.prepare_model, accelerator, evaluation_mode=True
         )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves a model that is to be sharded where it is."""
+        if self._sharding is None:
+            super()._move_model_to_device(model, device)
 
     # ---- Data Loading ----
 
@@ -519,6 +551,11 @@ class DPGrapeMixin(_Host):
         require_each_once(run.optimizer, self.model, run.trainable)
         if not self.args.float32_updates and not METHODS[self.args.method].zeroth_order:
             warn_of_lost_updates(run.optimizer, run.trainable)
+        require(
+            train_dataloader is not None or not is_sharded(self.model),
+            "With fsdp the model must be tried on examples before the first step. Pass "
+            "trainer.start() the loader of trainer.get_train_dataloader().",
+        )
         if train_dataloader is not None:
             with (
                 failing_together(run.abandon),
@@ -537,6 +574,9 @@ class DPGrapeMixin(_Host):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Moves what is kept beside the weights into them, before the best may be loaded."""
+        reshard(
+            self.model
+        )  # an evaluation may have left whole weights: they would stay as they are
         self.private_run.stop()
         if self.private_run.iterate is not None:
             self.private_run.iterate.release_()
@@ -557,14 +597,28 @@ class DPGrapeMixin(_Host):
     def _start_run(self, ledger: Ledger) -> None:
         args = self.args
         # Anew: model_init may have made another model, and parameters may have been frozen since.
-        self.private_run = run = self._make_run()
-        self._make_adapter()
-        if args.world_size > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(tensor.data, src=0)
+        if not is_sharded(self.model):
+            self._freeze_unused()
+            self.private_run = self._make_run()
+            self._make_adapter()
+            self._spread_model()
+        if is_sharded(self.model):
+            reshard(self.model)
+            self.private_run = self._make_run()
+        run = self.private_run
         generators = self._known_streams
         noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
         run.start(ledger, noise)
+
+    def _spread_model(self) -> None:
+        """Gives every process the weights of the first, or its share of them."""
+        sharding, model = self._sharding, self.model
+        if sharding is not None:
+            device = self.args.device
+            shard_(model, device, mesh_of(device, sharding.replicas), *sharding[:2])
+        elif self.args.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, src=0)
 
     def _low_precision(self) -> bool:
         return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
@@ -588,6 +642,15 @@ class DPGrapeMixin(_Host):
             examine_batch(per_sample, batch, projectors, low)
             if args.self_check and not row.zeroth_order:
                 check_gradients(per_sample, batch, projectors, low)
+            if is_sharded(self.model):
+                self.model.train()
+                run.stay_in_step(step, batch)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Spreads the weights first, where that is asked for and nothing was trained yet."""
+        if self._sharding is not None and not is_sharded(self.model):
+            self._spread_model()
+        return super().evaluation_loop(*args, **kwargs)
 
     @torch.no_grad()
     def _losses_in_evaluation(self, batch: Any) -> Tensor:
@@ -719,6 +782,32 @@ class DPGrapeMixin(_Host):
         if self._known_streams is not None:
             super()._load_rng_state(checkpoint)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Has every process take part where the state is spread over all."""
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        state = self.optimizer.state_dict()
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads of whole weights the rows that this process has, where they are spread."""
+        if is_sharded(self.model):
+            load_rows_(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Loads as ``_load_from_checkpoint`` does, where weights are spread."""
+        if is_sharded(self.model):
+            load_rows_(self.model, str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
     # ---- Saving & Serialization ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -732,19 +821,23 @@ class DPGrapeMixin(_Host):
         """
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
+        if is_sharded(self.model):
+            self._gathered = gathered_weights(self.model)  # by all: a host may call _save in one
         try:
             super().save_model(output_dir, _internal_call)
         finally:
-            self._for_resuming = before
+            self._for_resuming, self._gathered = before, None
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Saves as the original does, with the ledger and the card beside the weights."""
         folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        if state_dict is None and (self._saves_adapter or is_sharded(self.model)):
+            state_dict = self._gathered or gathered_weights(self.model)
         if self._saves_adapter:
-            self._save_adapter(folder)
-        else:
+            self._save_adapter(folder, state_dict or {})
+        elif self.args.should_save:
             super()._save(output_dir, state_dict)
         if self.args.should_save and self.ledger is not None:
             saved = digests(folder)
@@ -755,7 +848,7 @@ class DPGrapeMixin(_Host):
     def _saves_adapter(self) -> bool:
         return self.args.save_as == "adapter" and not self._for_resuming
 
-    def _save_adapter(self, folder: Path) -> None:
+    def _save_adapter(self, folder: Path, weights: dict[str, Any]) -> None:
         """Saves what the original does beside the weights, and instead of these an adapter."""
         if self._adapter is None or self.private_run.optimizer is None:
             raise PrivacyError(
@@ -764,7 +857,7 @@ class DPGrapeMixin(_Host):
             )
         if not self.args.should_save:
             return
-        self._adapter.save(self.model, self.private_run.changes(), folder)
+        self._adapter.save(weights, self.private_run.changes(), folder)
         texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if texts is not None:
             texts.save_pretrained(folder)
@@ -917,6 +1010,7 @@ class DPGrapeMixin(_Host):
         fails, the error is logged, and training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
+        weights = gathered_weights(self.model) if self._saves_adapter else None  # by all processes
         if not self.is_world_process_zero() or strategy is HubStrategy.END:
             return
         copies = {
@@ -932,7 +1026,7 @@ class DPGrapeMixin(_Host):
                 return
             if self._saves_adapter:
                 folder = Path(str(self.args.output_dir))
-                self._save(str(folder))
+                self._save(str(folder), weights)
             self._publish(folder, message, copies.get(strategy, ()), wait=False)
         except Exception as error:
             advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."

@@ -34,6 +34,7 @@ from dp_grape_hf.optimizers import (
     ZerothOrderSGD,
 )
 from dp_grape_hf.per_sample import (
+    GradSampleMode,
     Inputs,
     LossFunction,
     PerSampleEngine,
@@ -58,6 +59,7 @@ from dp_grape_hf.projections import (
     ranks_for,
     synthetic_batches,
 )
+from dp_grape_hf.sharding import most_of_any, reshard
 from dp_grape_hf.trainer.collators import OTHER_ROWS
 
 Engine = PrivateMechanism | BatchGradient
@@ -94,6 +96,7 @@ class Run:
         mechanism: makes a release of a logical batch; None before ``start``.
         iterate: chooses the weights that training ends with; None for those of its last step.
         optimizer: what the release is handed to; None before ``take``.
+        idle: what the model is run on while other processes have more; None if it is not sharded.
 
     Raises:
         PrivacyError: if arguments and model do not go together.
@@ -125,6 +128,21 @@ class Run:
         self.iterate: Iterate | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
+        self.idle: Inputs | None = None
+
+    def stay_in_step(self, number: int, batch: Inputs) -> None:
+        """Runs the model as often as the other processes do from now on (``sharding``).
+
+        Args:
+            number: of the step that is next.
+            batch: on the device of the model, the same in all processes.
+
+        Raises:
+            UnsupportedModelError: as in ``PerSampleEngine.stay_in_step``.
+        """
+        self.per_sample.stay_in_step(batch, self.projectors_at(number))
+        reshard(self._model)
+        self.idle = {n: v[:1] if isinstance(v, Tensor) else v for n, v in batch.items()}
 
     def start(
         self,
@@ -223,11 +241,19 @@ class Run:
                 self._low_rank.use(self.projectors)
             self.mechanism.begin(self.projectors)
         loss = torch.zeros((), device=self.per_sample.device)
+        missing = 0
+        if self.idle is not None:
+            reshard(self._model)
+            missing = most_of_any(len(batch), loss.device) - len(batch)
         for physical, size in zip(batch, batch.sizes, strict=True):
             losses = self.mechanism.accumulate(prepare(physical))
             if len(losses) != size:
                 raise PrivacyError(OTHER_ROWS)
             loss += losses.sum()
+        for _ in range(missing):
+            self._keep_in_step()
+        if self.idle is not None:
+            reshard(self._model)
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
         observer.made(RELEASED, private_grads)
@@ -235,6 +261,13 @@ class Run:
         with observer.phase(UPDATE):
             self._hand_over(number, private_grads, self.mechanism.noise_std)
         return Outcome(norm, loss)
+
+    def _keep_in_step(self) -> None:
+        """Runs the model as often as a physical batch does, for nothing."""
+        assert self.idle is not None
+        passes = 2 if self._args.grad_sample_mode == GradSampleMode.GHOST else 1
+        ignored: list[Any] = [lambda found: None] * passes
+        self.per_sample.stream(self.idle, self.projectors, *ignored)
 
     def _hand_over(self, number: int, private_grads: dict[str, Tensor], noise_std: float) -> None:
         """Gives the optimizer what was released, projected if that is due only now.

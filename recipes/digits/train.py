@@ -69,9 +69,9 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
     trainer.save_model()
+    accuracy = accuracy_of(trainer.model, test)  # by all processes, which may share the weights
     if not trainer.is_world_process_zero():
         return {}
-    accuracy = accuracy_of(trainer.model, test)
     loaded = ViTForImageClassification.from_pretrained(args.output_dir).to(args.device)
     if accuracy_of(loaded, test) != accuracy:
         raise RuntimeError(
@@ -82,7 +82,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
         "metric": {"name": "test accuracy", "value": accuracy, "examples": len(test)},
         "privacy": spent_as_json(trainer.privacy_spent()),
         "seconds": round(seconds, 2),
-        "bytes": count_bytes(trainer, train[: args.per_device_train_batch_size]),
+        "bytes": count_bytes(trainer, loaded, train[: args.per_device_train_batch_size]),
         "settings": asdict(script_args) | settings(args),
         "versions": versions(),
         "checkpoint": args.output_dir,
@@ -148,9 +148,11 @@ def accuracy_of(model: nn.Module, examples: Sequence[Example]) -> float:
 # ---- Measuring ----
 
 
-def count_bytes(trainer: DPGrapeTrainer, examples: list[Example]) -> dict[str, Any]:
+def count_bytes(
+    trainer: DPGrapeTrainer, model: nn.Module, examples: list[Example]
+) -> dict[str, Any]:
     """Returns bytes of per-sample gradients and optimizer state: ours measured, others computed."""
-    model, row = trainer.model, METHODS[trainer.args.method]
+    row = METHODS[trainer.args.method]
     held = 0
     if row.private and not row.zeroth_order:
         projections = trainer.private_run.projectors_at(trainer.state.global_step)

@@ -212,13 +212,13 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
             callbacks=[curve] if script.curve_steps else None,
         )
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        if not trainer.is_world_process_zero():
-            return {}
         spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
     # Of training alone where there is any, otherwise of the scores.
     seconds, peak = time.perf_counter() - start, peak_memory()
     if not script.zero_shot:
-        metrics = scores()
+        metrics = scores()  # by all processes, as the weights may be spread over them
+        if not trainer.is_world_process_zero():
+            return {}
     result = {
         "family": family.name,
         "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},

@@ -366,7 +366,6 @@ def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
 
 OPTIONS = [
     ("auto_find_batch_size", True),
-    ("fsdp", True),
     ("fp16", True),
     ("torch_compile", True),
     ("use_liger_kernel", True),

@@ -110,6 +110,22 @@ class LayerwiseEngine(PerSampleEngine):
         self._probe_what_is_new(inputs, projectors)
         return losses
 
+    def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Does all that depends on data on this batch; a call that needs more is then refused."""
+        self._prepare(inputs, projectors)
+        if self._probed < min(batch_size_of(inputs), 2):
+            raise UnsupportedModelError(
+                "No two examples that were tried have gradients, which would show whether the "
+                "model mixes examples. With fsdp that must be known before the first step."
+            )
+        if self.grad_sample_mode == GradSampleMode.GHOST:
+            self._repeats = self._probe_repetition(inputs, projectors)
+        for padded in (False, True):  # a model may leave a mask out that masks nothing
+            masked = _with_masks(inputs, padded)
+            self._learn(masked, 0)
+            self._probe_pairs(masked, projectors)
+        self.in_step = True
+
     def _probe_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         """Probes again if calls had to be learnt anew: the order of rows may show only now."""
         if self._learnt_anew:
@@ -119,7 +135,7 @@ class LayerwiseEngine(PerSampleEngine):
 
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         batch_size = batch_size_of(inputs)
-        if self._probed < min(batch_size, 2):
+        if self._probed < min(batch_size, 2) and not self.in_step:
             self._probed = self._probe(inputs, projectors)
             self._learnt_anew = False
         self._examine(inputs, lambda batch: self._pass(batch, projectors))
@@ -149,6 +165,14 @@ class LayerwiseEngine(PerSampleEngine):
         What a stream has consumed is not returned. A parameter that this pass left out, by layer
         drop say, has gradient zero.
         """
+        if self.in_step:
+            try:
+                return self._try_pass(inputs, projectors, only, consumers)
+            except UnknownTensorError as error:
+                raise UnsupportedModelError(
+                    f"{error} To learn of it now would run the model once more than other "
+                    "processes do. Leave fsdp out."
+                ) from error
         batch_size = batch_size_of(inputs)
         for sample in range(batch_size):
             try:
@@ -315,3 +339,13 @@ class LayerwiseEngine(PerSampleEngine):
                 "grad_sample_mode."
             )
         return bool((known & (first.norm(dim=0) > 0)).any())
+
+
+def _with_masks(inputs: Inputs, padded: bool) -> dict[str, Any]:
+    """Returns the inputs with masks of attention that hide the last position, or none."""
+    found = dict(inputs)
+    for name, mask in inputs.items():
+        if name.endswith("attention_mask") and mask.dim() == 2 and mask.shape[1] > 1:
+            found[name] = torch.ones_like(mask)
+            found[name][:, -1] = int(not padded)
+    return found

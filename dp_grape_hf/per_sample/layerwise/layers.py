@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -28,6 +29,7 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
 from dp_grape_hf.per_sample.probing import Selections
+from dp_grape_hf.sharding import parameters_in_passes, plain_type
 
 # ---- Changing how modules run, for a while ----
 
@@ -323,6 +325,7 @@ class Sites:
             if not misfits:
                 misfits = self._not_expandable(run_model, losses[1])
             if not misfits:
+                self._refuse_units_inside()
                 self._find_siblings(calls[0])
                 return losses[0], losses[1]
             for misfit in misfits:
@@ -336,6 +339,17 @@ class Sites:
         """Replaces the forward of every site, and puts the old ones back whatever happens."""
         modules = [site.module for site in self.all]
         return replaced_forwards(modules, lambda i, forward: make(self.all[i], forward))
+
+    def _refuse_units_inside(self) -> None:
+        """Refuses a module whose gradients are captured and that gathers its own weights."""
+        for site in self.all:
+            if any(isinstance(m, FSDPModule) for m in site.module.modules()):
+                raise UnsupportedModelError(
+                    f"{site.label} has weights of its own, so fsdp must gather them with those of "
+                    "a larger layer. Name other classes by fsdp_config="
+                    '{"transformer_layer_cls_to_wrap": [...]}: none that is, or is inside of, '
+                    f"{plain_type(site.module).__name__}."
+                )
 
     # ---- Which modules, which rule ----
 
@@ -400,7 +414,7 @@ class Sites:
         """Returns the sites whose parameters are used outside the forward of their module."""
         if not losses.requires_grad:
             return []
-        parameters = dict(self._model.named_parameters())
+        parameters = parameters_in_passes(self._model)
         tracked = {name: parameters[name] for site in self.all for name in site.parameters.values()}
         found = torch.autograd.grad(losses.sum(), list(tracked.values()), allow_unused=True)
         used = {name for name, g in zip(tracked, found, strict=True) if g is not None}

@@ -375,13 +375,17 @@ SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
 """World size -> what is done, in this order."""
 
 
-def main(folder: str) -> None:
+Scenarios = list[Callable[[Path], Any]]
+
+
+def main(folder: str, scenarios: Scenarios | None = None) -> None:
     """Joins the group that the environment names, as the Trainer does, and runs its scenarios."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     gc.freeze()  # the Trainer collects garbage often: not among all that was imported
     make_args(folder)
-    for scenario in SCENARIOS[dist.get_world_size()]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for scenario in scenarios or SCENARIOS[size]:
         started = time.monotonic()
         try:
             outcome = {"result": scenario(Path(folder))}
@@ -389,19 +393,22 @@ def main(folder: str) -> None:
             private = isinstance(error, PrivacyError)
             outcome = {"error": f"{error}", "private": private, "trace": traceback.format_exc()}
         outcome["seconds"] = time.monotonic() - started
-        name = f"{scenario.__name__}-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
-        torch.save(outcome, f"{folder}/{name}")
+        torch.save(outcome, f"{folder}/{scenario.__name__}-{rank}-of-{size}.pt")
+        if not dist.is_initialized():  # failed with sharded weights, and has left the others
+            return
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main_of(rank: int, world_size: int, port: int, folder: str) -> None:
+def main_of(
+    rank: int, world_size: int, port: int, folder: str, scenarios: Scenarios | None = None
+) -> None:
     """Runs ``main`` in a process that no launcher has told its place."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: f"{value}" for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": f"{world_size}"})
     os.environ["OMP_NUM_THREADS"] = "1"
-    main(folder)
+    main(folder, scenarios)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,7 @@ because each process takes seconds to import what it needs.
 """
 
 import math
-import multiprocessing
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +27,21 @@ from dp_grape_hf.distributed import (
 )
 from dp_grape_hf.ledger import ADAPTER, LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
-from tests.support.ports import free_port
 from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
     make_trainer,
     weights_of,
+)
+from tests.trainer.distributed.processes import (
+    WAITING,
+    Outcome,
+    assert_same_runs,
+    fork,
+    launch,
+    results,
+    seen,
 )
 from tests.trainer.distributed.run import (
     NOISE_ALONE,
@@ -55,62 +59,7 @@ from tests.trainer.distributed.run import (
     trained,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
-TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, through Adam
-WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
 FLAG = 4  # bytes that say whether a process has failed
-
-Outcome = dict[str, Any]
-
-
-def launch(folder: Path, processes: int) -> None:
-    """Starts processes as the README says."""
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
-        *("--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--main_process_port", str(free_port())),
-        *("-m", "tests.trainer.distributed.run", str(folder)),
-    ]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
-def fork(folder: Path, processes: int) -> None:
-    """Starts processes from one that has imported everything, which costs a third of the time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.distributed.run"])
-    port = free_port()
-    ranks = [
-        context.Process(target=main_of, args=(rank, processes, port, str(folder)), daemon=True)
-        for rank in range(processes)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=200)
-        assert rank.exitcode == 0
-
-
-def seen(folder: Path, processes: int) -> list[dict[str, Outcome]]:
-    """Returns what each process saw, by scenario."""
-    return [
-        {
-            scenario.__name__: torch.load(
-                folder / f"{scenario.__name__}-{rank}-of-{processes}.pt", weights_only=False
-            )
-            for scenario in SCENARIOS[processes]
-        }
-        for rank in range(processes)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -140,23 +89,16 @@ def one(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Outcome]]:
     """What each of two processes saw; their checkpoint is there for one and three to resume."""
-    launch(folder, 2)
+    launch(folder, 2, "tests.trainer.distributed.run", ["--multi_gpu"])
     for size in (1, 3):
         shutil.copytree(folder / "saved-2", folder / f"saved-2-for-{size}")
-    return seen(folder, 2)
+    return seen(folder, 2, SCENARIOS[2])
 
 
 @pytest.fixture(scope="module")
 def three(folder: Path, two: Any) -> list[dict[str, Outcome]]:
-    fork(folder, 3)
-    return seen(folder, 3)
-
-
-def results(ranks: list[dict[str, Outcome]], scenario: str) -> list[Any]:
-    """Returns what a scenario gave in each process; none may have failed."""
-    for outcome in (rank[scenario] for rank in ranks):
-        assert "error" not in outcome, outcome["trace"]
-    return [rank[scenario]["result"] for rank in ranks]
+    assert fork(3, main_of, str(folder)) == [0] * 3
+    return seen(folder, 3, SCENARIOS[3])
 
 
 def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
@@ -165,22 +107,6 @@ def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
         assert "error" in outcome, outcome
         assert outcome["seconds"] < WAITING
     return [rank[scenario]["error"] for rank in ranks]
-
-
-def assert_same_runs(ranks: list[Any], alone: Any) -> None:
-    """Same bits in all processes after every step, and those of one process up to rounding."""
-    steps = len(alone["weights"])
-    for run in ranks:
-        assert run["world_size"] == len(ranks)
-        assert len(run["weights"]) == steps
-        for step in range(steps):
-            assert_same_weights(run["weights"][step], ranks[0]["weights"][step])
-            assert_same_weights(run["weights"][step], alone["weights"][step], **TOLERANCE)
-        assert run["spent"] == alone["spent"]
-        assert (run["steps"], run["left"]) == (alone["steps"], alone["left"])
-        assert run["run_id"] == ranks[0]["run_id"]
-    moved = max((alone["weights"][-1][n] - w).abs().max() for n, w in alone["weights"][0].items())
-    assert moved > 1e-2  # the tolerance would hide a run that did not train
 
 
 # ---- The same release as one process ----
@@ -441,16 +367,6 @@ def test_processes_that_do_not_know_each_other_are_refused(
         make_trainer(tmp_path, use_cpu=False)
     monkeypatch.setenv(name, "1")
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
-
-
-def test_a_launcher_that_shards_is_refused_on_cpus_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """accelerate replicates weights there, without a word."""
-    make_trainer(tmp_path)  # which may have been before, in this process
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(PrivacyError, match="FSDP was asked for by the launcher"):
-        make_trainer(tmp_path)
 
 
 def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Starting several processes, and comparing what they saw with each other and with one."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ports import free_port
+from tests.support.trainers import assert_same_weights
+
+ROOT = Path(__file__).resolve().parents[3]
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, through Adam
+WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
+
+Outcome = dict[str, Any]
+
+
+def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> None:
+    """Starts processes as the README says; the module is given the folder."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags),
+        *("--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--main_process_port", str(free_port())),
+        *("-m", module, str(folder)),
+    ]
+    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | None]:
+    """Starts processes from one that has imported everything, which costs a third of the time.
+
+    Args:
+        processes: how many.
+        main: is called with rank, world size, port and ``args``.
+        *args: of it.
+
+    Returns:
+        How each of them ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([main.__module__])
+    port = free_port()
+    ranks = [
+        context.Process(target=main, args=(rank, processes, port, *args), daemon=True)
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=300)
+    return [rank.exitcode for rank in ranks]
+
+
+def seen(
+    folder: Path, processes: int, scenarios: Sequence[Callable[[Path], Any]]
+) -> list[dict[str, Outcome]]:
+    """Returns what each process saw, by scenario."""
+    return [
+        {
+            scenario.__name__: torch.load(
+                folder / f"{scenario.__name__}-{rank}-of-{processes}.pt", weights_only=False
+            )
+            for scenario in scenarios
+        }
+        for rank in range(processes)
+    ]
+
+
+def results(ranks: list[dict[str, Outcome]], scenario: str) -> list[Any]:
+    """Returns what a scenario gave in each process; none may have failed."""
+    for outcome in (rank[scenario] for rank in ranks):
+        assert "error" not in outcome, outcome["trace"]
+    return [rank[scenario]["result"] for rank in ranks]
+
+
+def assert_same_runs(ranks: list[Any], alone: Any) -> None:
+    """Same bits in all processes after every step, and those of one process up to rounding."""
+    steps = len(alone["weights"])
+    for run in ranks:
+        assert run["world_size"] == len(ranks)
+        assert len(run["weights"]) == steps
+        for step in range(steps):
+            assert_same_weights(run["weights"][step], ranks[0]["weights"][step])
+            assert_same_weights(run["weights"][step], alone["weights"][step], **TOLERANCE)
+        assert run["spent"] == alone["spent"]
+        assert (run["steps"], run["left"]) == (alone["steps"], alone["left"])
+        assert run["run_id"] == ranks[0]["run_id"]
+    moved = max((alone["weights"][-1][n] - w).abs().max() for n, w in alone["weights"][0].items())
+    assert moved > 1e-2  # the tolerance would hide a run that did not train

@@ -1,0 +1,351 @@
+"""What each of several processes with sharded weights does in ``test_sharding``.
+
+As in ``run``, each scenario returns what the test wants to see.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
+from dp_grape_hf.mechanism import Streams
+from dp_grape_hf.sharding import whole
+from tests.support.models import only, row
+from tests.support.trainers import Examples, Watch, examples_of, make_trainer
+from tests.trainer.distributed import run
+from tests.trainer.distributed.traffic import per_call
+
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}}
+USUAL = {
+    "expected_batch_size": 6,
+    "per_device_train_batch_size": 2,
+    "max_steps": 5,
+    "learning_rate": 0.02,
+    "projection_rank": 4,
+}
+_NAMES = {field.name for field in fields(DPGrapeTrainingArguments)}
+CHECKPOINTED = dict.fromkeys(
+    _NAMES & {"activation_checkpointing"} or {"gradient_checkpointing"}, True
+)
+ADAPTER = {"save_as": "adapter"}
+UNEVEN = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "max_steps": 6}
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def with_lora() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = get_peft_model(only("llama").model(), LoraConfig(r=2, target_modules=["q_proj"]))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.1)  # or lora_A has no gradient at first
+    return model
+
+
+def _of_row(name: str) -> dict[str, Any]:
+    found = row(name)
+    batch = found.batch(12)
+    examples = [{key: value[i] for key, value in batch.items()} for i in range(12)]
+    return {"model": without_dropout(found.model()), "train_dataset": Examples(examples)}
+
+
+def _of_case(name: str, column: str | None = None) -> dict[str, Any]:
+    data = examples_of(name, 24)
+    if column is not None:
+        data = Examples([{**e, column: f"u{i % 9}"} for i, e in enumerate(data.examples)])
+    return {"model": without_dropout(only(name).model()), "train_dataset": data}
+
+
+RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "opt": (partial(_of_case, "opt"), {"projection_update_steps": 3, "weight_decay": 0.1}),
+    "opt, ghost": (partial(_of_case, "opt"), {"grad_sample_mode": "ghost"}),
+    "opt, adapter": (partial(_of_case, "opt"), ADAPTER),
+    "opt, dp_adam, ghost": (
+        partial(_of_case, "opt"),
+        {"method": "dp_adam", "grad_sample_mode": "ghost"},
+    ),
+    "opt, average": (
+        partial(_of_case, "opt"),
+        {
+            "released_iterate": "average",
+            "eval_dataset": examples_of("opt", 5),
+            "eval_strategy": "steps",  # the last evaluation is between the last step and the end
+            "eval_steps": 1,
+        },
+    ),
+    "opt, uneven": (partial(_of_case, "opt"), UNEVEN | CHECKPOINTED),
+    "opt, units": (
+        partial(_of_case, "opt", "user"),
+        {"privacy_unit_column": "user", "max_examples_per_unit": 2, "expected_batch_size": 4},
+    ),
+    "opt, truncated": (
+        partial(_of_case, "opt"),
+        {"sampling": "truncated_poisson", "max_batch_size": 9},
+    ),
+    "llama, uneven": (partial(_of_case, "llama"), UNEVEN),
+    "llama, LoRA": (lambda: _of_case("llama") | {"model": with_lora()}, {"method": "dp_lora"}),
+    "gpt2, per layer": (
+        partial(_of_case, "gpt2"),
+        {
+            "clipping": "per_layer",
+            "moments_at_redraw": "reproject",
+            "projection_update_steps": 2,
+        },
+    ),
+    "roberta, principal": (
+        partial(_of_case, "roberta-classifier"),
+        {"projection": "principal", "projection_update_steps": None, "update_rule": "momentum"},
+    ),
+    "t5": (partial(_of_row, "T5, seq2seq LM"), {"expected_batch_size": 4}),
+    "vit, dp_adam": (partial(_of_case, "vit"), {"method": "dp_adam"}),
+}
+"""What is trained in one process, and in several with sharded weights, and compared."""
+SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+"""Of the runs ``RESUMED`` of these, which are stopped in the middle."""
+RESUMED = ("opt", "llama, LoRA")
+
+
+class WholeWeights(Watch):
+    """Keeps whole weights, which every process helps to gather."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(kwargs["model"])
+        if state.global_step == self.stop_at:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep(kwargs["model"])
+
+    def _keep(self, model: nn.Module) -> None:
+        self.whole = sum(not isinstance(p, DTensor) for p in model.parameters())
+        self.weights.append({n: whole(p.detach()).clone() for n, p in model.named_parameters()})
+
+
+def trained(
+    folder: Path, name: str, *, sharded: bool = True, watch: Watch | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Trains one of ``RUNS`` with known coins and noise; returns what ``run.trained`` does."""
+    make, settings = RUNS[name]
+    watch = watch or WholeWeights()
+    asked = SHARDED if sharded and "ACCELERATE_USE_FSDP" not in os.environ else {}
+    found = run.trained(folder, watch=watch, **make() | USUAL | settings | asked | changes)
+    assert not sharded or watch.whole == 0, "replicated, although it was to be sharded"
+    return found
+
+
+def equal(name: str, folder: Path) -> Any:
+    return trained(folder / f"{name}-{dist.get_world_size()}", name)
+
+
+def spread(folder: Path) -> Any:
+    """Returns how many parameters each process has whole, and its share of all numbers."""
+    trainer = make_trainer(
+        folder / "spread", **_of_case("opt"), **USUAL | SHARDED | {"eval_strategy": "no"}
+    )
+    before = trainer.evaluate(examples_of("opt", 5))
+    trainer.train()
+    weights = list(trainer.model.parameters())
+    mine = sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
+    kept = [v for s in trainer.optimizer.state.values() for v in s.values()]
+    texts = trainer.model.generate(torch.tensor([[2, 5, 6]]), max_new_tokens=3, min_new_tokens=3)
+    return {
+        "whole": sum(not isinstance(w, DTensor) for w in weights),
+        "share": mine / sum(w.numel() for w in weights),
+        "state": sum(v.to_local().numel() for v in kept if isinstance(v, DTensor)),
+        "generated": texts.shape,
+        "before": before,
+        "metrics": trainer.evaluate(examples_of("opt", 5)),
+    }
+
+
+def save(folder: Path) -> Any:
+    found = {}
+    for name in RESUMED:
+        found[name] = trained(
+            folder / f"{name}-sharded", name, watch=WholeWeights(stop_at=2), **SAVED
+        )
+        if dist.get_rank() == 0:
+            for purpose in ("kept", "for-1", "for-2", "for-3"):
+                shutil.copytree(folder / f"{name}-sharded", folder / f"{name}-sharded-{purpose}")
+        dist.barrier()
+    return found
+
+
+def resume(folder: Path) -> Any:
+    """Goes on from checkpoints of sharded weights, and of whole weights."""
+    size, noise, found = dist.get_world_size(), torch.load(folder / "noise.pt"), {}
+    for name in RESUMED:
+        for source in ("sharded", "whole"):
+            place = folder / f"{name}-{source}-for-{size}"
+            found[name, source] = trained(place, name, resume=True, noise=noise[name], **SAVED)
+    return found
+
+
+def adapter(folder: Path) -> Any:
+    """Saves what a run with sharded weights changed."""
+    make, settings = RUNS["opt, adapter"]
+    trainer = make_trainer(
+        folder / "adapter",
+        **make(),
+        known_streams=Streams.known(0),
+        **USUAL | settings | SHARDED,
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+def loaded_by_the_first(folder: Path) -> Any:
+    """Trains a model that has weights in the first process only, as its loading may leave it."""
+    make, _ = RUNS["opt"]
+    parts = make()
+    if dist.get_rank() > 0:
+        parts["model"] = parts["model"].to("meta")
+        parts["model"].tie_weights()
+    settings = {"fsdp_config": {"version": 2, "cpu_ram_efficient_loading": True}}
+    return trained(folder / "loaded", "opt", **settings | parts)
+
+
+def hybrid(folder: Path) -> Any:
+    """Two groups of two processes, each of which has all weights."""
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return trained(folder / "hybrid", "opt", parallelism_config=config)
+
+
+def autocast(folder: Path) -> Any:
+    """Trains in bfloat16 with weights that are sharded, and that are not, the same batches."""
+    return [
+        trained(folder / f"autocast-{sharded}", "llama, uneven", sharded=sharded, bf16=True)
+        for sharded in (True, False)
+    ]
+
+
+class Table(nn.Module):
+    """A table of the audited model, as a layer."""
+
+    def __init__(self, canaries: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(canaries, width)
+
+    def forward(self, canary: Tensor) -> Tensor:
+        return self.table(canary)  # type: ignore[no-any-return]
+
+
+class CanaryModel(auditing.CanaryModel):
+    """The audited model, with layers to shard."""
+
+    def __init__(self, canaries: int, tables: int) -> None:
+        super().__init__(canaries, 0)
+        self.tables = nn.ModuleList(Table(canaries, auditing._WIDTH) for _ in range(tables))
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+
+def audited(folder: Path) -> Any:
+    """Audits a run with sharded weights and little noise; all processes toss the same coins."""
+    layers = {"fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Table"]}}
+    arguments = partial(DPGrapeTrainingArguments, **SHARDED | layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auditing, "CanaryModel", CanaryModel)
+        patch.setattr(auditing, "DPGrapeTrainingArguments", arguments)
+        patch.setattr(auditing, "secret_generator", lambda: torch.Generator().manual_seed(3))
+        return auditing.audit(auditing.AuditSettings(noise_multiplier=1.0, canaries=2000, steps=2))
+
+
+class BrokenInOne(Examples):
+    """Data that can no longer be read in the second process, once it is ``armed``."""
+
+    armed = False
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if dist.get_rank() == 1 and self.armed:
+            raise OSError("the disk of the second machine is gone")
+        return super().__getitem__(index)
+
+
+def bytes_of_a_step(folder: Path) -> Any:
+    log: list[Any] = []
+    settings = USUAL | SHARDED | {"per_device_train_batch_size": 24, "logging_strategy": "no"}
+    with per_call(DPGrapeTrainer, "training_step", log):
+        make_trainer(folder / "bytes", **_of_case("opt"), **settings).train()
+    return log
+
+
+def killed(folder: Path) -> Any:
+    """Kills the second process in the middle of a pass."""
+
+    def kill(*call: Any) -> None:
+        if armed.armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    make, settings = RUNS["opt"]
+    parts, armed = make(), BrokenInOne([])
+    if dist.get_rank() == 1:
+        parts["model"].model.decoder.layers[1].fc1.register_forward_hook(kill)
+    settings = USUAL | settings | SHARDED | {"callbacks": [run.Arm(armed)]}
+    make_trainer(folder / "killed", known_streams=Streams.known(0), **parts, **settings).train()
+
+
+def broken_data(folder: Path) -> Any:
+    """To be the last: the process group is gone afterwards."""
+    data = BrokenInOne(examples_of("opt", 24).examples)
+    settings = USUAL | SHARDED | {"expected_batch_size": 20, "callbacks": [run.Arm(data)]}
+    settings |= {"model": only("opt").model(), "train_dataset": data}
+    make_trainer(folder / "broken", known_streams=Streams.known(0), **settings).train()
+
+
+def _named(name: str) -> Callable[[Path], Any]:
+    scenario = partial(equal, name)
+    scenario.__name__ = name  # type: ignore[attr-defined]
+    return scenario
+
+
+SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
+    "two": [
+        *(
+            *map(_named, RUNS),
+            adapter,
+            loaded_by_the_first,
+            autocast,
+            spread,
+            audited,
+            save,
+            resume,
+        ),
+        *(bytes_of_a_step, broken_data),
+    ],
+    "three": [_named("opt"), _named("llama, uneven"), resume],
+    "four": [hybrid],
+    "killed": [killed],
+}
+
+
+def main_of(rank: int, world_size: int, port: int, folder: str, name: str) -> None:
+    """Runs scenarios in a process that no launcher has told its place."""
+    run.main_of(rank, world_size, port, folder, SCENARIOS[name])
+
+
+if __name__ == "__main__":
+    run.main(sys.argv[1], SCENARIOS["three"])

@@ -1,0 +1,268 @@
+"""Two and three processes with sharded weights against one; what they do is in ``sharded``."""
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.per_sample.functorch import FunctorchEngine
+from dp_grape_hf.per_sample.layerwise import engine as layerwise
+from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
+from dp_grape_hf.publishing import verify
+from dp_grape_hf.sharding import shard_
+from tests.support.models import only, row
+from tests.support.trainers import assert_same_weights, make_trainer, weights_of
+from tests.trainer.distributed.processes import (
+    TOLERANCE,
+    WAITING,
+    assert_same_runs,
+    fork,
+    launch,
+    results,
+    seen,
+)
+from tests.trainer.distributed.sharded import (
+    RESUMED,
+    RUNS,
+    SAVED,
+    SCENARIOS,
+    SHARDED,
+    WholeWeights,
+    main_of,
+    trained,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    """What one process with whole weights does."""
+    found = {name: trained(folder / f"{name}-1", name, sharded=False) for name in RUNS}
+    noise = {}
+    for name in RESUMED:
+        place = folder / f"{name}-whole"
+        watch = WholeWeights(stop_at=2)
+        noise[name] = trained(place, name, sharded=False, watch=watch, **SAVED)["noise"]
+        for size in (2, 3):
+            shutil.copytree(place, folder / f"{name}-whole-for-{size}")
+        place = folder / f"{name}-uninterrupted"
+        found["uninterrupted", name] = trained(place, name, sharded=False, **SAVED)
+    torch.save(noise, folder / "noise.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: Any) -> list[dict[str, Any]]:
+    assert fork(2, main_of, str(folder), "two") == [0, 0]
+    return seen(folder, 2, SCENARIOS["two"])
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: Any) -> list[dict[str, Any]]:
+    """Three that were started as the README says."""
+    flags = ("--use_fsdp", "--fsdp_version", "2")
+    launch(folder, 3, main_of.__module__, flags)
+    return seen(folder, 3, SCENARIOS["three"])
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, one: Any) -> list[dict[str, Any]]:
+    assert fork(4, main_of, str(folder), "four") == [0] * 4
+    return seen(folder, 4, SCENARIOS["four"])
+
+
+# ---- The same weights as one process ----
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_with_sharded_weights_train_as_one(name: str, one: Any, two: Any) -> None:
+    assert_same_runs(results(two, name), one[name])
+
+
+@pytest.mark.parametrize("name", ["opt", "llama, uneven"])
+def test_three_processes_with_uneven_rows_train_as_one(name: str, one: Any, three: Any) -> None:
+    assert_same_runs(results(three, name), one[name])
+
+
+def test_each_process_has_its_rows(two: Any) -> None:
+    for found in results(two, "spread"):
+        assert found["whole"] == 0
+        assert 0.4 < found["share"] < 0.6
+        assert found["generated"] == (1, 6)
+        assert found["metrics"]["eval_loss"] > 0
+
+
+def test_two_groups_of_two_processes_train_as_one(one: Any, four: Any) -> None:
+    assert_same_runs(results(four, "hybrid"), one["opt"])
+
+
+def test_the_first_process_alone_may_have_weights(one: Any, two: Any) -> None:
+    assert_same_runs(results(two, "loaded_by_the_first"), one["opt"])
+
+
+def test_autocast_computes_what_it_does_without(two: Any) -> None:
+    for sharded, whole in results(two, "autocast"):
+        for ours, theirs in zip(sharded["weights"], whole["weights"], strict=True):
+            assert_same_weights(ours, theirs)
+
+
+def test_a_run_with_sharded_weights_is_audited(two: Any) -> None:
+    """The attack works, as the noise is small, and does not refute the claim."""
+    for result in results(two, "audited"):
+        assert result.passed
+        assert result.lower_bound > 0.5
+
+
+# ---- Checkpoints ----
+
+
+def status_of(folder: Path) -> dict[str, str]:
+    return {check.what: check.status for check in verify(folder)}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path, one: Any, two: Any) -> None:
+    results(two, "save")
+    places = (folder / f"{name}-sharded-kept", folder / f"{name}-whole")
+    sharded, plain = (place / "checkpoint-2" for place in places)
+    names = [
+        {p.name for p in place.iterdir() if not p.name.startswith("rng_state")}  # one a process
+        for place in (sharded, plain)
+    ]
+    assert names[0] == names[1]
+    (file,) = (n for n in names[0] if n in ("model.safetensors", "adapter_model.safetensors"))
+    weights = (load_file(place / file) for place in (sharded, plain))
+    assert_same_weights(*weights, **TOLERANCE)
+    states = [torch.load(f / "optimizer.pt", weights_only=False) for f in (sharded, plain)]
+    shapes = [
+        {(i, k): getattr(v, "shape", None) for i, e in s["state"].items() for k, v in e.items()}
+        for s in states
+    ]
+    assert shapes[0] == shapes[1]
+    assert status_of(sharded) == status_of(plain)
+    assert [r.count for r in Ledger.load(sharded / LEDGER_NAME).releases] == [2]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("source", ["sharded", "whole"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_goes_on_from_it(
+    name: str, source: str, processes: int, one: Any, two: Any, three: Any
+) -> None:
+    for found in results({2: two, 3: three}[processes], "resume"):
+        expected = one["uninterrupted", name]["weights"][-1]
+        assert_same_weights(found[name, source]["weights"][-1], expected, **TOLERANCE)
+        assert found[name, source]["steps"] == 4
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_one_process_goes_on_from_it(name: str, folder: Path, one: Any, two: Any) -> None:
+    noise = torch.load(folder / "noise.pt")[name]
+    place = folder / f"{name}-sharded-for-1"
+    found = trained(place, name, sharded=False, resume=True, noise=noise, **SAVED)
+    expected = one["uninterrupted", name]["weights"][-1]
+    assert_same_weights(found["weights"][-1], expected, **TOLERANCE)
+
+
+def test_an_adapter_is_that_of_one_process(folder: Path, one: Any, two: Any) -> None:
+    results(two, "adapter")
+    base = only("opt").model()
+    merged = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    assert_same_weights(weights_of(merged), one["opt, adapter"]["weights"][-1], **TOLERANCE)
+    assert "mismatch" not in status_of(folder / "adapter").values()
+
+
+# ---- What crosses the network, and what happens when it breaks ----
+
+
+def test_gradients_are_not_reduced(two: Any) -> None:
+    """Weights are gathered, sums of clipped gradients added up, and nothing else is sent."""
+    for steps in results(two, "bytes_of_a_step"):
+        for messages in steps[1:]:
+            kinds = {name for name, _ in messages}
+            assert not any("reduce_scatter" in kind for kind in kinds), kinds
+            assert any("allgather" in kind for kind in kinds), kinds
+
+
+def test_a_process_that_fails_ends_all(two: Any) -> None:
+    first, second = (rank["broken_data"] for rank in two)
+    assert "the disk of the second machine is gone" in second["error"]
+    assert "error" in first
+    assert max(first["seconds"], second["seconds"]) < WAITING
+
+
+def test_a_process_that_is_killed_ends_the_others(folder: Path, one: Any) -> None:
+    assert fork(2, main_of, str(folder), "killed")[1] == -signal.SIGKILL
+    found = torch.load(folder / "killed-0-of-2.pt", weights_only=False)
+    assert "error" in found
+    assert found["seconds"] < WAITING
+
+
+# ---- What is refused ----
+
+
+def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To learn more of a model would run it again, where the others do not."""
+    entry = row("T5, seq2seq LM")
+    unmasked, masked = entry.batch(4), entry.batch(4)
+    for batch, last in ((unmasked, 1), (masked, 0)):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][:, -1] = last
+    engine = LayerwiseEngine(entry.model())
+    engine(unmasked, {})
+    engine.stay_in_step(unmasked, {})
+    engine(masked, {})  # which was tried
+    monkeypatch.setattr(layerwise, "_with_masks", lambda inputs, padded: inputs)
+    engine = LayerwiseEngine(entry.model())
+    engine(unmasked, {})
+    engine.stay_in_step(unmasked, {})
+    with pytest.raises(UnsupportedModelError, match=r"SelfAttention.*Leave fsdp out"):
+        engine(masked, {})
+
+
+def test_an_engine_that_cannot_stay_in_step_says_so() -> None:
+    entry = only("opt")
+    with pytest.raises(UnsupportedModelError, match="FunctorchEngine does not run"):
+        FunctorchEngine(entry.model()).stay_in_step(entry.batch(2), {})
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"), [(["Nothing"], "none"), (["OPTDecoder", "OPTDecoderLayer"], "one inside")]
+)
+def test_layers_that_cannot_be_sharded(layers: list[str], found: str) -> None:
+    with pytest.raises(PrivacyError, match=f"OPTForCausalLM has {found}.*transformer_layer_cls"):
+        shard_(only("opt").model(), torch.device("cpu"), cast(Any, None), layers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload"),
+        ({"fsdp_config": {"version": 2, "activation_checkpointing": True}}, "activation_check"),
+        ({"fsdp_config": {"version": 1}}, "of version=1"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)}, "tp_size"),
+        ({"engine": "functorch"}, "engine='functorch'"),
+        ({"method": "dpzero"}, "method='dpzero'"),
+    ],
+)
+def test_what_sharding_does_not_have(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=named):
+        make_trainer(tmp_path, **SHARDED | settings)
