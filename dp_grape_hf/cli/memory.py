@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> str:
         rank=args.rank,
         clipping=args.clipping,
         project_embeddings=args.project_embeddings,
+        processes=args.processes,
     )
     if args.all_methods:
         return _compare(model, setting, args)
@@ -209,6 +210,7 @@ class Report:
             "dtype": str(self.setting.dtype).removeprefix("torch."),
             "projection": self.setting.projection,
             "rank": self.setting.rank,
+            "processes": self.setting.processes,
         }
 
     def heading(self) -> str:
@@ -220,6 +222,7 @@ class Report:
             "gradient checkpointing" if setting.gradient_checkpointing else "",
             "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",
+            f"one of {setting.processes} processes" if setting.processes > 1 else "",
         )
         millions = self.parameters / 1e6
         return (

@@ -212,6 +212,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
     add("--clipping", choices=_CLIPPING, default="flat", help="default: flat")
     add("--project_embeddings", action="store_true", help="and vocabulary heads")
+    add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
     add("--knobs", action="store_true", help="show what saves memory also where the batch fits")

@@ -44,16 +44,14 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
-            stack.enter_context(_replaced(FakeTensor, "as_subclass", _as_subclass))
-            stack.enter_context(_replaced(FakeTensor, "numpy", _numpy))
+            stack.enter_context(replaced(FakeTensor, "as_subclass", _as_subclass))
+            stack.enter_context(replaced(FakeTensor, "numpy", _numpy))
             swap = partial(_swap, torch.utils.swap_tensors)
-            stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
+            stack.enter_context(replaced(torch.utils, "swap_tensors", swap))
             if gpu:
                 attention = partial(_attention, functional.scaled_dot_product_attention)
-                stack.enter_context(_replaced(functional, "dropout", _dropout))
-                stack.enter_context(
-                    _replaced(functional, "scaled_dot_product_attention", attention)
-                )
+                stack.enter_context(replaced(functional, "dropout", _dropout))
+                stack.enter_context(replaced(functional, "scaled_dot_product_attention", attention))
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedModelError(
@@ -63,7 +61,7 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Has torch use another function in place of its own."""
     own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, function)

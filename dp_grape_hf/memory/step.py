@@ -27,6 +27,7 @@ from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.processes import first_of
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -40,6 +41,7 @@ from dp_grape_hf.memory.timeline import (
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
+from dp_grape_hf.sharding import is_sharded, reshard, shard_
 from dp_grape_hf.trainer import Run
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
@@ -66,6 +68,8 @@ class Setting:
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.
         grad_sample_mode: as ``LayerwiseEngine`` has it.
+        processes: how many share the weights (FSDP2), each with a physical batch of its own; the
+            peak is that of one.
     """
 
     method: str = DP_GRAPE
@@ -78,6 +82,7 @@ class Setting:
     project_embeddings: bool = False
     recompute_activations: bool | None = None
     grad_sample_mode: str = GradSampleMode.AUTO
+    processes: int = 1
 
 
 def compared(name: str, setting: Setting) -> Setting:
@@ -264,6 +269,9 @@ class Step:
             optimizer.step()
         # What the engine does with the first batch only is no part of a step.
         run.per_sample.assume_probed(self.inputs)
+        if is_sharded(self.model):
+            run.idle = self.inputs
+            reshard(self.model)
         timeline.phase = "setup"
         if not METHODS[args.method].private:
             for parameter in run.trainable.values():
@@ -316,13 +324,15 @@ def footprint(
     """
     if setting.recompute_activations is None:
         setting = replace(setting, recompute_activations=gpu)
-    with fake_tensors(gpu):
+    timeline = Timeline()
+    with first_of(setting.processes, timeline.resized) as mesh, fake_tensors(gpu):
         model = prepared(build(setting.dtype), setting)
+        if mesh is not None:
+            shard_(model, torch.device("cpu"), mesh)
         inputs = cast(batch(setting.batch_size), setting.dtype)
         at_once = NOISE_SLICE if gpu else None  # on the CPU, where fake tensors are, less at once
-        step = Step(model, inputs, setting, loss, noise_slice=at_once)
+        step = Step(model, inputs, setting, loss, timeline, noise_slice=at_once)
         step.run()
-        timeline = step.timeline
         return Footprint(
             timeline.peak(),
             timeline.most(PER_SAMPLE, SUMS),

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dp_grape_hf.sharding import local
+
 WEIGHTS, OPTIMIZER, PROJECTIONS = "weights", "optimizer state", "projections"
 ACTIVATIONS, PER_SAMPLE, SUMS = "saved activations", "per-sample gradients", "summed gradients"
 TEMPORARY = "temporary"
@@ -80,6 +82,12 @@ class Timeline(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind
 
+    def resized(self, tensor: Tensor) -> None:
+        """Notes that the memory of a tensor was taken or freed, while the tensor lives on."""
+        allocation, size = self._allocation(tensor), _rounded(tensor)
+        self._events.append(_Event(allocation, size - allocation.size, self.phase))
+        allocation.size, allocation.kind = size, TEMPORARY
+
     def peak(self) -> Peak:
         """Returns the most that was allocated since the phase ``setup`` ended.
 
@@ -127,11 +135,12 @@ class Timeline(TorchDispatchMode):
         return output
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
+        tensor = local(tensor)
         storage = tensor.untyped_storage()
         known: _Allocation | None = self._known.get(storage)
         if known is not None:
             return known
-        allocation = _Allocation(-(-storage.nbytes() // _BLOCK) * _BLOCK, self.phase)
+        allocation = _Allocation(_rounded(tensor), self.phase)
         self._known[storage] = allocation
         self._events.append(_Event(allocation, allocation.size, self.phase))
         self._references.add(weakref.ref(storage, partial(self._freed, allocation)))
@@ -141,6 +150,10 @@ class Timeline(TorchDispatchMode):
         self._references.discard(reference)
         allocation.died = self.phase
         self._events.append(_Event(allocation, -allocation.size, self.phase))
+
+
+def _rounded(tensor: Tensor) -> int:
+    return -(-tensor.untyped_storage().nbytes() // _BLOCK) * _BLOCK
 
 
 def _kind(allocation: _Allocation) -> str:

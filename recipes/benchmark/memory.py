@@ -30,5 +30,23 @@ def as_markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def by_processes(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table in GiB of one process: a row for each model and method, sharers beside."""
+    counts = sorted({report["processes"] for report in reports})
+    titles = ["1 process", *(f"1 of {count}" for count in counts[1:])]
+    peaks: dict[tuple[str, str], dict[int, str]] = {}
+    for report in reports:
+        model = f"{report['model']}, {report['parameters'] / 1e9:.1f} billion parameters"
+        for method, found in report["methods"].items():
+            title = TITLES.get(method, method)
+            if found["kinds"]["projections"]:
+                title += f", r = {report['rank']}"
+            peaks.setdefault((model, title), {})[report["processes"]] = f"{_gib(found['peak'])}"
+    lines = header(["Model", "Step", *titles])
+    for names, found in peaks.items():
+        lines.append(row([*names, *(found.get(count, "") for count in counts)]))
+    return "\n".join(lines) + "\n"
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"

@@ -68,6 +68,11 @@ def _memory(root: Path) -> str:
     return memory.as_markdown([_json(path) for path in sorted(folder.glob("memory_*.json"))])
 
 
+def _sharded(root: Path) -> str:
+    folder = root / "recipes/benchmark/results"
+    return memory.by_processes([_json(path) for path in sorted(folder.glob("sharded_*.json"))])
+
+
 def _scripts(root: Path) -> str:
     return scripts.as_markdown(_json(root / "recipes/scripts/results/scripts.json")["scripts"])
 
@@ -101,6 +106,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": _memory,
+    "memory-sharded": _sharded,
     "scripts": _scripts,
     "subspace": _subspace,
     "models": lambda root: matrix.summarise(_matrix(root)),
