@@ -14,6 +14,7 @@ from dp_grape_hf.memory.comparison import (
     simulate_all,
     sizes_of_model,
 )
+from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.fit import (
     GIB,
     MOST_SAMPLES,
@@ -30,8 +31,10 @@ from dp_grape_hf.memory.step import (
     COMPARED,
     DP_GRAPE,
     Setting,
+    Step,
     compared,
     footprint,
+    prepared,
     simulate,
 )
 from dp_grape_hf.memory.timeline import (
@@ -64,13 +67,16 @@ __all__ = [
     "Setting",
     "Simulate",
     "Sizes",
+    "Step",
     "Timeline",
     "Turned",
     "choices",
     "compared",
     "every_method",
+    "fake_tensors",
     "footprint",
     "largest_batch",
+    "prepared",
     "simulate",
     "simulate_all",
     "sizes_of_model",

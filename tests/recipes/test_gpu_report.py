@@ -1,6 +1,8 @@
 """The GPU report works without a GPU, goes on where it stopped, and sees what is wrong."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -425,3 +427,48 @@ def test_a_check_fails_if_the_engine_is_wrong(
     assert report(tmp_path, "--parts", "checks", "--again")[0] == DONE
     break_it(monkeypatch)
     assert report(tmp_path, "--parts", "checks", "--again")[0] == FAILED
+
+
+# ---- Without a device ----
+
+MIXTURES = """
+import sys, torch
+from recipes.gpu_report import dry_run
+from recipes.models.zoo import rows
+
+(row,) = (row for row in rows() if str(row) == "RoBERTa, sequence classification")
+dry_run.register()
+torch.Generator = dry_run._Generator
+setting = dry_run.settings()[0]
+
+def with_constant():
+    model = row.model()
+    model.classifier.register_forward_hook(lambda module, args, output: output + torch.ones(3))
+    return model
+
+def with_stream():
+    model, stream = row.model(), torch.Generator("cpu")
+    model.classifier.register_forward_hook(
+        lambda module, args, output: output + torch.empty_like(output).normal_(generator=stream)
+    )
+    return model
+
+for build in (row.model, with_constant, with_stream):
+    print(dry_run.run(build, row.batch(dry_run.BATCH), setting).partition(": ")[0] or "one device")
+"""
+
+
+@pytest.mark.slow
+def test_a_step_on_an_absent_device_is_on_no_other() -> None:
+    """In a process of its own: a device that torch knows it never forgets."""
+    command = [sys.executable, "-m", "recipes.gpu_report.dry_run", "--only", "^RoBERTa, seq"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 refused, 0 not simulated, 0 on two devices" in done.stdout
+
+
+def test_what_is_on_two_devices_is_found_without_either() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MIXTURES], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["one device", "WRONG", "WRONG"], done.stderr

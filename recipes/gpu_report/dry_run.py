@@ -1,0 +1,213 @@
+"""Runs private steps on a device that is not there: what would be on two devices fails here.
+
+    python -m recipes.gpu_report.dry_run --only "OPT|RoBERTa|ViT"
+
+Most of what fails when a program meets its first GPU is a tensor, or a generator, that is on the
+CPU. This needs no GPU and no build of torch for one: torch lets Python register a device, and fake
+tensors have one without contents. A step of every method, with each way to clip and to compute
+norms, is run on it for the models of ``recipes.models``. The exit status is 1 if an operation was
+given tensors of two devices, or a generator of another device than its result.
+
+What depends on contents, or on a kernel, is not seen; a CUDA device then runs
+``python -m recipes.gpu_report``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+from dp_grape_hf.arguments import METHODS
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.memory import ADAMW, DP_GRAPE, Setting, Step, every_method, fake_tensors, prepared
+from dp_grape_hf.projections import PRINCIPAL
+
+DEVICE = "absent"
+BATCH = 2
+WRONG = re.compile(r"two (different )?devices|another device")
+"""What torch, or the check of generators, says of a mixture."""
+
+Generator = torch.Generator
+
+
+class _Module:
+    """What torch asks of the module of a device."""
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class _Generator(Generator):
+    """A generator of the CPU that says it is of the device it was made for."""
+
+    def __new__(cls, device: str | torch.device = "cpu") -> _Generator:
+        made = Generator.__new__(cls)
+        made.place = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+
+class _Checks(TorchFunctionMode):
+    """Compares generators with what they fill, which fake tensors do not.
+
+    Numbers that torch would put on the device itself are made on the CPU and put there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(torch.tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], index, *args[2:])
+        if func in (torch.tensor, torch.as_tensor) and _is_absent(kwargs.get("device")):
+            here = func(*args, **kwargs | {"device": "cpu"})
+            return torch.empty(here.shape, dtype=here.dtype, device=DEVICE)
+        output = func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and isinstance(output, Tensor):
+            if _is_absent(output.device) is not _is_absent(generator.device):
+                raise RuntimeError(
+                    f"{func.__name__} fills a tensor on {output.device} from a generator of "
+                    f"another device, {generator.device}."
+                )
+        return output
+
+
+def _is_absent(device: Any) -> bool:
+    return device is not None and torch.device(device).type == DEVICE
+
+
+def register() -> None:
+    """Makes the device known to torch, for good.
+
+    Raises:
+        RuntimeError: this version of torch does not let Python register one.
+    """
+    from torch.utils import backend_registration
+
+    setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if setup is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not let Python register a device. Take 2.10 or newer."
+        )
+    setup(DEVICE, _Module())
+
+
+def placed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Puts a model there, in place, and returns its inputs, all without contents."""
+    known: dict[int, Tensor] = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return known[id(tensor)]
+
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({name: there(value) for name, value in own.items() if value is not None})
+    return {k: there(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def settings() -> list[Setting]:
+    """Returns what is run: every method, and DP-GRAPE and DP-Adam with each way to clip."""
+    found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
+    grape, adam = (Setting(method=name, batch_size=BATCH) for name in (DP_GRAPE, "dp_adam"))
+    return [
+        *(s for s in found if s.method == ADAMW or not METHODS[s.method].zeroth_order),
+        *(s for s in found if s.method != ADAMW and METHODS[s.method].zeroth_order),
+        replace(grape, projection=PRINCIPAL),
+        replace(grape, grad_sample_mode="ghost"),
+        replace(grape, dtype=torch.bfloat16),
+        *(replace(base, clipping="per_layer") for base in (grape, adam)),
+    ]
+
+
+def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting) -> str:
+    """Runs a step; returns "" if all was on the device, or what happened."""
+    model = prepared(build().to(setting.dtype), setting)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(fake_tensors())
+            inputs = placed(model, batch)
+            stack.enter_context(_Checks())
+            Step(model, inputs, setting).run()
+    except (PrivacyError, UnsupportedModelError) as error:
+        return f"refused: {error}"
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{'WRONG' if WRONG.search(str(error)) else 'not simulated'}: {error}"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs every setting on every model; returns 1 if something was on two devices."""
+    from recipes.models.zoo import rows
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="a pattern in the names of the models")
+    options = parser.parse_args(argv)
+    register()
+    vars(torch)["Generator"] = _Generator
+    chosen = [row for row in rows() if re.search(options.only, str(row))]
+    counts, told = {"": 0, "refused": 0, "not simulated": 0, "WRONG": 0}, set()
+    with tqdm(total=len(chosen) * len(settings()), disable=None) as bar:
+        for row in chosen:
+            batch = row.batch(BATCH)
+            for setting in settings():
+                bar.set_postfix_str(f"{row}, {setting.method}")
+                found = run(row.model, batch, setting)
+                kind, _, text = found.partition(": ")
+                counts[kind] += 1
+                if found and (kind, text[:80]) not in told:
+                    told.add((kind, text[:80]))
+                    line = f"{kind}: {row}, {setting.method}: {text.splitlines()[0][:200]}"
+                    bar.write(line, file=sys.stdout)
+                bar.update()
+    sys.stdout.write(
+        f"{counts['']} steps on one device, {counts['refused']} refused, "
+        f"{counts['not simulated']} not simulated, {counts['WRONG']} on two devices\n"
+    )
+    return 1 if counts["WRONG"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
