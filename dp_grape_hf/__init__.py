@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         DPGrapeSFTConfig,
         DPGrapeSFTTrainer,
         DPGrapeTrainer,
+        principal_adapter,
     )
 
 __version__ = "0.2.0.dev0"
@@ -46,6 +47,7 @@ __all__ = [
     "ProjectedOptimizer",
     "UnsupportedModelError",
     "per_sample_gradients",
+    "principal_adapter",
 ]
 
 _ROOM_OF = {
@@ -67,6 +69,7 @@ _ROOM_OF = {
     "ProjectedOptimizer": "optimizers",
     "UnsupportedModelError": "errors",
     "per_sample_gradients": "per_sample",
+    "principal_adapter": "trainer",
 }
 
 

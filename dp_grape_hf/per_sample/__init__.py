@@ -16,6 +16,7 @@ from dp_grape_hf.per_sample.engine import (
     Inputs,
     PerSampleEngine,
     batch_size_of,
+    keep_laid_out_for_training,
 )
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
@@ -90,6 +91,7 @@ __all__ = [
     "freeze_unused",
     "guarding_streams",
     "inputs_of_model",
+    "keep_laid_out_for_training",
     "keeping_random_state",
     "layer_rule",
     "loss_for",

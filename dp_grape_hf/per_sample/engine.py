@@ -105,7 +105,7 @@ class PerSampleEngine(ABC):
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
-        _keep_laid_out_for_training(model)
+        keep_laid_out_for_training(model)
         for path, module in model.named_modules():
             try:
                 refuse_coupling(module)
@@ -358,7 +358,7 @@ def batch_size_of(inputs: Inputs) -> int:
     return size
 
 
-def _keep_laid_out_for_training(model: nn.Module) -> None:
+def keep_laid_out_for_training(model: nn.Module) -> None:
     """Has 4-bit weights pass on gradients in evaluation mode.
 
     On some CPUs bitsandbytes lays them out for inference where a pass in evaluation mode needs no

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.projections.probes import chooses
 from dp_grape_hf.projections.seeds import projection_generator
-from dp_grape_hf.projections.targets import MATRIX_LAYERS, feature_dimensions
+from dp_grape_hf.projections.targets import MATRIX_LAYERS
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes the inputs of a model, the same ones whenever it is called."""
@@ -71,15 +71,16 @@ def principal_directions(
     """
     weights = dict(model.named_parameters())
     names = {id(weights[name]): name for name in ranks}
-    dimensions, blocks = feature_dimensions(model), {}
-    for name, rank in ranks.items():
-        width = weights[name].shape[dimensions.get(name, 1)]
-        blocks[name] = _Block(width, rank, weights[name].device, seed, name)
+    blocks: dict[str, _Block] = {}
     readers: list[tuple[nn.Module, _Block, bool]] = []
     for module in model.modules():
         embeds = isinstance(module, nn.Embedding)
         if (embeds or isinstance(module, MATRIX_LAYERS)) and id(module.weight) in names:
-            readers.append((module, blocks[names[id(module.weight)]], embeds))
+            name = names[id(module.weight)]
+            if name not in blocks:
+                place = weights[name].device
+                blocks[name] = _Block(_width(module), ranks[name], place, seed, name)
+            readers.append((module, blocks[name], embeds))
     body = _body(model, [module for module, _, _ in readers])
     device = next(iter(weights.values())).device
     parameters = signature(body.forward).parameters.values()
@@ -100,7 +101,14 @@ def principal_directions(
         finally:
             for hook in hooks:
                 hook.remove()
-    return {name: block.principal() for name, block in blocks.items()}
+    return {name: blocks[name].principal() for name in ranks}
+
+
+def _width(module: Any) -> int:
+    """Returns n, also where the weight is packed."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return int(module.weight.shape[1 if isinstance(module, nn.Embedding) else 0])  # or Conv1D
 
 
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:

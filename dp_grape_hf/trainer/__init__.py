@@ -8,6 +8,7 @@ the classes. Those of ``sft`` and ``preferences`` need TRL and are imported when
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dp_grape_hf.trainer.adapters import principal_adapter
 from dp_grape_hf.trainer.callbacks import PrivacyProgress
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.trainers import (
@@ -31,6 +32,7 @@ __all__ = [
     "DPGrapeTrainer",
     "PrivacyProgress",
     "Run",
+    "principal_adapter",
 ]
 
 

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacySpent
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.per_sample import evaluating
-from dp_grape_hf.projections import Batches, default_targets, principal_directions
+from dp_grape_hf.projections import Batches
+from dp_grape_hf.trainer import principal_adapter
 
 
 def settings(args: DPGrapeTrainingArguments) -> dict[str, Any]:
@@ -81,21 +81,9 @@ def with_adapter(
     """
     if not METHODS[method].adapter:
         return model
-    found = {}
+    whole = {"modules_to_save": list(head) or None}
     if inputs is not None:
-        inside = {id(weight) for weight in model.base_model.parameters()}  # a head wants more
-        targets = [n for n in default_targets(model) if id(model.get_parameter(n)) in inside]
-        with evaluating(model):
-            found = principal_directions(model, dict.fromkeys(targets, rank), inputs)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=rank,
-        target_modules="all-linear",
-        modules_to_save=list(head) or None,
-    )
+        return principal_adapter(model, rank, inputs=inputs, train_directions=True, **whole)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", **whole)
     adapted: Any = get_peft_model(model, config)
-    for name, principal in found.items():
-        layer = adapted.base_model.model.get_submodule(name.removesuffix(".weight"))
-        if hasattr(layer, "lora_A"):
-            layer.lora_A["default"].weight.data.copy_(principal.directions.T)
     return adapted
