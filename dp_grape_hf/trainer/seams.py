@@ -16,6 +16,7 @@ from dp_grape_hf.errors import PrivacyError
 SEAMS = (
     # Training
     "create_accelerator_and_postprocess",
+    "_move_model_to_device",
     "train",
     "_run_epoch",
     "_prepare_for_training",
@@ -35,10 +36,14 @@ SEAMS = (
     # Evaluation
     "evaluate",
     "predict",
+    "evaluation_loop",
     # Checkpoints
     "_save_checkpoint",
     "_save_rng_state",
     "_load_rng_state",
+    "_save_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_best_model",
     "save_model",
     "_save",
     # Logging
