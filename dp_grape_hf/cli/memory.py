@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> str:
         rank=args.rank,
         clipping=args.clipping,
         project_embeddings=args.project_embeddings,
+        bits=args.bits,
         processes=args.processes,
     )
     if args.all_methods:
@@ -210,6 +211,7 @@ class Report:
             "dtype": str(self.setting.dtype).removeprefix("torch."),
             "projection": self.setting.projection,
             "rank": self.setting.rank,
+            "bits": self.setting.bits,
             "processes": self.setting.processes,
         }
 
@@ -222,6 +224,7 @@ class Report:
             "gradient checkpointing" if setting.gradient_checkpointing else "",
             "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
             "projected embeddings" if setting.project_embeddings else "",
+            f"linear layers in {setting.bits} bits" if setting.bits else "",
             f"one of {setting.processes} processes" if setting.processes > 1 else "",
         )
         millions = self.parameters / 1e6

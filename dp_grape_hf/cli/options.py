@@ -212,6 +212,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
     add("--clipping", choices=_CLIPPING, default="flat", help="default: flat")
     add("--project_embeddings", action="store_true", help="and vocabulary heads")
+    add("--bits", type=int, choices=(4, 8), help="of linear layers, which have an adapter then")
     add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")

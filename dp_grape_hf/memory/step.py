@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
+from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.packed import pack_
 from dp_grape_hf.memory.processes import first_of
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
@@ -68,6 +70,8 @@ class Setting:
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.
         grad_sample_mode: as ``LayerwiseEngine`` has it.
+        bits: of the weights of linear layers, 4 or 8, beside which a method that trains an adapter
+            then trains B alone, as in that of ``principal_adapter``; None: those of ``dtype``.
         processes: how many share the weights (FSDP2), each with a physical batch of its own; the
             peak is that of one.
     """
@@ -82,6 +86,7 @@ class Setting:
     project_embeddings: bool = False
     recompute_activations: bool | None = None
     grad_sample_mode: str = GradSampleMode.AUTO
+    bits: int | None = None
     processes: int = 1
 
 
@@ -127,20 +132,34 @@ def prepared(model: Any, setting: Setting) -> nn.Module:
     """Returns the model as a setting trains it: with checkpointing, and with a LoRA adapter.
 
     The adapter is on all linear layers and has the rank of the setting.
+
+    Raises:
+        PrivacyError: for quantised weights that are to move.
     """
     if setting.gradient_checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
     row = METHODS.get(setting.method)
-    if row is not None and row.adapter:
+    adapts = row is not None and row.adapter
+    require(
+        adapts or setting.bits is None,
+        f"bits={setting.bits} with method={setting.method!r}: weights in few bits cannot move. "
+        "Take dp_lora, which trains an adapter beside them, or leave bits out.",
+    )
+    if adapts:
         import peft  # not above, because that takes seconds
 
         config = peft.LoraConfig(
             r=setting.rank, lora_alpha=setting.rank, target_modules="all-linear"
         )
+        if setting.bits is not None:
+            pack_(model, setting.bits)
         with warnings.catch_warnings():  # peft reads a name that transformers has renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             model = peft.get_peft_model(model, config)
+        if setting.bits is not None:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_("lora_B" in name)
     trained: nn.Module = model
     return trained
 

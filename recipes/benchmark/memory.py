@@ -48,5 +48,19 @@ def by_processes(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_few_bits(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table in GiB: a row for each quantised model, smallest first."""
+    kinds = ("weights", "optimizer state", "saved activations", "temporary")
+    lines = header(["Model", "bits", "r", *kinds, "peak"])
+    for report in sorted(reports, key=lambda report: report["parameters"]):
+        (found,) = report["methods"].values()
+        model = f"{report['model']}, {report['parameters'] / 1e9:.1f} billion parameters"
+        cells = [_gib(found["kinds"][kind]) for kind in kinds]
+        lines.append(
+            row([model, f"{report['bits']}", f"{report['rank']}", *cells, _gib(found["peak"])])
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"

@@ -73,6 +73,11 @@ def _sharded(root: Path) -> str:
     return memory.by_processes([_json(path) for path in sorted(folder.glob("sharded_*.json"))])
 
 
+def _packed(root: Path) -> str:
+    folder = root / "recipes/benchmark/results"
+    return memory.of_few_bits([_json(path) for path in sorted(folder.glob("packed_*.json"))])
+
+
 def _scripts(root: Path) -> str:
     return scripts.as_markdown(_json(root / "recipes/scripts/results/scripts.json")["scripts"])
 
@@ -106,6 +111,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": _memory,
+    "memory-packed": _packed,
     "memory-sharded": _sharded,
     "scripts": _scripts,
     "subspace": _subspace,

@@ -42,6 +42,7 @@ from dp_grape_hf.memory import (
 )
 from dp_grape_hf.memory import simulate as simulate_step
 from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.packed import PackedLinear
 from dp_grape_hf.memory.step import DP_ADAM, DP_ADAM_DENSE, Step, cast, prepared
 from dp_grape_hf.memory.timeline import PER_SAMPLE, SUMS, TEMPORARY
 from dp_grape_hf.per_sample import GradSampleMode
@@ -477,6 +478,60 @@ def test_a_knob_that_no_run_of_the_method_can_have_is_left_out() -> None:
     assert found[0].knob.name == "gradient checkpointing"
 
 
+# ---- Weights that are shared, and weights of few bits ----
+
+
+@pytest.mark.parametrize("method", [DP_GRAPE, ADAMW])
+def test_a_process_has_its_share_of_what_is_not_in_coordinates(method: str) -> None:
+    alone, shared = (
+        simulate("opt", Setting(method, 2, processes=count), length=8) for count in (1, 4)
+    )
+    assert shared.kinds[WEIGHTS] == pytest.approx(alone.kinds[WEIGHTS] / 4, rel=0.06)
+    assert shared.kinds[OPTIMIZER] < alone.kinds[OPTIMIZER]
+    assert shared.kinds[PROJECTIONS] == alone.kinds[PROJECTIONS]
+    if method == ADAMW:
+        assert shared.kinds[OPTIMIZER] == pytest.approx(alone.kinds[OPTIMIZER] / 4, rel=0.06)
+    assert not torch.distributed.is_initialized()
+
+
+def test_gathered_weights_are_freed_again() -> None:
+    """Of more layers no more are whole at a time."""
+
+    def temporary(layers: int) -> int:
+        config = OPTConfig(**SMALL | {"num_hidden_layers": layers}, word_embed_proj_dim=64)
+        peak = simulate((OPTForCausalLM, config), Setting(DP_GRAPE, processes=2), length=4)
+        return peak.kinds[TEMPORARY]
+
+    assert temporary(6) <= temporary(3) * 1.1
+
+
+def test_weights_of_few_bits_are_counted_in_them() -> None:
+    model = prepared(build("opt")(torch.bfloat16), Setting("dp_lora", bits=4, rank=2))
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(packed) == 2 * 6
+    for layer in packed:
+        numbers = layer.in_features * layer.out_features
+        assert layer.weight.nbytes == numbers / 2
+        assert layer.scales.nbytes == numbers / 64 * 4
+    assert {n.split(".")[-3] for n, w in model.named_parameters() if w.requires_grad} == {"lora_B"}
+    few, all_of_them = (
+        simulate("opt", Setting("dp_lora", rank=2, bits=bits), length=8) for bits in (4, None)
+    )
+    assert few.kinds[WEIGHTS] < all_of_them.kinds[WEIGHTS]
+    with pytest.raises(PrivacyError, match=r"bits=4 with method='dp_grape'.*Take dp_lora"):
+        simulate("opt", Setting(DP_GRAPE, bits=4))
+
+
+def test_a_packed_layer_multiplies_forward_and_backward() -> None:
+    layer = nn.Linear(6, 5)
+    packed = PackedLinear(layer, 8)
+    packed.unpacked = lambda: layer.weight.detach()  # type: ignore[method-assign]
+    x = torch.randn(3, 6, requires_grad=True)
+    (found,) = torch.autograd.grad(packed(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
 # ---- What the project promises ----
 
 LARGE = (RobertaForSequenceClassification, RobertaConfig(**ROBERTA_LARGE))
@@ -504,6 +559,7 @@ BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
         ),
         pytest.param(opt("13b"), 512, BF16, 47.0, id="opt-13b on 48 GiB"),
         pytest.param(opt("30b"), 512, BF16, 79.0, id="opt-30b on 80 GiB"),
+        pytest.param(opt("13b"), 512, replace(BF16, processes=2), 23.0, id="opt-13b on 2 x 24"),
     ],
 )
 def test_a_large_model_takes_no_more_than_promised(
