@@ -490,7 +490,7 @@ def test_a_process_has_its_share_of_what_is_not_in_coordinates(method: str) -> N
     assert shared.kinds[OPTIMIZER] < alone.kinds[OPTIMIZER]
     assert shared.kinds[PROJECTIONS] == alone.kinds[PROJECTIONS]
     if method == ADAMW:
-        assert shared.kinds[OPTIMIZER] == pytest.approx(alone.kinds[OPTIMIZER] / 4, rel=0.06)
+        assert shared.kinds[OPTIMIZER] == pytest.approx(alone.kinds[OPTIMIZER] / 4, rel=0.1)
     assert not torch.distributed.is_initialized()
 
 
