@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from dp_grape_hf.projections.probes import chooses
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.projections.targets import MATRIX_LAYERS
+from dp_grape_hf.sharding import is_sharded
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes the inputs of a model, the same ones whenever it is called."""
@@ -114,9 +115,11 @@ def _width(module: Any) -> int:
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
     """Returns the body of a model, which takes no more than inputs, if it has these modules.
 
-    Of a model that reads several options of an example, the body would take them apart.
+    Of a model that reads several options of an example, the body would take them apart; one whose
+    weights are sharded gathers them when it runs itself.
     """
-    body: Any = model if chooses(model) else getattr(model, "base_model", model)
+    whole = chooses(model) or is_sharded(model)
+    body: Any = model if whole else getattr(model, "base_model", model)
     inside = set(body.modules())
     return body if inside.issuperset(modules) else model
 

@@ -114,7 +114,7 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     ),
     "roberta, principal": (
         partial(_of_case, "roberta-classifier"),
-        {"projection": "principal", "projection_update_steps": None, "update_rule": "momentum"},
+        {"projection": "principal", "projection_update_steps": 2, "update_rule": "momentum"},
     ),
     "t5": (partial(_of_row, "T5, seq2seq LM"), {"expected_batch_size": 4}),
     "vit, dp_adam": (partial(_of_case, "vit"), {"method": "dp_adam"}),
