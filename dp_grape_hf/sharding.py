@@ -223,9 +223,9 @@ def shard_(
             'the class of its blocks by fsdp_config={"transformer_layer_cls_to_wrap": [...]}.'
         )
     for unit in units:
-        _take_from_first_(unit, device)
+        take_from_first_(unit, device)
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    _take_from_first_(model, device)
+    take_from_first_(model, device)
     fully_shard(model, mesh=mesh)
     if hasattr(model, "generate"):
         dist.fsdp.register_fsdp_forward_method(model, "generate")
@@ -245,7 +245,7 @@ def _layers_of(model: nn.Module) -> set[str]:
     return {*(getattr(model, "_no_split_modules", None) or ())} - around
 
 
-def _take_from_first_(unit: nn.Module, device: torch.device) -> None:
+def take_from_first_(unit: nn.Module, device: torch.device) -> None:
     """Puts what is not sharded yet on the device, as it is in the first process."""
     for tensor in (*unit.parameters(), *unit.buffers()):
         if isinstance(tensor, DTensor):
@@ -255,6 +255,6 @@ def _take_from_first_(unit: nn.Module, device: torch.device) -> None:
             if isinstance(tensor, nn.Parameter):
                 there = nn.Parameter(there, tensor.requires_grad)
             torch.utils.swap_tensors(tensor, there)
-        else:
+        elif tensor.device != device:
             tensor.data = tensor.data.to(device)
         dist.broadcast(tensor.data, src=0)

@@ -124,11 +124,11 @@ class Iterate(ABC):
                 f"the first is {wrong[0]}. Resume with the model and the frozen parameters of "
                 "the run that saved it."
             )
-        self._updates, parameters = int(state["updates"]), self._parameters
+        self._updates = int(state["updates"])
         self._values = {
-            name: spread(value.to(parameters[name].device, self._kept_as(name), copy=True), like)
+            name: spread(value.to(like.device, self._kept_as(name), copy=True), like)
             for name, value in values.items()
-            for like in [parameters[name]]
+            for like in [self._parameters[name]]
         }
 
     def _kept_as(self, name: str) -> torch.dtype:

@@ -215,17 +215,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
         if self.changes is not None:
             self.changes.add(weight, projector, update, scale)
-        first, here = local_rows(weight).start, local(weight)
-        for rows in row_blocks(here, _BLOCK) if self._rounds(weight) else [slice(0, len(here))]:
-            lifted = slice(first + rows.start, first + min(rows.stop, len(here)))
-            if self._rounds(weight):
-                total = here[rows].float().mul_(decay)
-                projector.add_lifted_(total, update, scale, lifted)
-                self._write(here, rows, total)
-            else:
-                if decay != 1:
-                    here.mul_(decay)
-                projector.add_lifted_(here, update, scale, lifted)
+        here, own = local(weight), local_rows(weight)
+        if not self._rounds(weight):
+            if decay != 1:
+                here.mul_(decay)
+            projector.add_lifted_(here, update, scale, own)
+            return
+        for rows in row_blocks(here, _BLOCK):
+            total = here[rows].float().mul_(decay)
+            first = own.start + rows.start
+            projector.add_lifted_(total, update, scale, slice(first, first + len(total)))
+            self._write(here, rows, total)
 
     # ---- float32 updates ----
 

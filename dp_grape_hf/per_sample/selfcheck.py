@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
@@ -38,7 +37,7 @@ from dp_grape_hf.per_sample.probing import (
     rows_of,
 )
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import is_sharded, local
+from dp_grape_hf.sharding import is_sharded, local, whole
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +249,7 @@ def _compare(
         assert parameter.grad is not None
         name, gradient = names[parameter], parameter.grad.float()
         parameter.grad = None
-        if isinstance(gradient, DTensor):  # the mean over processes, which all look at this sample
-            gradient = gradient.full_tensor()
+        gradient = whole(gradient)  # a mean over processes, which all look at this sample
         projector = projectors.get(name)
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             compare(name, projector.project(gradient) if projector else gradient)

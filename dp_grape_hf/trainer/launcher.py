@@ -80,7 +80,8 @@ def sharding_of(args: Any) -> Sharding | None:
                 "--use_fsdp --fsdp_version 2). Set it, or leave parallelism_config out."
             )
         return None
-    version = int((settings or os.environ).get("fsdp_version" if settings else "FSDP_VERSION", 1))
+    by_launcher = os.environ.get("FSDP_VERSION", 1)
+    version = int(by_launcher if settings is None else settings.get("fsdp_version", 1))
     if version != 2:
         raise PrivacyError(
             f"FSDP of {version=} is not supported, which makes other parameters of the model's. "

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -99,6 +98,7 @@ from dp_grape_hf.sharding import (
     mesh_of,
     reshard,
     shard_,
+    take_from_first_,
 )
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
@@ -574,9 +574,7 @@ class DPGrapeMixin(_Host):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Moves what is kept beside the weights into them, before the best may be loaded."""
-        reshard(
-            self.model
-        )  # an evaluation may have left whole weights: they would stay as they are
+        reshard(self.model)  # an evaluation may have left whole weights, which nothing would reach
         self.private_run.stop()
         if self.private_run.iterate is not None:
             self.private_run.iterate.release_()
@@ -617,8 +615,7 @@ class DPGrapeMixin(_Host):
             device = self.args.device
             shard_(model, device, mesh_of(device, sharding.replicas), *sharding[:2])
         elif self.args.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.data, src=0)
+            take_from_first_(model, self.args.device)
 
     def _low_precision(self) -> bool:
         return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())

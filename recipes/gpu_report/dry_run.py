@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.memory import ADAMW, DP_GRAPE, Setting, Step, every_method, fake_tensors, prepared
+from dp_grape_hf.memory import DP_GRAPE, Setting, Step, every_method, fake_tensors, prepared
 from dp_grape_hf.projections import PRINCIPAL
 
 DEVICE = "absent"
@@ -153,8 +152,7 @@ def settings() -> list[Setting]:
     found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
     grape, adam = (Setting(method=name, batch_size=BATCH) for name in (DP_GRAPE, "dp_adam"))
     return [
-        *(s for s in found if s.method == ADAMW or not METHODS[s.method].zeroth_order),
-        *(s for s in found if s.method != ADAMW and METHODS[s.method].zeroth_order),
+        *found,
         replace(grape, projection=PRINCIPAL),
         replace(grape, grad_sample_mode="ghost"),
         replace(grape, dtype=torch.bfloat16),

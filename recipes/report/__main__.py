@@ -58,24 +58,10 @@ def _benchmark(root: Path) -> str:
     return timing.as_markdown(_json(root / "recipes/benchmark/results/cpu.json")["results"])
 
 
-def _principal(root: Path) -> str:
+def _measured(root: Path, what: str) -> list[Any]:
+    """Returns the results of the benchmark whose files begin so."""
     folder = root / "recipes/benchmark/results"
-    return timing.principal_table([_json(path) for path in sorted(folder.glob("principal_*.json"))])
-
-
-def _memory(root: Path) -> str:
-    folder = root / "recipes/benchmark/results"
-    return memory.as_markdown([_json(path) for path in sorted(folder.glob("memory_*.json"))])
-
-
-def _sharded(root: Path) -> str:
-    folder = root / "recipes/benchmark/results"
-    return memory.by_processes([_json(path) for path in sorted(folder.glob("sharded_*.json"))])
-
-
-def _packed(root: Path) -> str:
-    folder = root / "recipes/benchmark/results"
-    return memory.of_few_bits([_json(path) for path in sorted(folder.glob("packed_*.json"))])
+    return [_json(path) for path in sorted(folder.glob(f"{what}_*.json"))]
 
 
 def _scripts(root: Path) -> str:
@@ -106,13 +92,13 @@ SWEEPS = (*TESTED, ABLATION)
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
-    "benchmark-principal": _principal,
+    "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
     "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
-    "memory-principal": _memory,
-    "memory-packed": _packed,
-    "memory-sharded": _sharded,
+    "memory-principal": lambda root: memory.as_markdown(_measured(root, "memory")),
+    "memory-packed": lambda root: memory.of_few_bits(_measured(root, "packed")),
+    "memory-sharded": lambda root: memory.by_processes(_measured(root, "sharded")),
     "scripts": _scripts,
     "subspace": _subspace,
     "models": lambda root: matrix.summarise(_matrix(root)),
