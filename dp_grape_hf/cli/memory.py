@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
@@ -16,6 +16,7 @@ from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.memory import (
+    COLLECTIVES,
     COMPARED,
     DP_GRAPE,
     FORMULAS,
@@ -25,6 +26,7 @@ from dp_grape_hf.memory import (
     TITLES,
     Compared,
     Fit,
+    Footprint,
     ModelOfConfig,
     Peak,
     Setting,
@@ -34,8 +36,8 @@ from dp_grape_hf.memory import (
     choices,
     compared,
     every_method,
+    footprint,
     largest_batch,
-    simulate,
     simulate_all,
     sizes_of_model,
     turn_each,
@@ -64,14 +66,19 @@ def run(args: argparse.Namespace) -> str:
     progress = tqdm(disable=None, unit=" steps", desc="simulating")
 
     @cache
-    def peak_of(setting: Setting) -> Peak:
+    def footprint_of(setting: Setting) -> Footprint:
         progress.update()
-        return simulate(model.build, model.batch, setting)
+        return footprint(model.build, model.batch, setting)
+
+    def peak_of(setting: Setting) -> Peak:
+        return footprint_of(setting).peak
 
     names = list(dict.fromkeys(args.methods or COMPARED))
     settings = {name: compared(name, setting) for name in names}
     peaks = {name: peak_of(setting) for name, setting in settings.items()}
     report = Report(model.name, model.parameters, model.length, setting, peaks)
+    if setting.processes > 1:
+        report.sent = {name: footprint_of(setting).sent for name, setting in settings.items()}
     name = DP_GRAPE if DP_GRAPE in settings else names[0]
     chosen = settings[name]
     limit = None
@@ -147,6 +154,7 @@ class Report:
         length: of a sample, in words.
         setting: what was asked for; its method does not count.
         peaks: method -> its peak.
+        sent: method -> what one of several processes sends in a step; empty for one process.
         largest: method -> the largest batch that fits the card; empty without one.
         card: the card's memory, and how much of it is not for tensors, GiB.
         chosen: the method that the knobs are turned for.
@@ -159,6 +167,7 @@ class Report:
     length: str
     setting: Setting
     peaks: dict[str, Peak]
+    sent: dict[str, Mapping[str, int]] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     card: tuple[float, float] | None = None
     chosen: str | None = None
@@ -167,7 +176,14 @@ class Report:
 
     def as_text(self) -> str:
         """Returns the tables."""
-        parts = [self.heading(), self._peaks(), self._card(), self._knobs(), self._way()]
+        parts = [
+            self.heading(),
+            self._peaks(),
+            self._sent(),
+            self._card(),
+            self._knobs(),
+            self._way(),
+        ]
         return "\n".join(part for part in parts if part)
 
     def as_json(self) -> str:
@@ -178,6 +194,7 @@ class Report:
                 "reached_in": peak.phase,
                 "kinds": dict(peak.kinds),
                 "phases": dict(peak.phases),
+                "sent": self.sent.get(method),
                 "largest_batch": self.largest.get(method),
             }
             for method, peak in self.peaks.items()
@@ -240,6 +257,14 @@ class Report:
             rows.append([kind, *(_gib(peak.kinds[kind]) for peak in self.peaks.values())])
         rows.append(["total", *(_gib(peak.total) for peak in self.peaks.values())])
         rows.append(["reached in", *(peak.phase for peak in self.peaks.values())])
+        return table(rows, "<>")
+
+    def _sent(self) -> str:
+        if not self.sent:
+            return ""
+        rows = [["sent by a process in a step, GiB", *(TITLES[method] for method in self.sent)]]
+        for kind in COLLECTIVES:
+            rows.append([kind, *(_gib(sent[kind]) for sent in self.sent.values())])
         return table(rows, "<>")
 
     def _card(self) -> str:

@@ -30,6 +30,7 @@ from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
     DP_GRAPE,
+    Footprint,
     Setting,
     Step,
     compared,
@@ -39,6 +40,7 @@ from dp_grape_hf.memory.step import (
 )
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
+    COLLECTIVES,
     KINDS,
     OPTIMIZER,
     PROJECTIONS,
@@ -50,6 +52,7 @@ from dp_grape_hf.memory.timeline import (
 __all__ = [
     "ACTIVATIONS",
     "ADAMW",
+    "COLLECTIVES",
     "COMPARED",
     "DP_GRAPE",
     "FORMULAS",
@@ -62,6 +65,7 @@ __all__ = [
     "WEIGHTS",
     "Compared",
     "Fit",
+    "Footprint",
     "ModelOfConfig",
     "Peak",
     "Setting",

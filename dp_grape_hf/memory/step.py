@@ -318,6 +318,7 @@ class Footprint:
     optimizer: int  # bytes kept from step to step
     projectors: int  # bytes kept from step to step
     flops: int  # of products, convolutions and attention
+    sent: Mapping[str, int]  # collective -> bytes, as ``Timeline`` counts them
 
 
 def footprint(
@@ -358,6 +359,7 @@ def footprint(
             timeline.kept(OPTIMIZER),
             timeline.kept(PROJECTIONS),
             timeline.flops,
+            timeline.sent,
         )
 
 

@@ -1,4 +1,4 @@
-"""When tensor memory is allocated and freed, and what for."""
+"""When tensor memory is allocated and freed, and what for; and what is sent to other processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,15 @@ TEMPORARY = "temporary"
 KINDS = (WEIGHTS, OPTIMIZER, PROJECTIONS, ACTIVATIONS, PER_SAMPLE, SUMS, TEMPORARY)
 """Of what memory is used for. Summed gradients are clipped sums, or the gradients of plain AdamW;
 activations that gradient checkpointing computes a second time count as temporary."""
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+# Operators of torch.ops.c10d, in which collective calls end. Broadcasts are no part of a step.
+_SENT_AS = {
+    "_allgather_base_": ALL_GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+    "allreduce_": ALL_REDUCE,
+}
 
 _BLOCK = 512  # bytes that CUDA's allocator rounds a tensor up to a multiple of
 
@@ -66,12 +76,16 @@ class Timeline(TorchDispatchMode):
     Attributes:
         phase: of the step that is going on; ``setup`` before it.
         flops: of matrix products, convolutions and attention since ``setup``.
+        sent: collective -> bytes that this process sends since ``setup``, if all processes stand in
+            a ring, each of which passes on what it has received: of a tensor that is N bytes as a
+            whole, N (W - 1) / W in a gather or a scatter, and twice that in an all-reduce.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "setup"
         self.flops = 0
+        self.sent = dict.fromkeys(COLLECTIVES, 0)
         self._events: list[_Event] = []
         self._known = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
@@ -129,10 +143,17 @@ class Timeline(TorchDispatchMode):
         if self.phase != "setup" and func.overloadpacket in flop_registry:
             count = flop_registry[func.overloadpacket]
             self.flops += count(*args, **(kwargs or {}), out_val=output)
+        if self.phase != "setup" and func.namespace == "c10d":
+            self._note_message(func.overloadpacket.__name__, args)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)
         return output
+
+    def _note_message(self, operator: str, args: tuple[Any, ...]) -> None:
+        if (collective := _SENT_AS.get(operator)) is not None:
+            rounds, size = 2 if collective == ALL_REDUCE else 1, dist.get_world_size()
+            self.sent[collective] += rounds * _whole(args) * (size - 1) // size
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         tensor = local(tensor)
@@ -150,6 +171,12 @@ class Timeline(TorchDispatchMode):
         self._references.discard(reference)
         allocation.died = self.phase
         self._events.append(_Event(allocation, -allocation.size, self.phase))
+
+
+def _whole(args: tuple[Any, ...]) -> int:
+    """Returns the bytes of what all processes of a collective call have together."""
+    sizes = [[x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args[:2]]
+    return max(map(sum, sizes))
 
 
 def _rounded(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
+from dp_grape_hf.distributed import group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
@@ -344,7 +345,7 @@ def _mechanism(
     noise_slice: int | None,
 ) -> Engine:
     """Returns what a method releases by: the mechanism, or the batch's gradient without privacy."""
-    distributed = args.world_size > 1
+    distributed = group_size() > 1
     row = METHODS[args.method]
     if not row.private and not row.zeroth_order:
         return BatchGradient(per_sample, ledger=ledger, distributed=distributed)
@@ -493,7 +494,7 @@ def _principal(
     with evaluating(model), _explaining(args):
         found = principal_directions(model, ranks, inputs, args.projection_seed)
     matrices = {name: principal.directions for name, principal in found.items()}
-    if args.world_size > 1:
+    if group_size() > 1:
         for matrix in matrices.values():
             on_device = matrix.to(args.device)
             dist.broadcast(on_device, src=0)

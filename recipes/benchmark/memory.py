@@ -1,10 +1,11 @@
-"""Peak memory of steps as `dp-grape memory --json` simulates them, as a table."""
+"""Memory and messages of steps as `dp-grape memory --json` simulates them, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dp_grape_hf.memory import COLLECTIVES
 from recipes.common.markdown import header, row
 
 GIB = 2**30
@@ -36,7 +37,7 @@ def by_processes(reports: Sequence[Mapping[str, Any]]) -> str:
     titles = ["1 process", *(f"1 of {count}" for count in counts[1:])]
     peaks: dict[tuple[str, str], dict[int, str]] = {}
     for report in reports:
-        model = f"{report['model']}, {report['parameters'] / 1e9:.1f} billion parameters"
+        model = _model(report)
         for method, found in report["methods"].items():
             title = TITLES.get(method, method)
             if found["kinds"]["projections"]:
@@ -48,18 +49,31 @@ def by_processes(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def messages(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of GiB that a process sends: a row for each model, method and number."""
+    lines = header(["Model", "Processes", "Step", *COLLECTIVES])
+    for report in reports:
+        for method, found in report["methods"].items():
+            if (sent := found["sent"]) is not None:
+                cells = [_model(report), str(report["processes"]), TITLES.get(method, method)]
+                lines.append(row([*cells, *(_gib(sent[kind]) for kind in COLLECTIVES)]))
+    return "\n".join(lines) + "\n"
+
+
 def of_few_bits(reports: Sequence[Mapping[str, Any]]) -> str:
     """Returns a table in GiB: a row for each quantised model, smallest first."""
     kinds = ("weights", "optimizer state", "saved activations", "temporary")
     lines = header(["Model", "bits", "r", *kinds, "peak"])
     for report in sorted(reports, key=lambda report: report["parameters"]):
         (found,) = report["methods"].values()
-        model = f"{report['model']}, {report['parameters'] / 1e9:.1f} billion parameters"
         cells = [_gib(found["kinds"][kind]) for kind in kinds]
-        lines.append(
-            row([model, f"{report['bits']}", f"{report['rank']}", *cells, _gib(found["peak"])])
-        )
+        names = [_model(report), f"{report['bits']}", f"{report['rank']}"]
+        lines.append(row([*names, *cells, _gib(found["peak"])]))
     return "\n".join(lines) + "\n"
+
+
+def _model(report: Mapping[str, Any]) -> str:
+    return f"{report['model']}, {report['parameters'] / 1e9:.1f} billion parameters"
 
 
 def _gib(size: int) -> str:

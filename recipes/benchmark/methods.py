@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ class DoesNotRun(Exception):
 class PlainTraining:
     """Steps of the plain Hugging Face Trainer with its default optimizer, AdamW."""
 
-    def __init__(self, model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> None:
-        self.trainer = Trainer(model, TrainingArguments(**_common(setting, batch, folder)))
+    def __init__(
+        self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
+    ) -> None:
+        args = TrainingArguments(**_common(setting, batch, folder), **options)
+        self.trainer = Trainer(model, args)
         self.trainer.create_optimizer_and_scheduler(STEPS)
         accelerator = self.trainer.accelerator
         self.model, self.optimizer = accelerator.prepare(model, self.trainer.optimizer)
@@ -157,15 +161,16 @@ def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:
     return {"seconds": wall, "cpu_seconds": cpu}
 
 
-def _plain(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-    return PlainTraining(model, setting, batch, folder).step
-
-
-def _private(**options: Any) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
+def _ours(
+    training: type[PlainTraining] | type[PrivateTraining], **options: Any
+) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
     def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-        return PrivateTraining(model, setting, batch, folder, **options).step
+        return training(model, setting, batch, folder, **options).step
 
     return make
+
+
+_plain, _private = partial(_ours, PlainTraining), partial(_ours, PrivateTraining)
 
 
 def _common(setting: Setting, batch: Batch, folder: Path) -> dict[str, Any]:
@@ -297,11 +302,12 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 # ---- The table ----
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
-PRINCIPAL = "dp_grape_principal"
+PRINCIPAL, COMPILED = "dp_grape_principal", "adamw_compiled"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
-    ADAMW: Method("Trainer, AdamW (not private)", _plain),
+    ADAMW: Method("Trainer, AdamW (not private)", _plain()),
+    COMPILED: Method("Trainer, AdamW, torch_compile", _plain(torch_compile=True)),
     DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
     PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", _private(**MEASURED)),
     FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
@@ -313,6 +319,8 @@ METHODS = {
     "opacus_ghost": Method("Opacus, ghost clipping", _opacus("ghost"), "ghost"),
 }
 """Name -> method. DP-Adam is our own engine without a projection (``projection="identity"``)."""
+USUAL = tuple(name for name in METHODS if name != COMPILED)
+"""What is measured unless something else is asked for: to compile takes up to a minute."""
 
 
 @contextmanager

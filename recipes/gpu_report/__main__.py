@@ -47,7 +47,7 @@ import dp_grape_hf
 from dp_grape_hf import memory
 from dp_grape_hf.memory import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from dp_grape_hf.per_sample import GradSampleMode
-from recipes.benchmark.methods import PlainTraining, PrivateTraining, now, quiet
+from recipes.benchmark.methods import COMPILED, PlainTraining, PrivateTraining, now, quiet
 from recipes.benchmark.models import VIT, Batch, Setting
 from recipes.common.provenance import git_commit
 from recipes.gpu_report.checks import checks
@@ -63,10 +63,10 @@ WARMUP, STEPS = 2, 8
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: what runs, and what ``memory.Setting`` has for it."""
+    """A way to train: what runs, and what ``memory.Setting`` has for it, if it is simulated."""
 
     make: Callable[..., PlainTraining | PrivateTraining]
-    simulated: dict[str, str]
+    simulated: dict[str, str] | None
 
 
 def _private(method: str, **options: Any) -> Way:
@@ -76,6 +76,7 @@ def _private(method: str, **options: Any) -> Way:
 
 WAYS: dict[str, Way] = {
     memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
+    COMPILED: Way(partial(PlainTraining, torch_compile=True), None),
     "dp_grape": _private("dp_grape", projection="gaussian"),
     "dp_adam": _private("dp_adam"),
     "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GradSampleMode.GHOST),
@@ -86,8 +87,10 @@ WAYS: dict[str, Way] = {
 """What runs, by the names in ``table.TITLES``."""
 
 
-def is_measured(method: str, setting: Setting) -> bool:
+def is_measured(method: str, shape: Shape, setting: Setting) -> bool:
     """Returns whether a method is of interest for a model, and takes it."""
+    if method == COMPILED:
+        return setting.batch_size == shape.compiled
     if method == "dpzero":
         return setting.dtype == "float32"
     return method != "dp_galore" or setting.model == VIT  # the paper has it for images
@@ -120,7 +123,7 @@ def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
         if re.search(only, name):
             for size in shape.batch_sizes:
                 setting = replace(shape.setting, batch_size=size)
-                cells += [Cell(name, setting, m) for m in WAYS if is_measured(m, setting)]
+                cells += [Cell(name, setting, m) for m in WAYS if is_measured(m, shape, setting)]
                 cells += [
                     Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
                     for rank in shape.ranks
@@ -198,12 +201,13 @@ def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
 
 def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
     """Returns the simulated peak of a cell, in bytes and by kind."""
-    setting = cell.setting
+    setting, simulated = cell.setting, cell.way.simulated
+    assert simulated is not None
     peak = memory.simulate(
         setting.build,
         lambda size: setting.inputs(size, padded=True),
         memory.Setting(
-            **cell.way.simulated,
+            **simulated,
             batch_size=setting.batch_size,
             dtype=setting.torch_dtype,
             gradient_checkpointing=setting.gradient_checkpointing,
@@ -294,7 +298,7 @@ def work_of(options: argparse.Namespace, device: torch.device, report: Report) -
     for cell in cells_of(TINY if options.tiny else SHAPES, options.only):
         if "cells" in options.parts:
             work.append(("cells", str(cell), partial(measure, cell, device, options.steps)))
-        if "simulations" in options.parts:
+        if "simulations" in options.parts and cell.way.simulated is not None:
             gpu = device.type == "cuda"
             work.append(("simulations", str(cell), partial(simulate, cell, gpu)))
     order = {part: i for i, part in enumerate(PARTS)}

@@ -7,12 +7,14 @@ from typing import Any
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
+from recipes.benchmark.methods import COMPILED
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative
 
 TITLES = {
     ADAMW: "AdamW",
+    COMPILED: "AdamW, torch_compile",
     **{name: METHODS[name].title for name in ("dp_grape", "dp_adam")},
     "dp_adam_ghost": "DP-Adam, ghost",
     "dp_adam_materialise": "DP-Adam, materialised",

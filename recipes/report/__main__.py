@@ -92,12 +92,14 @@ SWEEPS = (*TESTED, ABLATION)
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
+    "benchmark-compiled": lambda root: timing.compiled_table(_measured(root, "compiled")),
     "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
     "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": lambda root: memory.as_markdown(_measured(root, "memory")),
     "memory-packed": lambda root: memory.of_few_bits(_measured(root, "packed")),
+    "memory-messages": lambda root: memory.messages(_measured(root, "sharded")),
     "memory-sharded": lambda root: memory.by_processes(_measured(root, "sharded")),
     "scripts": _scripts,
     "subspace": _subspace,

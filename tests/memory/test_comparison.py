@@ -28,6 +28,7 @@ from dp_grape_hf.memory.comparison import sizes_of
 from dp_grape_hf.memory.step import prepared
 from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projections import placements
+from recipes.benchmark.memory import messages
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -264,6 +265,22 @@ def test_the_command_prints_json(
         assert row["peak"] == sum(row["kinds"].values())
         assert row["formulas"].keys() == {"gradients", "optimizer", "projectors"}
         assert row["optimizer"] >= row["formulas"]["optimizer"] > 0
+
+
+def test_the_command_shows_what_one_of_several_processes_sends(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 --processes 2"
+    command = f"{command} --methods adamw dp_grape"
+    assert main(f"{command} --json".split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    plain, ours = (result["methods"][method]["sent"] for method in (ADAMW, "dp_grape"))
+    assert plain["all-gather"] == ours["all-gather"] > 0
+    assert plain["reduce-scatter"] > 0 == ours["reduce-scatter"]
+    assert ours["all-reduce"] > 0 == plain["all-reduce"]
+    assert len(messages([result]).splitlines()) == 2 + 2
+    assert main(command.split()) == 0
+    assert "sent by a process in a step, GiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

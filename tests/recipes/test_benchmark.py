@@ -25,7 +25,14 @@ from recipes.benchmark import __main__ as benchmark
 from recipes.benchmark import methods as benchmark_methods
 from recipes.benchmark import profile as benchmark_profile
 from recipes.benchmark import timing as benchmark_timing
-from recipes.benchmark.methods import METHODS, DoesNotRun, Prepared, opacus_error, prepare
+from recipes.benchmark.methods import (
+    METHODS,
+    USUAL,
+    DoesNotRun,
+    Prepared,
+    opacus_error,
+    prepare,
+)
 from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
 from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
 from recipes.benchmark.timing import (
@@ -66,7 +73,7 @@ def test_every_method_runs_and_is_compared_with_plain_adamw(
 ) -> None:
     folder, record = run
     results = record["results"]
-    assert list(results) == [method.title for method in METHODS.values()]
+    assert list(results) == [METHODS[name].title for name in USUAL]
     for title, result in results.items():
         assert "error" not in result, (title, result)
         assert "note" not in result, (title, result)
@@ -83,7 +90,7 @@ def test_the_table_has_a_line_per_method_and_is_kept(run: tuple[Path, dict[str, 
     text = table(record["results"], TINY)
     assert text.startswith("RoBERTa classifier, hidden 32, 1 layers, vocabulary 50, B=3, T=4, r=2")
     assert all(
-        sum(line.startswith(m.title) for line in text.splitlines()) for m in METHODS.values()
+        sum(line.startswith(METHODS[name].title) for line in text.splitlines()) for name in USUAL
     )
     kept = (folder / "tables.txt").read_text(encoding="utf-8")
     assert kept == f"{text}\n{measuring_line(record)}\n"
@@ -106,9 +113,20 @@ def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None
 
 @pytest.mark.parametrize("model", [OPT, VIT])
 def test_our_methods_run_on_every_model(model: str) -> None:
-    ours = [name for name, method in METHODS.items() if method.opacus is None]
+    ours = [name for name in USUAL if METHODS[name].opacus is None]
     results = measure(replace(TINY, model=model), ours, rounds=1, warmup=1, device=CPU)
     assert all(len(result["rounds"]) == 1 for result in results.values()), results
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing the compiler
+def test_plain_training_is_compiled_where_that_is_asked_for() -> None:
+    from torch._dynamo.utils import counters  # not above: it takes seconds
+
+    counters.clear()
+    results = measure(TINY, ["adamw", "adamw_compiled"], rounds=1, warmup=1, device=CPU)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert len(results[METHODS["adamw_compiled"].title]["seconds"]) == 1
 
 
 def test_what_opacus_cannot_do_is_in_the_table_and_ends_nothing() -> None:

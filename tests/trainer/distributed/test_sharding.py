@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.memory import Setting, footprint
+from dp_grape_hf.memory.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from dp_grape_hf.per_sample.functorch import FunctorchEngine
 from dp_grape_hf.per_sample.layerwise import engine as layerwise
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
@@ -36,6 +39,7 @@ from tests.trainer.distributed.sharded import (
     SAVED,
     SCENARIOS,
     SHARDED,
+    USUAL,
     WholeWeights,
     main_of,
     trained,
@@ -193,13 +197,21 @@ def test_an_adapter_is_that_of_one_process(folder: Path, one: Any, two: Any) -> 
 # ---- What crosses the network, and what happens when it breaks ----
 
 
-def test_gradients_are_not_reduced(two: Any) -> None:
-    """Weights are gathered, sums of clipped gradients added up, and nothing else is sent."""
+def test_a_step_sends_what_is_simulated(two: Any) -> None:
+    """Weights are gathered, sums of clipped gradients added up, and nothing is scattered."""
+    opt = only("opt")
+    setting = Setting(batch_size=2, rank=USUAL["projection_rank"], processes=2)
+    simulated = footprint(lambda dtype: opt.model(), opt.batch, setting).sent
+    assert simulated[REDUCE_SCATTER] == 0
     for steps in results(two, "bytes_of_a_step"):
-        for messages in steps[1:]:
-            kinds = {name for name, _ in messages}
-            assert not any("reduce_scatter" in kind for kind in kinds), kinds
-            assert any("allgather" in kind for kind in kinds), kinds
+        for messages in steps[1:]:  # before the first, the batch is examined
+            sent: Counter[str] = Counter()
+            for name, size in messages:
+                sent[name.removeprefix("c10d::")] += size
+            assert dict(sent) == {
+                "_allgather_base_": 2 * simulated[ALL_GATHER],  # of which a process sends its half
+                "allreduce_": simulated[ALL_REDUCE],
+            }
 
 
 def test_a_process_that_fails_ends_all(two: Any) -> None:
