@@ -519,6 +519,7 @@ class DPGrapeMixin(_Host):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         """Starts or resumes ledger and mechanism, before the optimizer is made."""
+        refuse_launcher(self)  # again, as a process group may have been made since
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
         units = self._read_units_again()

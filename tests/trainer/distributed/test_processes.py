@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.arguments import METHODS, refuse_model
@@ -367,6 +368,17 @@ def test_processes_that_do_not_know_each_other_are_refused(
         make_trainer(tmp_path, use_cpu=False)
     monkeypatch.setenv(name, "1")
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
+
+
+def test_a_process_group_that_is_made_after_the_trainer_is_refused(tmp_path: Path) -> None:
+    """Each process would draw by itself, and the two draws be added up with the noise of one."""
+    trainer = make_trainer(tmp_path)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(PrivacyError, match=r"group's size=2, but this process trains alone"):
+            trainer.train()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:
