@@ -19,7 +19,7 @@ variance, which is as public as the noise multiplier.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,15 @@ from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
 _CHANGE = "change"  # of a weight's state
+
+
+class _Block(NamedTuple):
+    """Rows of a weight that are written at once."""
+
+    number: int  # of the coins that round them
+    here: Any  # an index of what this process has of the weight
+    rows: Any  # an index of the weight
+    among: tuple[int, int] | None  # how many rows the coins are for, and the first of these here
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -179,7 +188,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             elif here.dtype is torch.float32 and here.is_contiguous():
                 at_once.append(term)
             else:
-                self._step_in_blocks(term, decay, group)
+                self._step_in_blocks(weight, term, decay, group)
         self._rule.apply(at_once, group, float(group["lr"]), group["weight_decay"])
         for part in _in_parts(lifted):
             terms = [term._replace(target=torch.zeros_like(term.gradient)) for _, term in part]
@@ -188,19 +197,22 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 projector = self._projectors[weight]
                 self._add_lifted(weight, update, projector, decay, float(group["lr"]))
 
-    def _step_in_blocks(self, term: Term, decay: float, group: dict[str, Any]) -> None:
+    def _step_in_blocks(
+        self, weight: nn.Parameter, term: Term, decay: float, group: dict[str, Any]
+    ) -> None:
         """Updates an unprojected weight that is not float32, or not contiguous."""
-        weight = term.target
-        for rows in row_blocks(weight, _BLOCK):
+        here = term.target
+        for part in self._blocks(weight):
+            rows = part.here
             gradient, moments = term.gradient[rows], tuple(m[rows] for m in term.moments)
             update = torch.zeros_like(gradient)
             block = Term(update, gradient, moments, term.step.clone(), term.noise_std)
             self._rule.apply([block], group, 1.0, 0.0)
             if self._rounds(weight):
-                total = weight[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
-                self._write(weight, rows, total)
+                total = here[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
+                self._write(here, part, total)
             else:
-                kept = weight[rows] if decay == 1 else weight[rows].mul_(decay)
+                kept = here[rows] if decay == 1 else here[rows].mul_(decay)
                 kept.add_(update, alpha=float(group["lr"]))
         term.step.add_(1)
 
@@ -215,28 +227,46 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
         if self.changes is not None:
             self.changes.add(weight, projector, update, scale)
-        here, own = local(weight), local_rows(weight)
+        here = local(weight)
         if not self._rounds(weight):
             if decay != 1:
                 here.mul_(decay)
-            projector.add_lifted_(here, update, scale, own)
+            projector.add_lifted_(here, update, scale, local_rows(weight))
             return
-        for rows in row_blocks(here, _BLOCK):
-            total = here[rows].float().mul_(decay)
-            first = own.start + rows.start
-            projector.add_lifted_(total, update, scale, slice(first, first + len(total)))
-            self._write(here, rows, total)
+        for part in self._blocks(weight):
+            total = here[part.here].float().mul_(decay)
+            projector.add_lifted_(total, update, scale, part.rows)
+            self._write(here, part, total)
 
     # ---- float32 updates ----
 
     def _rounds(self, weight: Tensor) -> bool:
         return self.float32_updates and weight.dtype.itemsize < 4
 
-    def _write(self, weight: Tensor, rows: Any, total: Tensor) -> None:
+    def _blocks(self, weight: nn.Parameter) -> list[_Block]:
+        """Returns the blocks of rows of a weight that this process has, or parts of them.
+
+        Each gets the number of its coins, which are the same however the weight is spread.
+        """
         group = self.param_groups[0]  # a part of the state that is saved and not of one weight
-        group["rounded"] = group.get("rounded", 0) + 1
-        generator = rounding_generator(self._rounding_seed, group["rounded"], weight.device)
-        weight[rows] = round_at_random(total, weight.dtype, generator)
+        numbered = list(enumerate(row_blocks(weight, _BLOCK), group.get("rounded", 0) + 1))
+        if self._rounds(weight):
+            group["rounded"] = numbered[-1][0] if numbered else group.get("rounded", 0)
+        if weight.dim() == 0:
+            return [_Block(number, ..., ..., None) for number, _ in numbered]
+        own, found = local_rows(weight), []
+        for number, block in numbered:
+            stop = min(block.stop, len(weight))
+            rows = slice(max(block.start, own.start), min(stop, own.stop))
+            if rows.start < rows.stop:
+                here = slice(rows.start - own.start, rows.stop - own.start)
+                among = stop - block.start, rows.start - block.start
+                found.append(_Block(number, here, rows, among))
+        return found
+
+    def _write(self, here: Tensor, block: _Block, total: Tensor) -> None:
+        coins = rounding_generator(self._rounding_seed, block.number, here.device)
+        here[block.here] = round_at_random(total, here.dtype, coins, block.among)
 
     @torch.no_grad()
     def keep_apart(self, weight: nn.Parameter, projector: Projector) -> Tensor:

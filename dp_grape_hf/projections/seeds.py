@@ -75,7 +75,10 @@ _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def round_at_random(
-    value: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+    value: torch.Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    among: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Returns float32 numbers in a shorter type, rounded up or down with mean ``value``.
 
@@ -87,6 +90,8 @@ def round_at_random(
         value: Any shape, float32.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
         generator: The source of the coins, on the device of ``value``.
+        among: For how many rows coins are drawn, and the first of them that is in ``value``, where
+            it has not all.
 
     Raises:
         ValueError: For another dtype.
@@ -96,8 +101,12 @@ def round_at_random(
             f"{dtype=} has no rounding at random: weights must be bfloat16, float16 or float32."
         )
     dropped = _DROPPED_BITS[dtype]
-    coins = torch.empty(value.shape, dtype=torch.int32, device=value.device)
+    rows, first = among or (len(value) if value.dim() else 0, 0)
+    shape = (rows, *value.shape[1:]) if value.dim() else ()
+    coins = torch.empty(shape, dtype=torch.int32, device=value.device)
     coins.random_(0, 2**dropped, generator=generator)
+    if value.dim():
+        coins = coins[first : first + len(value)]
     # To add to the bits is to add to the magnitude; a carry moves on into the exponent.
     bits = (value.contiguous().view(torch.int32) + coins).bitwise_and_(-(2**dropped))
     rounded = bits.view(torch.float32)
@@ -118,6 +127,6 @@ def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:
     if weight.dim() == 0:
         yield ...
         return
-    count = max(1, most // max(1, weight[0].numel())) if len(weight) else 1
+    count = max(1, most // max(1, weight.shape[1:].numel()))
     for start in range(0, len(weight), count):
         yield slice(start, start + count)

@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
 from dp_grape_hf.mechanism import Streams
+from dp_grape_hf.optimizers import projected
 from dp_grape_hf.sharding import whole
 from tests.support.models import only, row
 from tests.support.trainers import Examples, Watch, examples_of, make_trainer
@@ -263,6 +265,17 @@ class CanaryModel(auditing.CanaryModel):
             nn.init.zeros_(weight)
 
 
+def rounded(folder: Path) -> Any:
+    """Trains 16-bit weights, in blocks of few rows."""
+    found = []
+    for sharded in (True, False):
+        changes = {"model": _of_case("opt")["model"].bfloat16(), "float32_updates": True}
+        with patch.object(projected, "_BLOCK", 3 * 32):
+            name = f"rounded-{sharded}"
+            found.append(trained(folder / name, "opt", sharded=sharded, **changes)["weights"][-1])
+    return found
+
+
 def audited(folder: Path) -> Any:
     """Audits a run with sharded weights and little noise; all processes toss the same coins."""
     layers = {"fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Table"]}}
@@ -314,7 +327,7 @@ def _named(name: str) -> Callable[[Path], Any]:
 SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
     "two": [
         *map(_named, RUNS),
-        *(adapter, loaded_by_the_first, autocast, spread, audited, save, resume),
+        *(adapter, loaded_by_the_first, autocast, rounded, spread, audited, save, resume),
         *(bytes_of_a_step, broken_data),
     ],
     "three": [_named("opt"), _named("llama, uneven"), resume],

@@ -122,6 +122,13 @@ def test_the_first_process_alone_may_have_weights(one: Any, two: Any) -> None:
     assert_same_runs(results(two, "loaded_by_the_first"), one["opt"])
 
 
+def test_16_bit_weights_are_rounded_by_the_same_coins(two: Any) -> None:
+    for sharded, whole in results(two, "rounded"):
+        for name, weight in sharded.items():
+            assert weight.dtype is torch.bfloat16
+            assert torch.equal(weight, whole[name]), name
+
+
 def test_autocast_computes_what_it_does_without(two: Any) -> None:
     for sharded, whole in results(two, "autocast"):
         for ours, theirs in zip(sharded["weights"], whole["weights"], strict=True):
