@@ -215,6 +215,7 @@ class Step:
         loss: ``(outputs, labels) -> (B,)``, if not the model's own head; not for ``adamw``.
         timeline: records what is allocated.
         noise_slice: as in ``add_noise_``.
+        examines: whether the first step does what the engine does with the first batch only.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
@@ -230,6 +231,7 @@ class Step:
     loss: LossFunction | None = None
     timeline: Timeline = field(default_factory=Timeline)
     noise_slice: int | None = None
+    examines: bool = False
     optimizer: torch.optim.Optimizer = field(init=False)
     number: int = field(init=False, default=0)
 
@@ -286,8 +288,8 @@ class Step:
         with timeline:  # which makes the state of the optimizer
             run.step(0, LogicalBatch([], []))
             optimizer.step()
-        # What the engine does with the first batch only is no part of a step.
-        run.per_sample.assume_probed(self.inputs)
+        if not self.examines:
+            run.per_sample.assume_probed(self.inputs)
         if is_sharded(self.model):
             run.idle = self.inputs
             reshard(self.model)

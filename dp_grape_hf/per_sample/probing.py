@@ -51,7 +51,7 @@ def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
 def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: int) -> None:
     """Refuses one sample's loss having a gradient in the coordinates of the other."""
     # NaN is not above 0: a sample with NaN values says nothing, and clipping leaves it out.
-    if names := [n for n, g in gradients.items() if g.squared_norm()[other] > 0]:
+    if names := [n for n, g in gradients.items() if (g.squared_norm()[other] > 0).any()]:
         raise UnsupportedModelError(
             "The loss of one sample depends on its batch-mates through "
             f"{', '.join(names)}: the loss or a layer couples samples, or a layer is given their "

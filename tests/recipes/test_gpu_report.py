@@ -433,6 +433,7 @@ def test_a_check_fails_if_the_engine_is_wrong(
 
 MIXTURES = """
 import sys, torch
+from dp_grape_hf.per_sample.layerwise import engine
 from recipes.gpu_report import dry_run
 from recipes.models.zoo import rows
 
@@ -455,6 +456,15 @@ def with_stream():
 
 for build in (row.model, with_constant, with_stream):
     print(dry_run.run(build, row.batch(dry_run.BATCH), setting).partition(": ")[0] or "one device")
+
+first = engine.copies_of_first
+engine.copies_of_first = lambda *args, **others: {
+    name: value.cpu() for name, value in first(*args, **others).items()
+}
+grape = dry_run.Setting(batch_size=dry_run.BATCH)
+for examines in (False, True):
+    found = dry_run.run(row.model, row.batch(dry_run.BATCH), grape, examines)
+    print(found.partition(": ")[0] or "one device")
 """
 
 
@@ -471,4 +481,5 @@ def test_what_is_on_two_devices_is_found_without_either() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MIXTURES], capture_output=True, text=True, check=False
     )
-    assert done.stdout.split("\n")[:3] == ["one device", "WRONG", "WRONG"], done.stderr
+    expected = ["one device", "WRONG", "WRONG", "one device", "WRONG"]
+    assert done.stdout.split("\n")[:5] == expected, done.stderr
