@@ -101,12 +101,11 @@ def round_at_random(
             f"{dtype=} has no rounding at random: weights must be bfloat16, float16 or float32."
         )
     dropped = _DROPPED_BITS[dtype]
-    rows, first = among or (len(value) if value.dim() else 0, 0)
-    shape = (rows, *value.shape[1:]) if value.dim() else ()
+    shape = value.shape if among is None else (among[0], *value.shape[1:])
     coins = torch.empty(shape, dtype=torch.int32, device=value.device)
     coins.random_(0, 2**dropped, generator=generator)
-    if value.dim():
-        coins = coins[first : first + len(value)]
+    if among is not None:
+        coins = coins[among[1] : among[1] + len(value)]
     # To add to the bits is to add to the magnitude; a carry moves on into the exponent.
     bits = (value.contiguous().view(torch.int32) + coins).bitwise_and_(-(2**dropped))
     rounded = bits.view(torch.float32)

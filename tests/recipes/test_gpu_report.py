@@ -168,6 +168,19 @@ def test_what_the_paper_measured_is_a_cell() -> None:
     assert "OPT-6.7B, bfloat16, checkpointing, T=512, B=8, dpzero" not in keys  # refused
 
 
+def test_plain_training_is_compiled_with_one_batch_and_not_simulated(tmp_path: Path) -> None:
+    compiled = [cell for cell in gpu_report.cells_of(SHAPES) if cell.method == "adamw_compiled"]
+    assert {(cell.shape, cell.setting.batch_size) for cell in compiled} >= {
+        ("RoBERTa-large, T=128", 40),
+        ("OPT-1.3B, T=512", 8),
+    }
+    assert len(compiled) == len({cell.shape for cell in compiled})
+    options = gpu_report.parse(["--parts", "cells", "simulations"])
+    state = gpu_report.Report(tmp_path / "report.json", "a GPU", "cuda")
+    work = gpu_report.work_of(options, torch.device("cuda"), state)
+    assert [part for part, key, _ in work if "adamw_compiled" in key] == ["cells"] * len(compiled)
+
+
 def test_roberta_reads_its_words_at_the_mask() -> None:
     torch.manual_seed(0)
     setting = TINY["tiny RoBERTa"].setting
