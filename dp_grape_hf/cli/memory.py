@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
@@ -75,10 +75,8 @@ def run(args: argparse.Namespace) -> str:
 
     names = list(dict.fromkeys(args.methods or COMPARED))
     settings = {name: compared(name, setting) for name in names}
-    peaks = {name: peak_of(setting) for name, setting in settings.items()}
-    report = Report(model.name, model.parameters, model.length, setting, peaks)
-    if setting.processes > 1:
-        report.sent = {name: footprint_of(setting).sent for name, setting in settings.items()}
+    footprints = {name: footprint_of(setting) for name, setting in settings.items()}
+    report = Report(model.name, model.parameters, model.length, setting, footprints)
     name = DP_GRAPE if DP_GRAPE in settings else names[0]
     chosen = settings[name]
     limit = None
@@ -153,8 +151,7 @@ class Report:
         parameters: how many it has.
         length: of a sample, in words.
         setting: what was asked for; its method does not count.
-        peaks: method -> its peak.
-        sent: method -> what one of several processes sends in a step; empty for one process.
+        footprints: method -> what its step takes.
         largest: method -> the largest batch that fits the card; empty without one.
         card: the card's memory, and how much of it is not for tensors, GiB.
         chosen: the method that the knobs are turned for.
@@ -166,8 +163,7 @@ class Report:
     parameters: int
     length: str
     setting: Setting
-    peaks: dict[str, Peak]
-    sent: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    footprints: dict[str, Footprint]
     largest: dict[str, int] = field(default_factory=dict)
     card: tuple[float, float] | None = None
     chosen: str | None = None
@@ -190,14 +186,14 @@ class Report:
         """Returns the figures in bytes, by the names of ``Setting``."""
         methods = {
             method: {
-                "peak": peak.total,
-                "reached_in": peak.phase,
-                "kinds": dict(peak.kinds),
-                "phases": dict(peak.phases),
-                "sent": self.sent.get(method),
+                "peak": taken.peak.total,
+                "reached_in": taken.peak.phase,
+                "kinds": dict(taken.peak.kinds),
+                "phases": dict(taken.peak.phases),
+                "sent": dict(taken.sent) if self.setting.processes > 1 else None,
                 "largest_batch": self.largest.get(method),
             }
-            for method, peak in self.peaks.items()
+            for method, taken in self.footprints.items()
         }
         knobs = [
             {"name": t.knob.name, "option": _option(t), "peak": t.peak.total, "cost": t.knob.cost}
@@ -252,19 +248,20 @@ class Report:
         )
 
     def _peaks(self) -> str:
-        rows = [["peak memory, GiB", *(TITLES[method] for method in self.peaks)]]
+        peaks = [taken.peak for taken in self.footprints.values()]
+        rows = [["peak memory, GiB", *(TITLES[method] for method in self.footprints)]]
         for kind in KINDS:
-            rows.append([kind, *(_gib(peak.kinds[kind]) for peak in self.peaks.values())])
-        rows.append(["total", *(_gib(peak.total) for peak in self.peaks.values())])
-        rows.append(["reached in", *(peak.phase for peak in self.peaks.values())])
+            rows.append([kind, *(_gib(peak.kinds[kind]) for peak in peaks)])
+        rows.append(["total", *(_gib(peak.total) for peak in peaks)])
+        rows.append(["reached in", *(peak.phase for peak in peaks)])
         return table(rows, "<>")
 
     def _sent(self) -> str:
-        if not self.sent:
+        if self.setting.processes == 1:
             return ""
-        rows = [["sent by a process in a step, GiB", *(TITLES[method] for method in self.sent)]]
+        rows = [["sent by a process in a step, GiB", *(TITLES[name] for name in self.footprints)]]
         for kind in COLLECTIVES:
-            rows.append([kind, *(_gib(sent[kind]) for sent in self.sent.values())])
+            rows.append([kind, *(_gib(taken.sent[kind]) for taken in self.footprints.values())])
         return table(rows, "<>")
 
     def _card(self) -> str:
@@ -284,7 +281,7 @@ class Report:
         name, size = TITLES[self.chosen], self.setting.batch_size
         if not self.turned:
             return f"Nothing is left to turn for {name}.\n"
-        before = self.peaks[self.chosen].total
+        before = self.footprints[self.chosen].peak.total
         rows = [["", "GiB", "saves", "", "costs"]]
         rows += [
             [t.knob.name, _gib(t.peak.total), _gib(before - t.peak.total), _option(t), t.knob.cost]

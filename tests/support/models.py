@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -138,6 +139,14 @@ TYPICAL = [BY_NAME[name] for name in ("bert-classifier", "gpt2", "llama", "vit")
 def only(name: str) -> Case:
     """Returns the case of that name."""
     return BY_NAME[name]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Returns the model, whose dropout layers pass on all they are given."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 ROWS = rows()

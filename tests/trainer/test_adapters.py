@@ -6,12 +6,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import nn
 
 from dp_grape_hf import principal_adapter
 from dp_grape_hf.projections import principal
 from recipes.models.zoo import QUANTISED, quantised
-from tests.support.models import only
+from tests.support.models import only, without_dropout
 from tests.support.trainers import (
     EXACT,
     Watch,
@@ -29,11 +28,7 @@ PRINCIPAL = {"projection": "principal", "projection_update_steps": None}
 
 
 def llama() -> Any:
-    model = only("llama").model()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(only("llama").model())
 
 
 def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

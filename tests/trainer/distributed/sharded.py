@@ -26,7 +26,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
 from dp_grape_hf.sharding import whole
-from tests.support.models import only, row
+from tests.support.models import only, row, without_dropout
 from tests.support.trainers import Examples, Watch, examples_of, make_trainer
 from tests.trainer.distributed import run
 from tests.trainer.distributed.traffic import per_call
@@ -45,13 +45,6 @@ CHECKPOINTED = dict.fromkeys(
 )
 ADAPTER = {"save_as": "adapter"}
 UNEVEN = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "max_steps": 6}
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 def with_lora() -> nn.Module:
