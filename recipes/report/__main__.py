@@ -86,7 +86,7 @@ def _first(text: str) -> str:
 
 
 OF_THE_PAPER = ("text", "text_rte", "text_trec", "vision")
-TESTED = (*OF_THE_PAPER, "text_principal")
+TESTED = (*OF_THE_PAPER, "text_principal", "vision_principal")
 ABLATION = "text_ablation"  # a search alone
 SWEEPS = (*TESTED, ABLATION)
 
