@@ -244,12 +244,6 @@ def _refuse_units(args: Any) -> None:
             f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
             "and its default counts examples. Give the expected number of units of a step."
         )
-    if args.train_sampling_strategy != "random":
-        raise PrivacyError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} with "
-            f"privacy_unit_column={column!r}: physical batches hold whole units, whatever their "
-            "lengths. Leave it at 'random'."
-        )
     if args.log_unnoised_statistics:
         raise PrivacyError(
             f"log_unnoised_statistics=True with privacy_unit_column={column!r} logs numbers by "
@@ -319,8 +313,8 @@ def refuse_host_options(args: Any) -> None:
     if args.train_sampling_strategy not in ("random", "group_by_length"):
         raise PrivacyError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} is refused: batches are "
-            "Poisson draws, in which each example enters independently. Leave it at 'random', or "
-            "take 'group_by_length', which splits each draw by lengths."
+            "Poisson draws, in which each example enters independently. Leave it at 'random'; each "
+            "draw is split by lengths anyway."
         )
     optim = OptimizerNames(args.optim).value
     if optim not in ("adamw_torch", "adamw_torch_fused"):

@@ -1,16 +1,16 @@
 """Draw, clip, sum, add noise: what the guarantee rests on. The room to audit.
 
-``sampling`` draws each logical batch (``units`` draws people instead of examples), ``clipping``
-bounds what one of them adds, ``release`` adds it up and makes it private, and ``noise`` and
-``streams`` are the randomness, which is secret.
+``sampling`` draws each logical batch (``units`` draws people instead of examples), ``collation``
+makes the rows of each of nothing else, ``clipping`` bounds what one of them adds, ``release`` adds
+it up and makes it private, and ``noise`` and ``streams`` are the randomness, which is secret.
 """
 
-from dp_grape_hf.mechanism.clipping import add_clipped_sum_, factors_by_name
+from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
+from dp_grape_hf.mechanism.collation import OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
 from dp_grape_hf.mechanism.sampling import (
     EmptyDrawDataset,
-    LengthOf,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
@@ -33,11 +33,12 @@ from dp_grape_hf.mechanism.units import (
 
 __all__ = [
     "NOISE_SLICE",
+    "STABILITY",
     "BatchGradient",
     "EmptyDrawDataset",
-    "LengthOf",
     "LogicalBatch",
     "LogicalBatchCollator",
+    "OwnRows",
     "PoissonBatchSampler",
     "PrivateMechanism",
     "Streams",

@@ -240,7 +240,7 @@ class EstimatedNorms(Norms):
 
 # ---- Factors, and the sum ----
 
-_STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
+STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
 
 
 def add_clipped_sum_(
@@ -280,7 +280,7 @@ def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factor
     if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
         norms = norms[finite]
     if automatic:
-        values = max_grad_norm / (norms + _STABILITY)
+        values = max_grad_norm / (norms + STABILITY)
     else:
         values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
     return Factors(values, None if whole else finite)

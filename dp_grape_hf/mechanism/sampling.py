@@ -13,7 +13,6 @@ a data loader yields one ``LogicalBatch`` per step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism.collation import OwnRows, stacked, with_own_coins
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 Drawn = TypeVar("Drawn")
@@ -156,17 +156,20 @@ class LogicalBatch(list[Any]):
 
 
 class LogicalBatchCollator:
-    """Splits a share of a draw into physical batches and collates each of them.
+    """Makes the physical batches of a share of a draw, of rows that were collated one by one.
 
     Every example lands in exactly one physical batch. None of them is empty: an empty share
     gives an empty ``LogicalBatch``, and the collator is not called.
 
     Args:
-        collator: Makes one batch of a list of examples.
+        collator: Makes a batch, a mapping, of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
-        length_of: If given, tells the length of an example; examples of like lengths then come
-            into one physical batch, the longest first. The draw, and with it the guarantee, is
-            the same: a sum over a draw does not depend on how it was split.
+        longest: As in ``OwnRows``.
+
+    Guarantee:
+        A row is a function of its example and of coins of its own (``collation``), whatever the
+        collator does. Rows of like shapes share physical batches, those of most numbers first; a
+        sum over a draw does not depend on how it was split.
 
     Raises:
         PrivacyError: ``physical_batch_size`` is not positive.
@@ -176,47 +179,22 @@ class LogicalBatchCollator:
         self,
         collator: Callable[[list[Any]], Any],
         physical_batch_size: int,
-        length_of: Callable[[Any], int] | None = None,
+        longest: int | None = None,
     ) -> None:
         """Keeps the arguments."""
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
-        self.collator = collator
+        self.own_rows = OwnRows(collator, longest)
         self.physical_batch_size = physical_batch_size
-        self.length_of = length_of
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:
-        """Collates the examples of one share, in their order or by their lengths."""
-        if self.length_of is not None:
-            examples = sorted(examples, key=self.length_of, reverse=True)
-        starts = range(0, len(examples), self.physical_batch_size)
-        chunks = [examples[start : start + self.physical_batch_size] for start in starts]
-        sizes = [len(chunk) for chunk in chunks]  # before a collator changes its list in place
-        return LogicalBatch([self.collator(chunk) for chunk in chunks], sizes)
+        """Collates each example of a share by itself, and stacks what is alike."""
+        rows = with_own_coins(lambda example: self.own_rows([example]), examples)
+        stacks = list(stacked(rows, self._chunks))
+        return LogicalBatch([stack.batch for stack in stacks], [len(s.members) for s in stacks])
 
-
-@dataclass(frozen=True)
-class LengthOf:
-    """Tells the length of an example: of what the model reads.
-
-    Args:
-        name: of the model's main input, such as ``input_ids``.
-    """
-
-    name: str
-
-    def __call__(self, example: Any) -> int:
-        """Returns the length.
-
-        Raises:
-            PrivacyError: the example has no such input.
-        """
-        try:
-            return len(example[self.name])
-        except (KeyError, TypeError, IndexError) as error:
-            raise PrivacyError(
-                f"train_sampling_strategy='group_by_length' needs examples with {self.name!r}, "
-                f"which have a length; got {type(example).__name__}. Leave it at 'random'."
-            ) from error
+    def _chunks(self, members: list[int]) -> list[list[int]]:
+        size = self.physical_batch_size
+        return [members[start : start + size] for start in range(0, len(members), size)]
 
 
 class EmptyDrawDataset(Dataset[Any]):
@@ -224,10 +202,6 @@ class EmptyDrawDataset(Dataset[Any]):
 
     Fetching no example is a case that data sets, and transforms attached to them, need not
     support; here they are never asked.
-
-    Guarantee:
-        A data set that answers a list of indices with more or fewer examples is refused: an
-        example would then count otherwise than its coin says.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -248,14 +222,8 @@ class EmptyDrawDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Returns the examples of one share, through the data set's own batched access if any."""
-        if not indices:
-            return []
-        fetch = getattr(self.dataset, "__getitems__", None)
-        examples = [self.dataset[i] for i in indices] if fetch is None else fetch(indices)
-        require(
-            len(examples) == len(indices),
-            f"{type(self.dataset).__name__} answered a list of indices with another number of "
-            "examples. Each index must give exactly one; check its transform.",
-        )
-        return examples
+        """Returns the examples of one share, each fetched by itself and under coins of its own.
+
+        A batched access, or a transform of the data set, could make one example depend on others.
+        """
+        return with_own_coins(self.dataset.__getitem__, indices)

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism.collation import stacked, with_own_coins
 from dp_grape_hf.mechanism.sampling import LogicalBatch, LogicalBatchCollator, PoissonBatchSampler
 from dp_grape_hf.per_sample import UNIT_OF_ROW
 
@@ -237,11 +239,8 @@ class UnitDataset(Dataset[Any]):
         return self._without_column(self.dataset[index])
 
     def __getitems__(self, units: list[list[int]]) -> list[list[Any]]:
-        """Returns the examples of each unit of a share.
-
-        One at a time: data sets and their transforms may give a batch in another order.
-        """
-        return [[self[index] for index in unit] for unit in units]
+        """Returns the examples of each unit of a share, by themselves (``EmptyDrawDataset``)."""
+        return with_own_coins(lambda unit: [self[index] for index in unit], units)
 
     def _without_column(self, example: Any) -> Any:
         if self.column not in example:
@@ -250,7 +249,7 @@ class UnitDataset(Dataset[Any]):
 
 
 class UnitCollator(LogicalBatchCollator):
-    """Splits a share of a draw into physical batches between its units, and collates each of them.
+    """Makes physical batches of whole units, each of which is collated by itself.
 
     The units of a physical batch are numbered from 0, larger ones first, and the rows of a unit
     lie next to each other.
@@ -258,33 +257,38 @@ class UnitCollator(LogicalBatchCollator):
     Args:
         collator: Makes one batch, a mapping, of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
+        longest: As in ``OwnRows``.
+
+    Guarantee:
+        That of ``LogicalBatchCollator``, for units.
 
     Raises:
         PrivacyError: ``physical_batch_size`` is not positive, or smaller than a unit.
     """
 
     def __call__(self, units: list[list[Any]]) -> LogicalBatch:
-        """Collates the examples of one share."""
+        """Collates each unit of a share by itself, and stacks what is alike."""
+        for unit in units:
+            refuse_large_unit(len(unit), self.physical_batch_size)
+        rows = with_own_coins(self.own_rows, units)
         batches, sizes = [], []
-        for together in self._packed(units):
-            rows = [number for number, unit in enumerate(together) for _ in unit]
-            batch = self.collator([example for unit in together for example in unit])
-            batches.append({**batch, UNIT_OF_ROW: torch.tensor(rows)})
-            sizes.append(len(rows))
+        for batch, members in stacked(rows, partial(self._packed, [len(unit) for unit in units])):
+            whose = [number for number, i in enumerate(members) for _ in units[i]]
+            batches.append({**batch, UNIT_OF_ROW: torch.tensor(whose)})
+            sizes.append(len(whose))
         return LogicalBatch(batches, sizes)
 
-    def _packed(self, units: list[list[Any]]) -> list[list[list[Any]]]:
+    def _packed(self, sizes: list[int], members: list[int]) -> list[list[int]]:
         """Returns units that fit into one physical batch each: the first that has room, by size."""
-        packed: list[list[list[Any]]] = []
+        packed: list[list[int]] = []
         room: dict[int, int] = {}  # number of a batch that is not full -> examples that fit in
-        for unit in sorted(units, key=len, reverse=True):
-            refuse_large_unit(len(unit), self.physical_batch_size)
-            number = next((n for n, left in room.items() if left >= len(unit)), len(packed))
+        for unit in sorted(members, key=sizes.__getitem__, reverse=True):
+            number = next((n for n, left in room.items() if left >= sizes[unit]), len(packed))
             if number == len(packed):
                 packed.append([])
                 room[number] = self.physical_batch_size
             packed[number].append(unit)
-            room[number] -= len(unit)
+            room[number] -= sizes[unit]
             if not room[number]:
                 del room[number]
         return packed

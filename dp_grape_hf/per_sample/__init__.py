@@ -9,7 +9,6 @@ it to what it showed.
 """
 
 from dp_grape_hf.per_sample.by_name import ENGINES, make_engine, per_sample_gradients
-from dp_grape_hf.per_sample.coins import refuse_shared_collation
 from dp_grape_hf.per_sample.engine import (
     Gradients,
     GradSampleMode,
@@ -30,7 +29,6 @@ from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classifica
 from dp_grape_hf.per_sample.losses.losses import (
     LossFunction,
     ModelLoss,
-    inputs_of_model,
     loss_for,
     with_three_arguments,
 )
@@ -44,9 +42,9 @@ from dp_grape_hf.per_sample.losses.pairs import (
     side_by_side,
 )
 from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
+from dp_grape_hf.per_sample.prints import FULL, LOW
 from dp_grape_hf.per_sample.probing import evaluating
 from dp_grape_hf.per_sample.selfcheck import (
-    IN_COMPANY,
     check_gradients,
     examine_batch,
     examine_trainer_loss,
@@ -55,12 +53,14 @@ from dp_grape_hf.per_sample.selfcheck import (
 )
 from dp_grape_hf.per_sample.units import UNIT_OF_ROW, UnitEngine
 from dp_grape_hf.per_sample.unused import freeze_unused, refuse_reached
+from dp_grape_hf.per_sample.watching import WatchedEngine
 from dp_grape_hf.per_sample.zeroth_order import ZerothOrderEngine
 
 __all__ = [
     "ENGINES",
+    "FULL",
     "IGNORE_INDEX",
-    "IN_COMPANY",
+    "LOW",
     "PREFERENCES",
     "REFERENCE",
     "UNIT_OF_ROW",
@@ -78,6 +78,7 @@ __all__ = [
     "RewardLoss",
     "TrainerLoss",
     "UnitEngine",
+    "WatchedEngine",
     "ZerothOrderEngine",
     "batch_size_of",
     "by_halves",
@@ -90,7 +91,6 @@ __all__ = [
     "examine_trainer_loss",
     "freeze_unused",
     "guarding_streams",
-    "inputs_of_model",
     "keep_laid_out_for_training",
     "keeping_random_state",
     "layer_rule",
@@ -98,7 +98,6 @@ __all__ = [
     "make_engine",
     "per_sample_gradients",
     "refuse_reached",
-    "refuse_shared_collation",
     "refusing_changed_weights",
     "require_each_once",
     "seed_all",

@@ -1,123 +1,312 @@
-"""Whose the random numbers are that a forward pass, or a collator, draws.
+"""Whose the random numbers are that a forward pass draws.
 
 One example more must not change the joint law of what the others contribute. So every coin is an
 example's own (a dropout mask), or one for the whole logical step, or public. One for each physical
 batch is none of these (layer drop, one crop size a batch): the examples of a physical batch share
 it, an example more moves others across the borders of physical batches, and the sum of their
-clipped gradients gets another law, in which no single contribution moved at all.
+clipped gradients gets another law, in which no single contribution moved at all. Nor is a number an
+example's own that was drawn for it and has an influence on others: in a mean, by its rank.
 
-Who drew a number cannot be read off the code of a model. It can be read off two passes, over two
-and over three copies of one sample: what is drawn for each sample grows in proportion.
+Neither can be read off the code of a model, but both off its passes over copies of one sample. What
+is drawn for each copy grows in proportion from two copies to three. And if what is drawn changes in
+a further pass, a copy that keeps what was drawn for it must show the same as before, whatever the
+others and all of them get. It shows its loss and, of every parameter, the inner product of its
+gradient with a random direction: a norm would not tell a gradient from its negative.
+
+Shapes: B copies in a batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from types import FrameType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
     draws_beside,
     host_streams,
     keeping_random_state,
     same_state,
     seed_all,
+    torch_streams,
 )
-
-_TRIALS = 3  # of other values for shared draws; the first two are the least and the largest
-_REDRAWS = 200  # until a draw differs from the one before
-_COPIES, _SEEDS = 8, 8  # of an example, and of the streams, that a collator is tried with
-
-Run = Callable[[int], Sequence[Tensor]]
-"""A number of copies of one sample -> everything that their pass, or their batch, shows."""
-
+from dp_grape_hf.per_sample.prints import Prints, Tolerance, differing
+from dp_grape_hf.sharding import local, reshard, rows_here
 
 # ---- Draws of torch ----
 
+_EACH = {
+    *("rand", "rand_like", "uniform", "randn", "randn_like", "normal", "bernoulli", "randint"),
+    *("randint_like", "random", "exponential", "geometric", "cauchy", "log_normal", "poisson"),
+    *("binomial", "_standard_gamma", "native_dropout", "rrelu_with_noise", "multinomial"),
+}
+"""What draws each number, or row, whatever the others are; ``randperm`` does not."""
+
+_ROWS = 3  # copies in the passes that are compared
+_FIRST, _SECOND, _LEAST, _MOST = range(4)
+"""Values of a draw. The second differ from the first, and the last from those before it. Of what is
+uniform the last two are its bounds, so that a coin shows that falls rarely."""
+
+Levels = tuple[int, ...]
+"""Which values each of three copies gets of what is drawn for it, and all get of what is shared."""
+
+_PATTERNS: tuple[Levels, ...] = (
+    *[(_FIRST, _FIRST, _FIRST, _FIRST)] * 2,
+    (_FIRST, _SECOND, _SECOND, _LEAST),
+    (_SECOND, _FIRST, _SECOND, _MOST),
+    (_SECOND, _SECOND, _FIRST, _SECOND),
+    *((*each, _LEAST + sum(each) % 2) for each in product((_LEAST, _MOST), repeat=_ROWS)),
+)
+_REPEATS = 5  # of a pass in which nothing may change
+_REDRAWS = 200  # until few numbers differ from those before
+_FEW = 2**12
+
+
+class Place(NamedTuple):
+    """Where numbers are drawn: in which module and line of it, how, in how many dimensions."""
+
+    path: str
+    line: int
+    operation: str
+    dims: int
+
+
+class Key(NamedTuple):
+    """A draw: its place, for which sample if an engine runs them in turn, and how many before."""
+
+    place: Place
+    sample: int | None
+    number: int
+
 
 class Draw(NamedTuple):
-    """One draw: by which operation, of what shape, and in which class of module."""
+    """What a draw filled, in which class of module, and whether torch's dropout made it."""
 
     operation: str
-    shape: tuple[int, ...]
     module: str
+    shapes: tuple[tuple[int, ...], ...]
+    drops: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Whose the numbers of a draw are of which every copy has as many.
+
+    Args:
+        shapes: what it fills for three copies.
+        dims: of each tensor, the dimension in which it has as many times more numbers.
+        strided: whether the copies take turns there, and do not lie one after another.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    strided: bool
+
+    def of(self, row: int, tensor: Tensor, dim: int) -> Tensor:
+        """Returns what is of one copy, as an alias."""
+        if self.strided:
+            return tensor.unflatten(dim, (-1, _ROWS)).select(dim + 1, row)
+        return tensor.unflatten(dim, (_ROWS, -1)).select(dim, row)
+
+
+Owners = Mapping[Key, Parts | int | None]
+"""Whose a draw is: of each copy in part, of one copy alone, or None where all share it."""
 
 
 class Draws(TorchDispatchMode):
-    """Notes what torch's global stream gives inside, by a seed for each draw, alike for all copies.
+    """Notes what torch's global streams are drawn from inside, and chooses what they give.
 
-    With the seed of its number, a draw is the same in two passes that make the same draws before
-    it. And copies of one sample stay copies, whatever is drawn for each of them.
+    A draw is the same in two passes that give it the same values, whatever was drawn before it. If
+    the model puts back the state of a stream and draws again, to recompute activations, it is given
+    what it was.
+
+    What torch's dropout draws is seen by no other code. So where the number of such draws varies
+    with the values of copies (in the experts of a mixture), nothing is dropped.
 
     Args:
         copies: how many copies of one sample the batch is.
-        others: numbers of draws that are given other values than ``values``, in a trial.
-        values: what those draws gave before, by number.
-        trial: from 1; the first two give what is uniform its least and its largest value.
+        owners: whose the draws are; while that is not known, copies are given the same.
+        levels: which values each gets.
+        exceptions: of some draws, which values each gets instead.
+        paths: id of a module -> its path in the model.
+        varying: places whose draws are of other numbers in other passes; more are added.
     """
 
     def __init__(
         self,
         copies: int,
-        others: frozenset[int] = frozenset(),
-        values: Mapping[int, Tensor] | None = None,
-        trial: int = 0,
+        owners: Owners | None = None,
+        levels: Levels = (),
+        exceptions: Mapping[Key, Levels] | None = None,
+        *,
+        paths: Mapping[int, str] | None = None,
+        varying: set[Place] | None = None,
     ) -> None:
         super().__init__()
-        self._copies, self._others, self._trial = copies, others, trial
-        self._before = values or {}
-        self.made: list[Draw] = []
-        self.values: dict[int, Tensor] = {}
+        self._copies, self._owners, self._levels = copies, owners, levels
+        self._exceptions, self._paths = exceptions or {}, paths or {}
+        self._varying = set() if varying is None else varying
+        self._known: dict[tuple[int, Place], Key] = {}  # by the state that a draw began with
+        self._often: Counter[tuple[Place, int | None]] = Counter()
+        self.made: dict[Key, Draw] = {}
+        self.foreign = False  # whether the model drew from another generator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        of_global_stream = kwargs.get("generator") is None
-        if torch.Tag.nondeterministic_seeded not in func.tags or not of_global_stream:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        number = len(self.made)
-
-        def drawn(seed: int) -> tuple[Any, Tensor]:
-            torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS + seed)
-            result = func(*args, **kwargs)
-            return result, result[0] if isinstance(result, tuple) else result
-
-        result, tensor = drawn(0)
-        end = _torch_streams()
-        torch.manual_seed(number * (_TRIALS + 1) * _REDRAWS)
-        if all(map(same_state, _torch_streams(), end)):
+        if (generator := kwargs.get("generator")) is not None and not _is_global(generator):
+            self.foreign |= not _is_ours()
+            return func(*args, **kwargs)
+        state, before = torch.initial_seed(), torch_streams()
+        result = func(*args, **kwargs)
+        if all(map(same_state, torch_streams(), before)):
             return result  # attention without dropout, say
-        self.made.append(Draw(func._schema.name, tuple(tensor.shape), _module_around()))
-        if number in self._others:
-            before = self._before.get(number)
-            for seed in range(1, _REDRAWS):
-                result, tensor = drawn(self._trial * _REDRAWS + seed)
-                if before is None or not torch.equal(tensor, before):
-                    break
-            if func.overloadpacket in _UNIFORM and self._trial <= 2:
-                tensor.fill_(0.0 if self._trial == 1 else 1 - torch.finfo(tensor.dtype).eps)
-        elif func is torch.ops.aten.native_dropout.default:
-            _alike(result[1], self._copies)
-            kept = 1 - args[1] or 1.0
-            result = (args[0] * result[1] / kept, result[1])
-        elif not isinstance(result, tuple):
-            _alike(tensor, self._copies)
-        if tensor.numel() <= _KEPT:
-            self.values[number] = tensor.detach().clone()
+        tensors = _filled(func, args, result)
+        key = self._note(func._schema.name.rpartition("::")[2].rstrip("_"), state, tensors)
+        operation = key.place.operation
+
+        def draw(*seed: int) -> Any:
+            _start(_seed(key, *seed))
+            return func(*args, **kwargs)
+
+        if isinstance(result, tuple) and operation not in _EACH:  # attention: nobody sees its mask
+            result = draw()
+        elif self._owners is None:
+            result = draw()
+            for tensor in _filled(func, args, result):
+                _alike(tensor, self._copies)
+        elif self._varies(key, self._owners) and self.made[key].drops:
+            tensors[-1].fill_(1)
+            if operation == "native_dropout":
+                tensors[0].copy_(args[0])
+        else:
+            bounds = _bounds(operation, args, tensors[0].dtype)
+            self._fill(key, tensors, lambda *seed: _filled(func, args, draw(*seed)), bounds)
+        _start(state + 1)
         return result
 
+    def _note(self, operation: str, state: int, tensors: Sequence[Tensor]) -> Key:
+        """Notes a draw that began with that state of the stream, and filled these tensors."""
+        around = _around(self._paths)
+        place = Place(around.path, around.line, operation, tensors[0].dim())
+        own = place, around.sample
+        key = self._known.setdefault((state, place), Key(*own, self._often[own]))
+        self._often[own] += key not in self.made
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self.made[key] = Draw(operation, around.module, shapes, around.drops)
+        return key
 
-_UNIFORM = (torch.ops.aten.rand, torch.ops.aten.rand_like, torch.ops.aten.uniform_)
-_KEPT = 2**16  # numbers of a draw that is remembered: those that are shared are few
+    def _varies(self, key: Key, owners: Owners) -> bool:
+        """Returns whether draws of that place are of other numbers in other passes."""
+        owner = owners.get(key)
+        known = key in owners and not (
+            isinstance(owner, Parts) and owner.shapes != self.made[key].shapes
+        )
+        if key.sample is None and not known:
+            self._varying.add(key.place)
+        return key.place in self._varying
+
+    def _fill(
+        self,
+        key: Key,
+        tensors: Sequence[Tensor],
+        draw: Callable[[int, int], Sequence[Tensor]],
+        bounds: tuple[float, float] | None,
+    ) -> None:
+        """Writes the values that each is to get of a draw into its tensors."""
+        owner: Parts | int | None = key.sample
+        if owner is None and self._owners and key.place not in self._varying:
+            owner = self._owners[key]
+        levels = self._exceptions.get(key, self._levels)
+
+        def parts(values: Sequence[Tensor]) -> list[list[Tensor]]:
+            """Returns what each has of them: one all of it, if it is one's or everyone's."""
+            if not isinstance(owner, Parts):
+                return [list(values)]
+            pairs = list(zip(values, owner.dims, strict=True))
+            return [[owner.of(row, value, dim) for value, dim in pairs] for row in range(_ROWS)]
+
+        def at(level: int) -> list[list[Tensor]]:
+            before = at(level - 1) if level in (_SECOND, _MOST) else []
+            values = [value.clone() for value in draw(level, 0)]
+            if bounds is not None and level in (_LEAST, _MOST):
+                values[0].fill_(bounds[level - _LEAST])
+            found = parts(values)
+            for attempt in range(1, _REDRAWS if before and values[0].numel() <= _FEW else 1):
+                pairs = enumerate(zip(found, before, strict=True))
+                same = [row for row, (own, old) in pairs if torch.equal(own[0], old[0])]
+                fresh = parts(draw(level, attempt)) if same else []
+                for row in same:
+                    for own, new in zip(found[row], fresh[row], strict=True):
+                        own.copy_(new)
+            return found
+
+        wanted = levels[:-1]
+        if not isinstance(owner, Parts):
+            wanted = (levels[-1] if owner is None else levels[owner],)
+        values = {level: at(level) for level in {*wanted}}
+        for row, (level, own) in enumerate(zip(wanted, parts(tensors), strict=True)):
+            for tensor, value in zip(own, values[level][row], strict=True):
+                tensor.copy_(value)
+
+
+def _seed(*what: Any) -> int:
+    """Returns a seed that is a function of some names and numbers, in all processes."""
+    return crc32(repr(what).encode())
+
+
+def _start(seed: int) -> None:
+    """Seeds torch's global streams as ``torch.manual_seed`` does, which takes its time."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _is_global(generator: Any) -> bool:
+    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return generator._cdata in {g._cdata for g in (torch.default_generator, *on_gpus)}
+
+
+def _is_ours() -> bool:
+    """Whether a draw is one of projections and directions, which are public."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals["__name__"].startswith("torch."):
+        frame = frame.f_back
+    ours = f"{__name__.partition('.')[0]}.projections."
+    return frame is not None and frame.f_globals["__name__"].startswith(ours)
+
+
+def _filled(func: Any, args: Sequence[Any], result: Any) -> list[Tensor]:
+    """Returns the tensors that a draw can be seen in: those it returns, and those it writes to."""
+    given = zip(args, func._schema.arguments, strict=False)
+    written = [x for x, argument in given if argument.is_write]
+    return [x for x in (*tree_leaves(result), *written) if isinstance(x, Tensor)]
+
+
+def _bounds(operation: str, args: Sequence[Any], dtype: torch.dtype) -> tuple[float, float] | None:
+    """Returns the least number of a uniform draw that has a logarithm, and the largest."""
+    if operation not in ("rand", "rand_like", "uniform"):
+        return None
+    given = (*args[1:], *(0.0, 1.0)[len(args) - 1 :]) if operation == "uniform" else (0.0, 1.0)
+    low, high = given[0], given[1]
+    return low + (high - low) * 2**-24, high - (high - low) * torch.finfo(dtype).eps
 
 
 def _alike(tensor: Tensor, copies: int) -> None:
@@ -127,72 +316,70 @@ def _alike(tensor: Tensor, copies: int) -> None:
         parts[1:] = parts[:1].clone()
 
 
-def _module_around() -> str:
-    """Returns the class of the module whose code is running."""
-    frame: FrameType | None = sys._getframe(2)
+class _Around(NamedTuple):
+    """Whose code is running: a module of the model, and the line of it that does."""
+
+    path: str
+    line: int
+    module: str  # the class of the innermost module, which may have been made on the spot
+    sample: int | None  # that an engine runs alone
+    drops: bool  # whether torch's dropout is running
+
+
+def _around(paths: Mapping[int, str]) -> _Around:
+    frame: FrameType | None = sys._getframe(3)
+    path, line, module, sample, drops = "", 0, "", None, False
     while frame is not None:
+        drops |= not module and frame.f_code is functional.dropout.__code__
         if isinstance(owner := frame.f_locals.get("self"), nn.Module):
-            return type(owner).__name__
+            module = module or type(owner).__name__
+            if not line and id(owner) in paths:
+                path, line = paths[id(owner)], frame.f_lineno
+        elif (
+            frame.f_code.co_name == "_one_by_one"
+            and frame.f_globals["__name__"] == f"{__package__}.layerwise.capture"
+        ):
+            sample = frame.f_locals["i"]
         frame = frame.f_back
-    return ""
+    return _Around(path, line, module, sample, drops)
 
 
-def refuse_shared_draws(run: Run, who: str, advice: str) -> tuple[Sequence[Tensor], bool]:
-    """Refuses a draw of torch that all samples of a physical batch share, if it shows.
+def _owners(two: Mapping[Key, Draw], three: Mapping[Key, Draw], strided: bool) -> Owners:
+    """Returns whose the draws of a pass over three copies are, given one over two.
 
-    Layer drop at rate 0 draws a number as well, which has no influence: what is shared is given
-    other values, and must not show.
+    Those of samples that run alone are left out, and those whose numbers follow neither from the
+    number of copies nor are always as many.
 
     Args:
-        run: what is tried, with 2 and with 3 copies of a sample.
-        who: what it is, for the error.
-        advice: what to do about it.
-
-    Returns:
-        What the first pass showed, over 2 copies, and whether torch drew anything.
-
-    Raises:
-        PrivacyError: a draw is shared and shows.
+        two: what was drawn for two copies.
+        three: for three.
+        strided: whether copies take turns, where they may also lie one after another.
     """
-    with keeping_random_state():
-        seed_all(0)
-        with Draws(2) as two:
-            shown = run(2)
-        if not two.made:
-            return shown, False
-        seed_all(0)
-        with Draws(3) as three:
-            run(3)
-        shared = _shared(two.made, three.made)
-        for trial in range(1, _TRIALS + 1) if shared else ():
-            seed_all(0)
-            with Draws(2, shared, two.values, trial) as other:
-                again = run(2)
-            if other.made != two.made or _differ(shown, again):
-                raise PrivacyError(
-                    f"{who} draws random numbers ({_named([two.made[min(shared)]])}) once for all "
-                    "samples of a physical batch. A further example moves others to another "
-                    "physical batch and so changes what they draw, which no clipping bounds. "
-                    f"{advice}"
-                )
-    return shown, True
+    few, many = (Counter(key.place for key in made) for made in (two, three))
+    owners: dict[Key, Parts | int | None] = {}
+    for key, draw in three.items():
+        count = many[key.place]
+        if key.sample is None and key in two and few[key.place] == count:
+            parts = _parts(two[key], draw, strided)
+            if parts is not None or two[key].shapes == draw.shapes:
+                owners[key] = parts
+        elif key.sample is None and 2 * count == _ROWS * few[key.place]:  # in a loop over samples
+            owners[key] = key.number % _ROWS if strided else key.number // (count // _ROWS)
+    return owners
 
 
-def _shared(two: Sequence[Draw], three: Sequence[Draw]) -> frozenset[int]:
-    """Returns which draws of a pass over two copies are not more in one over three copies."""
-    if len(two) == len(three):  # one by one, as two texts of other lengths may make equal shapes
-        return frozenset(i for i, draw in enumerate(two) if draw == three[i])
-    often, more_often = Counter(two), Counter(three)  # drawn in a loop over the samples, perhaps
-    alike = {d for d in often.keys() & more_often.keys() if 2 * more_often[d] != 3 * often[d]}
-    return frozenset(i for i, draw in enumerate(two) if draw in alike)
-
-
-def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return len(left) != len(right) or any(
-        a.shape != b.shape
-        or not torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-8, equal_nan=True)
-        for a, b in zip(left, right, strict=True)
-    )
+def _parts(two: Draw, three: Draw, strided: bool) -> Parts | None:
+    """Returns whose the numbers of one draw are, if those of each copy are its own."""
+    dims = []
+    for few, many in zip(two.shapes, three.shapes, strict=True):
+        grown = [dim for dim, size in enumerate(many) if size != few[dim]]
+        if len(grown) != 1 or 2 * many[grown[0]] != _ROWS * few[grown[0]]:
+            return None
+        dims += grown
+    if three.operation not in _EACH or (three.operation == "multinomial" and len(many) < 2):
+        return None
+    turns = strided and any(s[dim] > _ROWS for s, dim in zip(three.shapes, dims, strict=True))
+    return Parts(three.shapes, tuple(dims), turns)
 
 
 # ---- A model ----
@@ -221,61 +408,261 @@ def refuse_noise(losses: Callable[[], Tensor], copies: int) -> None:
             losses()
     if not draws.made and torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True):
         return  # sums in another order
+    named = _named(next(iter(draws.made.values()), None))
     raise UnsupportedModelError(
         "One and the same sample has another loss at every pass in evaluation mode, as the model "
-        f"or its loss draws random numbers there as well ({_named(draws.made[:1])}). Draw them in "
+        f"or its loss draws random numbers there as well ({named}). Draw them in "
         "training mode only (if self.training: ..., or functional.dropout(x, p, "
         "training=self.training)), from torch's global stream, for each sample. Until then it "
         "cannot be found out whether samples have an influence on each other."
     )
 
 
-def _named(draws: Sequence[Draw]) -> str:
-    """Returns what errors call the first of some draws, if any is torch's."""
-    for draw in draws:
-        name = draw.operation.rpartition("::")[2].rstrip("_")
-        return f"{name} in {draw.module}" if draw.module else name
-    return "of numpy or Python, or by a generator of its own"
+def _named(draw: Draw | None) -> str:
+    """Returns what errors call a draw, if it is torch's."""
+    if draw is None:
+        return "of numpy or Python, or by a generator of its own"
+    return f"{draw.operation} in {draw.module}" if draw.module else draw.operation
 
 
-def examine_coins(run: Run) -> bool:
+Run = Callable[[int], tuple[Tensor, Mapping[str, PerSampleGradient]]]
+"""A number of copies of one sample -> their losses (B,), and gradients by name."""
+
+
+class Shown(NamedTuple):
+    """What a pass shows of each copy."""
+
+    losses: Tensor  # (B,)
+    prints: Prints  # of the gradients
+
+    @classmethod
+    def of(cls, losses: Tensor, gradients: Mapping[str, PerSampleGradient]) -> Shown:
+        """Returns what losses and gradients of a pass show."""
+        prints = Prints()
+        prints(gradients)
+        return cls(losses.detach().double().cpu(), prints)
+
+    def says_something(self) -> bool:
+        """Whether a copy has a finite loss, and gradients that are finite and not all zero."""
+        whole = self.prints.marks(self.prints.names)[..., 1].norm(dim=1)
+        return bool((whole.isfinite() & (whole > 0) & self.losses.isfinite()).any())
+
+
+def _changed(row: int, some: Shown, other: Shown, tolerance: Tolerance) -> bool:
+    """Returns whether a copy shows something else, by more than rounding."""
+    names = sorted({*some.prints.names, *other.prints.names})
+    before, now = (shown.prints.marks(names)[row : row + 1] for shown in (some, other))
+    finite = [bool(marks.isfinite().all()) for marks in (before, now)]
+    if not all(finite):
+        return any(finite)  # what is not finite contributes nothing
+    if bool(differing(before, now, tolerance).any()):
+        return True
+    losses = some.losses[row], other.losses[row]
+    error = tolerance.error
+    return not torch.isclose(*losses, rtol=error, atol=error / 10, equal_nan=True)
+
+
+@contextlib.contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Lets weights that are all zero hold small public numbers, and puts them back bit for bit.
+
+    Behind a head of zeros, or in front of one, nothing shows what it is computed from.
+    """
+    reshard(model)
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for name, parameter in model.named_parameters():
+            weight = local(parameter)
+            if type(weight) not in (Tensor, nn.Parameter):
+                continue  # quantised
+            values = weight.data  # whose version is not that of the weight
+            if values.is_floating_point() and values.dtype.itemsize > 1 and not values.any():
+                kept.append((values, values.clone()))
+                numbers = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(_seed(name))
+                )
+                values.copy_(_SMALL * rows_here(numbers, parameter))
+        yield
+    finally:
+        reshard(model)
+        for values, zeros in kept:
+            values.copy_(zeros)
+
+
+_SMALL = 0.02
+_TOLERANCES = {
+    low: Tolerance(error, floor=1e-2, loss=0.0, change=0.0)
+    for low, error in ((False, 1e-5), (True, 1e-2))
+}
+"""Of passes over batches of one shape, by whether there are numbers of 16 bits."""
+
+
+class _Passes:
+    """Makes passes, each of which begins with other states of all streams."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._run = run
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._varying: set[Place] = set()
+        self.drawn: dict[Key, Draw] = {}
+        self.silent = True  # whether no pass has shown anything
+        self._tolerance = _TOLERANCES[_is_low(model)]
+        self._starts: list[Any] = []
+        self._ends: list[Any] = []
+
+    def __call__(self, copies: int, *chosen: Any) -> tuple[Shown, dict[Key, Draw]]:
+        """Returns what a pass shows and draws; what is chosen is as in ``Draws``."""
+        seed_all(len(self._starts))
+        _start(len(self._starts) << 20)
+        self._starts.append((torch_streams(), host_streams()))
+        with Draws(copies, *chosen, paths=self._paths, varying=self._varying) as draws:
+            losses, gradients = self._run(copies)
+        self._ends.append((torch_streams(), host_streams()))
+        self.drawn |= draws.made
+        if draws.foreign:
+            raise PrivacyError(draws_beside("The model"))
+        shown = Shown.of(losses, gradients)
+        self.silent &= not shown.says_something()
+        return shown, draws.made
+
+    def fault(
+        self, owners: Owners, patterns: Sequence[Levels], first: Shown | None = None
+    ) -> _Fault | None:
+        """Returns in what a copy changes though it keeps what was drawn for it.
+
+        Args:
+            owners: whose the draws are.
+            patterns: which values each gets, pass by pass.
+            first: what a pass showed with the first of them.
+        """
+        seen: dict[tuple[int, int], tuple[Levels, Shown]] = {}
+        if first is not None:
+            seen = {(row, _FIRST): (patterns[0], first) for row in range(_ROWS)}
+        for levels in patterns:
+            varying = len(self._varying)
+            shown, _ = self(_ROWS, owners, levels)
+            if len(self._varying) > varying:
+                return self.fault(owners, patterns, first)
+            for row in range(_ROWS):
+                before, known = seen.setdefault((row, levels[row]), (levels, shown))
+                if _changed(row, known, shown, self._tolerance):
+                    return _Fault(row, before, levels, known)
+            if self.silent and len(seen) == 2 * _ROWS:
+                break  # with neither of two values
+        return None
+
+    def culprit(self, owners: Owners, fault: _Fault) -> Key:
+        """Returns a draw that is at fault, by halves."""
+        keys = list(self.drawn)
+        while len(keys) > 1:
+            half = keys[: len(keys) // 2]
+            exceptions = dict.fromkeys(half, fault.levels)
+            shown, _ = self(_ROWS, owners, fault.before, exceptions)
+            found = _changed(fault.row, fault.known, shown, self._tolerance)
+            keys = half if found else keys[len(half) :]
+        return keys[0]
+
+    def refuse_seeding(self, drawn: bool) -> bool:
+        """Refuses streams that the passes leave as others know; returns whether numpy's are."""
+        (of_torch, of_hosts), (torchs, hosts) = (
+            tuple(zip(*states[-2:], strict=True)) for states in (self._starts, self._ends)
+        )
+        fixed = [same_state(*pair) for pair in zip(*hosts, strict=True)]
+        moved = [not same_state(*pair) for pair in zip(of_hosts[-1], hosts[-1], strict=True)]
+        if any(m and not f for m, f in zip(moved, fixed, strict=True)):
+            raise PrivacyError(draws_beside("The model"))
+        if _are_set(of_torch, torchs, drawn):
+            raise PrivacyError(
+                "The model seeds torch's global random numbers during its forward pass, or puts "
+                "them back to where they were. Masks of dropout, and the coins of a collator, are "
+                "then known, or repeat themselves, and tell who was drawn. Take the seeding out."
+            )
+        return any(fixed)
+
+
+class _Fault(NamedTuple):
+    """A copy that shows something else than before, though it kept what was drawn for it."""
+
+    row: int
+    before: Levels
+    levels: Levels
+    known: Shown  # with the levels before
+
+
+def examine_coins(run: Run, model: nn.Module) -> bool | None:
     """Refuses a forward pass whose random numbers are not each sample's own.
 
+    That takes 15 passes over three copies, one of them over two; 5 if torch draws nothing; more
+    where the number of draws varies, where copies may take turns, and to tell what is refused.
+
+    A coin of another kind, of the clock or of the operating system, shows in passes that begin
+    alike. If it is fair and tossed once a pass, it comes out the same five times, and so goes
+    unnoticed, with probability 1/16.
+
     Args:
-        run: a pass over copies of a sample -> losses, and norms of gradients.
+        run: a pass over copies of a sample.
+        model: what runs.
 
     Returns:
-        Whether the model sets the streams of numpy or Python to a fixed state (BigBird does).
+        Whether the model sets the streams of numpy or Python to a fixed state (BigBird does); None
+        if this sample has no gradient that could show anything.
 
     Raises:
-        PrivacyError: it shares a draw among the samples of a batch, draws from the streams of numpy
-            or Python, or sets or rewinds torch's.
+        PrivacyError: it shares a draw among the samples of a batch, has a generator of its own,
+            draws from the streams of numpy or Python, or sets or rewinds torch's.
     """
-    ends: list[Any] = []
+    with keeping_random_state(), without_zeros(model):
+        passes = _Passes(run, model)
+        shown, three = passes(_ROWS)
+        if not three:
+            if passes.silent:
+                return None
+            if passes.fault({}, _PATTERNS[:1] * (_REPEATS - 1), shown) is not None:
+                raise PrivacyError(draws_beside("The model"))
+            return passes.refuse_seeding(drawn=False)
+        _, two = passes(2)
+        owners, turned = (_owners(two, three, strided) for strided in (False, True))
+        fault = passes.fault(owners, _PATTERNS)
+        if fault is not None and turned != owners and passes.fault(turned, _PATTERNS) is None:
+            fault = None
+        if fault is not None:
+            same = [fault.before] * _REPEATS
+            if fault.before == fault.levels or passes.fault(owners, same) is not None:
+                raise PrivacyError(draws_beside("The model"))
+            key = passes.culprit(owners, fault)
+            raise PrivacyError(_shared(passes.drawn[key], owners.get(key, key.sample)))
+        if passes.silent:
+            return None
+        return passes.refuse_seeding(drawn=True)
 
-    def noting(copies: int) -> Sequence[Tensor]:
-        shown = run(copies)
-        ends.append(host_streams())
-        return shown
 
-    shown, draws = refuse_shared_draws(
-        noting,
-        "The model",
-        "Set the rate of what drops whole layers, or masks or crops alike for a batch, to zero "
-        "where the model is made (layerdrop=0.0, say).",
+def _shared(draw: Draw, owner: Parts | int | None) -> str:
+    """Returns why a model with that draw is refused."""
+    how, what = (
+        (
+            "once for all samples of a physical batch",
+            "Set the rate of what drops whole layers, or masks or crops alike for a batch, to zero "
+            "where the model is made (layerdrop=0.0, say).",
+        )
+        if owner is None
+        else (
+            "for each sample of a physical batch, and has others use them as well (their mean, "
+            "their order, one of them for all)",
+            "Let what is drawn for a sample have an influence on that sample alone.",
+        )
     )
-    with keeping_random_state():
-        seed_all(1)
-        before = host_streams()
-        with Draws(2):
-            again = noting(2)
-    moved = [not same_state(*pair) for pair in zip(before, ends[-1], strict=True)]
-    fixed = [same_state(*pair) for pair in zip(ends[0], ends[-1], strict=True)]
-    if _differ(shown, again) or any(m and not f for m, f in zip(moved, fixed, strict=True)):
-        raise PrivacyError(draws_beside("The model"))
-    if draws:
-        _refuse_reseeding(run)
-    return any(fixed)
+    return (
+        f"The model draws random numbers ({_named(draw)}) {how}. A further example moves others "
+        f"to another physical batch and so changes what they draw, which no clipping bounds. {what}"
+    )
+
+
+def _is_low(model: nn.Module) -> bool:
+    """Whether passes compute with numbers of 16 bits."""
+    weights = list(model.parameters())
+    return torch.is_autocast_enabled(weights[0].device.type) or any(
+        weight.dtype.itemsize < 4 for weight in weights
+    )
 
 
 def _are_set(starts: Sequence[Sequence[Any]], ends: Sequence[Sequence[Any]], drawn: bool) -> bool:
@@ -288,81 +675,3 @@ def _are_set(starts: Sequence[Sequence[Any]], ends: Sequence[Sequence[Any]], dra
     """
     fixed = any(map(same_state, ends[0], ends[1]))  # though they began otherwise
     return fixed or (drawn and all(map(same_state, starts[0], ends[0])))
-
-
-def _refuse_reseeding(run: Run) -> None:
-    """Refuses a pass that leaves torch's stream in a state that others know, or had before."""
-    shown, starts, ends = [], [], []
-    for seed in (1, 2):
-        with keeping_random_state():
-            seed_all(seed)
-            starts.append(_torch_streams())
-            shown.append(run(2))
-            ends.append(_torch_streams())
-    if _are_set(starts, ends, _differ(*shown)):
-        raise PrivacyError(
-            "The model seeds torch's global random numbers during its forward pass, or puts them "
-            "back to where they were. Masks of dropout, and the coins of a collator, are then "
-            "known, or repeat themselves, and tell who was drawn. Give the model a generator of "
-            "its own for that, or take the seeding out."
-        )
-
-
-# ---- A collator ----
-
-
-def refuse_shared_collation(
-    collate: Callable[[list[Any]], Mapping[str, Any]], some: Any, other: Any
-) -> None:
-    """Refuses a collator whose random numbers are not each example's own.
-
-    Copies of examples whose rows are alike whenever they are collated together, and other rows
-    when they are collated again, share a coin.
-
-    Args:
-        collate: makes a batch of a list of examples.
-        some: an example.
-        other: another one, of another length if there is one.
-
-    Raises:
-        PrivacyError: it crops, pads or masks all examples of a batch by one coin, or it seeds or
-            rewinds a global stream.
-    """
-    advice = "Toss such coins for each example, in the data set or in the collator."
-
-    def batch(copies: int) -> dict[str, Tensor]:
-        both = [copy(example) for example in (some, other) for _ in range(copies)]
-        collated = collate(both)  # which may change what it is given
-        return {k: v for k, v in collated.items() if isinstance(v, Tensor) and v.dim() > 0}
-
-    refuse_shared_draws(lambda copies: list(batch(copies).values()), "The data collator", advice)
-    batches, starts, ends = [], [], []
-    for seed in range(_SEEDS):
-        with keeping_random_state():
-            seed_all(seed)
-            starts.append([*_torch_streams(), *host_streams()])
-            batches.append(batch(_COPIES))
-            ends.append([*_torch_streams(), *host_streams()])
-    drawn = any(_differ([*batches[0].values()], [*other.values()]) for other in batches)
-    if _are_set(starts, ends, drawn):
-        raise PrivacyError(
-            "The data collator seeds the global random numbers of torch, numpy or Python, or puts "
-            "them back to where they were. What it draws is then known, or repeats itself, and "
-            "tells who was drawn. Take the seeding out: these streams are seeded in secret."
-        )
-    for name, first in batches[0].items():
-        rows = [found[name] for found in batches if name in found]
-        parts = [part for value in rows for part in value.split(_COPIES)]
-        alike = not any(_differ([part[:1].expand_as(part)], [part]) for part in parts)
-        if alike and any(_differ([first], [value]) for value in rows):
-            raise PrivacyError(
-                f"The data collator tosses one coin for all examples of a physical batch, which "
-                f"shows in {name!r} (how long they are cropped, on which side they are padded). A "
-                "further example moves others to another physical batch, and so changes what they "
-                f"are made into, which no clipping bounds. {advice}"
-            )
-
-
-def _torch_streams() -> list[tuple[Tensor]]:
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [(state,) for state in (torch.get_rng_state(), *on_gpus)]

@@ -86,6 +86,9 @@ class PerSampleEngine(ABC):
     in_step = False
     """Whether every call runs the model once, as in the other processes; see ``stay_in_step``."""
 
+    simulated = False
+    """Whether passes are a simulation, in which numbers have no values to be compared."""
+
     isolates_samples = False
     """Whether each sample runs through the model by itself, whatever the model does to a batch."""
 
@@ -165,15 +168,20 @@ class PerSampleEngine(ABC):
         """
         if self.model.training in self._examined:
             return
+        shown = False
+        for sample in range(batch_size_of(inputs)):
 
-        def shown(copies: int) -> list[Tensor]:
-            losses, gradients = run(copies_of_first(inputs, copies))
-            return [losses, *(gradient.squared_norm() for gradient in gradients.values())]
+            def one(copies: int, sample: int = sample) -> tuple[Tensor, Gradients]:
+                return run(copies_of_first(inputs, copies, sample))
 
-        self.reseeds_host |= examine_coins(shown)
+            reseeds = examine_coins(one, self.model)
+            if shown := reseeds is not None:
+                self.reseeds_host |= bool(reseeds)
+                break
         if not self._examined:
             self._refuse_other_loss(inputs)
-        self._examined.add(self.model.training)
+        if shown:  # else the next batch may have an example that shows something
+            self._examined.add(self.model.training)
 
     def _refuse_other_loss(self, inputs: Inputs) -> None:
         """Compares the loss of one sample with what would be minimised without privacy."""
@@ -203,7 +211,7 @@ class PerSampleEngine(ABC):
 
     def assume_probed(self, inputs: Inputs) -> None:
         """Learns what it must from a first batch, and checks nothing: for a simulation."""
-        self._examined = {True, False}
+        self._examined, self.simulated = {True, False}, True
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         """Runs the model from now on once for each call, whatever the samples are, or refuses.

@@ -71,6 +71,12 @@ def host_streams() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()
 
 
+def torch_streams() -> list[tuple[Tensor]]:
+    """Returns the states of torch's global streams, of the CPU and of GPUs that are in use."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [(state,) for state in (torch.get_rng_state(), *on_gpus)]
+
+
 def _set_host_streams(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.engine import Gradients, PerSampleEngine, batch_size_of
-from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import keeping_random_state, refusing_changed_weights
 from dp_grape_hf.per_sample.losses.losses import LossFunction, ModelLoss, checked, split
 from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
+from dp_grape_hf.per_sample.prints import FULL, LOW, Prints, Tolerance, differing, joint_error
 from dp_grape_hf.per_sample.probing import (
     copies_of_first,
     evaluating,
@@ -43,11 +42,8 @@ logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
 # Of a sample's loss alone and among others, relative, by whether there are numbers of 16 bits.
-IN_COMPANY = {False: 1e-3, True: 5e-2}
+_IN_COMPANY = {False: 1e-3, True: 5e-2}
 _NAMED = 5  # parameters that an error or a warning names, at most
-
-
-# ---- The collator ----
 
 
 # ---- The first batch ----
@@ -77,7 +73,7 @@ def examine_batch(
         refuse_coupled_batch(
             lambda batch: engine.losses(model, batch, batch_size_of(batch)),
             inputs,
-            tolerance=IN_COMPANY[low_precision],
+            tolerance=_IN_COMPANY[low_precision],
         )
     squared = torch.zeros(size, device=engine.device)
 
@@ -163,47 +159,27 @@ def _outputs_and_labels(
 # ---- Gradients ----
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far two computations of one gradient may be apart, by rounding alone.
-
-    Args:
-        error: of a parameter's gradient, relative to its norm.
-        floor: a parameter's norm counts as at least this part of the sample's total: the gradient
-            of a key's bias is zero but for rounding.
-        loss: a loss below this says nothing: its gradient is rounding.
-        change: of a loss, relative, that is not looked at more closely.
-    """
-
-    error: float
-    floor: float
-    loss: float
-    change: float
-
-
-FULL = Tolerance(error=1e-2, floor=1e-3, loss=1e-4, change=0.0)
-LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
-
-
 def check_gradients(
     engine: PerSampleEngine,
     inputs: Mapping[str, Any],
     projectors: Mapping[str, Projector],
     low_precision: bool = False,
 ) -> None:
-    """Compares an engine on the first two samples of a batch with autograd on each alone.
+    """Compares an engine with autograd on each sample alone, and with itself in other orders.
 
-    Dropout is off. One sample's gradient is never kept as a whole: each parameter's is projected,
-    compared and freed as soon as autograd has it.
+    All samples of the batch are compared, with masks of attention that leave each another length,
+    since a model may bring rows into an order of its own; then permuted and reversed. Two samples
+    are compared as they are. Dropout is off. Of gradients only marks are kept (``prints``).
 
     Args:
         engine: computes per-sample gradients of its model.
-        inputs: a batch of the model's keyword arguments; of a single sample, two copies are taken.
+        inputs: a batch of the model's keyword arguments; of a single sample, copies are taken.
         projectors: parameter name -> projector.
         low_precision: whether weights or matrix products are rounded to 16 bits.
 
     Raises:
-        UnsupportedModelError: if a gradient is not what autograd says, with the parameter's name.
+        UnsupportedModelError: if a gradient is not what autograd says, with the parameter's name,
+            or changes with the order of the samples.
         PrivacyError: if a sample's loss is not what it is alone.
     """
     two, model = first_two(inputs), engine.model
@@ -211,38 +187,121 @@ def check_gradients(
     with keeping_random_state(), refusing_changed_weights(model, thorough=True):
         engine(two, projectors)  # an engine looks at its first batch in training mode
     with evaluating(model):
-        losses, gradients = engine(two, projectors)
-        wrong: list[str] = []
-        for i in (0, 1):
-            one = copies_of_first(two, 1, sample=i)
-            loss, errors = _compare(engine, one, projectors, gradients, i, tolerance)
-            if (losses[i] - loss).abs() > tolerance.change * loss.abs():
-                refuse_coupled_losses(losses[i : i + 1], loss)
-            wrong += [name for name in errors if name not in wrong]
-    if wrong:
-        raise UnsupportedModelError(_difference(engine, wrong, tolerance))
+        _compare_with_autograd(engine, two, projectors, tolerance)
+        several = _of_other_lengths(engine, inputs)
+        losses, marks = _compare_with_autograd(engine, several, projectors, tolerance)
+        size = batch_size_of(several)
+        for order in (torch.arange(size).flip(0), torch.randperm(size)):
+            rows = order.tolist()
+            again, found = _marked(engine, rows_of(several, rows), projectors)
+            permuted = rows_of(several, rows), projectors, losses[rows]
+            if wrong := _wrong(engine, *permuted, found, marks[order], tolerance):
+                raise UnsupportedModelError(
+                    f"Per-sample gradients of {type(model).__name__} change with the order of the "
+                    f"samples in their batch, for {_listed(engine, wrong)}: the model sorts its "
+                    "rows (by length, say), or mixes them, so that a gradient is not known to be "
+                    "its sample's. Leave the rows in their order, or use engine='functorch', which "
+                    "runs each by itself. Nothing was released."
+                )
+            if (again - losses[rows]).abs().gt(tolerance.change * losses[rows].abs()).any():
+                refuse_coupled_losses(again, losses[rows])
 
 
-def _compare(
+def _of_other_lengths(engine: PerSampleEngine, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns at least two samples, of which each masks more of its positions than the next does.
+
+    They stay as they are if the model has no masks of attention, or cannot run with these.
+    """
+    size = max(2, batch_size_of(inputs))
+    several = rows_of(inputs, [row % batch_size_of(inputs) for row in range(size)])
+    shorter = dict(several)
+    for name, mask in several.items():
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.dim() == 2:
+            seen = mask.long().cumsum(1)  # how many positions there were up to each
+            most = seen[:, -1:]
+            number = torch.arange(size, device=mask.device)[:, None]
+            left = most // 2 + 1 + number % (most - most // 2).clamp(min=1)
+            shorter[name] = torch.where(seen > left, 0, mask)
+    try:
+        with torch.no_grad():
+            engine.losses(engine.model, shorter, size)
+    except Exception:  # what a model asks of its inputs is not known; the masks may be no masks
+        return several
+    return shorter
+
+
+def _compare_with_autograd(
     engine: PerSampleEngine,
-    one: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     projectors: Mapping[str, Projector],
-    gradients: Mapping[str, PerSampleGradient],
-    sample: int,
     tolerance: Tolerance,
-) -> tuple[Tensor, list[str]]:
-    """Returns the loss (1,) of one sample alone, and the parameters whose gradient differs."""
-    names = {parameter: name for name, parameter in engine.trainable.items()}
-    found: dict[str, tuple[Tensor, Tensor]] = {}  # name -> norms of error and gradient
+) -> tuple[Tensor, Tensor]:
+    """Refuses an engine that does not agree with autograd; returns losses (B,) and marks."""
+    losses, marks = _marked(engine, inputs, projectors)
+    alone = []
+    for sample in range(len(losses)):
+        one = copies_of_first(inputs, 1, sample=sample)
+        loss, own = _alone(engine, one, projectors)
+        if (losses[sample] - loss).abs() > tolerance.change * loss.abs():
+            refuse_coupled_losses(losses[sample : sample + 1], loss)
+        alone.append(own)
+    if wrong := _wrong(engine, inputs, projectors, losses, marks, torch.cat(alone), tolerance):
+        raise UnsupportedModelError(
+            f"Per-sample gradients differ by more than {tolerance.error:g} of their norm from "
+            f"those of plain autograd on one example at a time, for {_listed(engine, wrong)}. "
+            f"{type(engine).__name__} computes them wrongly for this model, or the model computes "
+            "something else for one example than for several. Choose the other engine (engine="
+            '"functorch" or "layerwise"), or freeze these parameters with requires_grad_(False). '
+            "Nothing was released. self_check=False trains all the same, on gradients that are "
+            "wrong."
+        )
+    return losses, marks
 
-    def compare(name: str, expected: Tensor | None) -> None:
-        gradient = gradients[name]
-        factors = torch.zeros(2, device=engine.trainable[name].device)
-        factors[sample] = 1.0
-        actual = gradient.weighted_sum(factors)
-        if expected is None:
-            expected = torch.zeros_like(actual)
-        found[name] = ((actual - expected).norm(), expected.norm())
+
+def _marked(
+    engine: PerSampleEngine, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
+) -> tuple[Tensor, Tensor]:
+    """Returns losses (B,) and the marks (B, P, 2) of an engine's gradients."""
+    prints = Prints()
+    losses = engine.stream(inputs, projectors, prints)
+    return losses, prints.marks(list(engine.trainable))
+
+
+def _wrong(
+    engine: PerSampleEngine,
+    inputs: Mapping[str, Any],
+    projectors: Mapping[str, Projector],
+    losses: Tensor,
+    found: Tensor,
+    expected: Tensor,
+    tolerance: Tolerance,
+) -> list[str]:
+    """Returns the parameters of which the gradient of a sample differs, by more than rounding.
+
+    What rounding is plain autograd says, on one copy of the sample and on two: the gradient of a
+    pair of equal texts is nothing else.
+    """
+    telling = (losses.abs() > tolerance.loss) & losses.isfinite()
+    differ = differing(found, expected, tolerance) & telling.cpu()[:, None]
+    for sample in differ.any(1).nonzero().flatten().tolist():
+        one, two = (
+            _alone(engine, copies_of_first(inputs, copies, sample=sample), projectors)[1]
+            for copies in (1, 2)
+        )
+        error, norm = joint_error(one, two)
+        differ[sample] &= bool(0 < norm and error <= tolerance.error * norm)
+    return [name for name, any_ in zip(engine.trainable, differ.any(0), strict=True) if any_]
+
+
+def _alone(
+    engine: PerSampleEngine, one: Mapping[str, Any], projectors: Mapping[str, Projector]
+) -> tuple[Tensor, Tensor]:
+    """Returns the loss (1,) of one sample alone, or copies, and its gradient's marks (1, P, 2).
+
+    Each parameter's gradient is projected, marked and freed as soon as autograd has it.
+    """
+    names = {parameter: name for name, parameter in engine.trainable.items()}
+    prints = Prints()
 
     def receive(parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -252,7 +311,7 @@ def _compare(
         gradient = whole(gradient)  # a mean over processes, which all look at this sample
         projector = projectors.get(name)
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            compare(name, projector.project(gradient) if projector else gradient)
+            prints.add(name, projector.project(gradient) if projector else gradient)
 
     hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
     try:
@@ -262,48 +321,27 @@ def _compare(
     finally:
         for hook in hooks:
             hook.remove()
-    for name in engine.trainable.keys() - found.keys():
-        with torch.no_grad():
-            compare(name, None)
-    loss = loss.detach()
-    enough = bool(loss.abs() > tolerance.loss) and bool(loss.isfinite())
-    return loss, _too_far(found, tolerance) if enough else []
+    return loss.detach(), prints.marks(list(engine.trainable))
 
 
 def _loss_alone(engine: PerSampleEngine, one: Mapping[str, Any]) -> Tensor:
-    """Returns the loss (1,) of one sample by itself: what the model says, where it says one."""
+    """Returns the loss (1,) of one sample, or copies: what the model says, where it says one."""
     if isinstance(engine.loss, ModelLoss):
         own = engine.loss.of_batch(engine.model, one)
         if own is not None and own.isfinite():
             return own[None]
     outputs, labels = _outputs_and_labels(engine.loss, engine.model, one)
-    return checked(engine.loss(outputs, labels), 1)
+    return checked(engine.loss(outputs, labels), batch_size_of(one)).mean()[None]
 
 
-def _too_far(found: Mapping[str, tuple[Tensor, Tensor]], tolerance: Tolerance) -> list[str]:
-    errors, norms = torch.stack([torch.stack(pair).cpu() for pair in found.values()]).double().T
-    total = norms.norm()
-    if not total.isfinite() or not errors.isfinite().all():
-        return []  # a sample with NaN values says nothing, and clipping leaves it out
-    allowed = tolerance.error * norms.clamp(min=tolerance.floor * float(total))
-    return [name for name, bad in zip(found, errors > allowed, strict=True) if bad]
-
-
-def _difference(engine: PerSampleEngine, names: Iterable[str], tolerance: Tolerance) -> str:
+def _listed(engine: PerSampleEngine, names: Sequence[str]) -> str:
     owned = []
-    for name in names:
+    for name in names[:_NAMED]:
         path = name.rpartition(".")[0]
         kind = type(engine.model.get_submodule(path)).__name__
         owned.append(f"{name} (of {path or 'the model'}, a {kind})")
-    more = f" and {len(owned) - _NAMED} more" if len(owned) > _NAMED else ""
-    return (
-        f"Per-sample gradients differ by more than {tolerance.error:g} of their norm from those of "
-        f"plain autograd on one example at a time, for {', '.join(owned[:_NAMED])}{more}. "
-        f"{type(engine).__name__} computes them wrongly for this model, or the model computes "
-        "something else for one example than for two. Choose the other engine (engine="
-        '"functorch" or "layerwise"), or freeze these parameters with requires_grad_(False). '
-        "Nothing was released. self_check=False trains all the same, on gradients that are wrong."
-    )
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(owned) + more
 
 
 # ---- The optimizer ----

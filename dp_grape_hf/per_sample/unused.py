@@ -2,9 +2,10 @@
 
 The mask token of a model that masks nothing, the embedding of SpecAugment where that is off, a
 decoder's attention to an encoder that is not there: noise alone would train them. Which they are is
-decided without the training data, on inputs that are nobody's: what is trained is written in the
-ledger, and must not be chosen by private examples. What only some examples use (an expert, a branch
-that asks for a value) is not frozen.
+decided without the training data, by the inputs that ``forward`` names and on inputs that are
+nobody's: the world sees what is trained, and no private example may choose it, nor whether one has
+an input that others lack. What only some examples use (an expert, a branch that asks for a value)
+is not frozen.
 
 The graph of a forward pass says which parameters its outputs were computed from. It is walked, not
 differentiated, so no gradient is computed.
@@ -17,6 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from itertools import islice
 from typing import Any
 
@@ -37,29 +39,27 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_unused(
-    model: nn.Module,
-    loss: LossFunction,
-    batches: Iterable[Mapping[str, Any]],
-    names: Collection[str],
+    model: nn.Module, loss: LossFunction, batches: Iterable[Mapping[str, Any]]
 ) -> list[str]:
     """Freezes the trainable parameters that no output needs which the loss is computed from.
 
     A parameter is not frozen if another one of its name, but for numbers, takes part, unless its
-    own module ran all the same: an expert that no token was sent to would be such a one.
+    own module ran all the same: an expert that no token was sent to would be such a one. Nothing is
+    frozen if ``forward`` (with PEFT, that of the model inside) names an input that no batch has and
+    that may be what reaches a parameter: any but labels, masks, positions and the like. Inputs that
+    only a ``**kwargs`` takes are not named.
 
     Args:
         model: the model; how it runs, its buffers and the random numbers stay as they are.
         loss: of the model's outputs; unless it is a head's, all outputs count.
         batches: inputs of the model that are public. One row of the first and of the second is
             used.
-        names: of the inputs that the model is trained with. If one of them is neither in a batch
-            nor made of what is, nothing is frozen: it may be what reaches a parameter.
 
     Returns:
         The names of what was frozen, which are logged too.
 
     Guarantee:
-        A function of the model, the batches and the names: of no training example.
+        A function of the model, its loss and the batches: of no training example.
     """
     owners = {
         f"{path}.{local}".lstrip("."): (module, parameter)
@@ -69,11 +69,15 @@ def freeze_unused(
     }
     seen = _Seen()
     try:
-        for batch in islice(batches, 2):
+        takes = signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+        given = [_completed(batch, takes) for batch in islice(batches, 2)]
+        if any(_may_reach(p) for name, p in takes.items() if not any(name in x for x in given)):
+            return []  # then the engine refuses what it finds to be unused
+        for inputs in given:
             for training in (False, True):
-                seen.add(*_run(model, loss, _completed(batch, names), training))
-    except (*ERRORS, _NotKnownError):
-        return []  # then the engine refuses what it finds to be unused
+                seen.add(*_run(model, loss, inputs, training))
+    except ERRORS:
+        return []
     if not seen.reached:
         return []  # no batch, or a model of which nothing is trained
     reached = {name for name, (_, p) in owners.items() if id(p) in seen.reached}
@@ -115,14 +119,10 @@ def refuse_reached(
         reached = _reached([engine.losses(engine.model, inputs, batch_size_of(inputs))])
     if names := [name for name, p in parameters.items() if id(p) in reached]:
         raise UnsupportedModelError(
-            f"{', '.join(names)} was frozen, as no synthetic input has it take part in the loss, "
+            f"{', '.join(names)} was frozen, as no public input has it take part in the loss, "
             "and the training data do. Freeze it with requires_grad_(False) before the trainer is "
             "made if it is not to be trained."
         )
-
-
-class _NotKnownError(Exception):
-    """An input of the model cannot be made up."""
 
 
 @dataclass
@@ -186,22 +186,42 @@ def _reached(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def _completed(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Returns one row of a batch, with the inputs of these names.
+_REACH_NOTHING = (
+    *("attention_mask", "encoder_attention_mask", "decoder_attention_mask"),
+    *("head_mask", "decoder_head_mask", "cross_attn_head_mask"),
+    *("token_type_ids", "position_ids", "decoder_position_ids", "cache_position", "bbox"),
+    *("inputs_embeds", "decoder_inputs_embeds", "encoder_outputs", "encoder_hidden_states"),
+    *("past_key_values", "use_cache", "return_dict", "return_loss", "logits_to_keep"),
+    *("interpolate_pos_encoding", "start_positions", "end_positions"),
+)
+"""Inputs of models of transformers that are made up where they are absent, or that are no examples'
+but states and settings of a model. With labels, and outputs of any name, they are taken to reach no
+parameter by themselves; data in which one does are refused by ``refuse_reached``."""
 
-    Raises:
-        _NotKnownError: one of them is not known.
-    """
+
+def _may_reach(parameter: Parameter) -> bool:
+    """Whether an argument of ``forward`` may bring parameters into the outputs."""
+    name = parameter.name
+    return not (
+        parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        or isinstance(parameter.default, bool | int | float | str)
+        or name in _REACH_NOTHING
+        or name.startswith("output_")
+        or "label" in name
+    )
+
+
+def _completed(batch: Mapping[str, Any], takes: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """Returns one row of a batch, of what a model takes, with what its decoder reads."""
     made = {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)}
-    for name, like, number in (
-        *(("attention_mask", "input_ids", 1), ("attention_mask", "input_values", 1)),
-        *(("token_type_ids", "input_ids", 0), ("decoder_attention_mask", "decoder_input_ids", 1)),
-    ):
-        if like in made and name not in made:
-            made[name] = torch.full_like(made[like], number, dtype=torch.long)
-    if unknown := [name for name in names if name not in made]:
-        raise _NotKnownError(", ".join(unknown))
-    return {name: made[name] for name in names}
+    read = made.get("input_ids", torch.zeros(1, 1))
+    made.setdefault("decoder_input_ids", torch.zeros_like(read, dtype=torch.long))
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in takes.values())
+    return {
+        name: value
+        for name, value in made.items()
+        if name in takes or (takes_any and name in batch)
+    }
 
 
 def _pattern(name: str) -> str:

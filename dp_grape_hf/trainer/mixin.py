@@ -51,7 +51,6 @@ from dp_grape_hf.ledger import (
     was_trained,
 )
 from dp_grape_hf.mechanism import (
-    LengthOf,
     LogicalBatch,
     PoissonBatchSampler,
     Streams,
@@ -67,13 +66,10 @@ from dp_grape_hf.per_sample import (
     LossFunction,
     ModelLoss,
     TrainerLoss,
-    batch_size_of,
     check_gradients,
-    evaluating,
     examine_batch,
     examine_trainer_loss,
     freeze_unused,
-    inputs_of_model,
     keeping_random_state,
     loss_for,
     refuse_reached,
@@ -114,10 +110,11 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
-from dp_grape_hf.trainer.collators import collated_examples, examine_collator
+from dp_grape_hf.trainer.collators import batch_to_try, examine_collator
 from dp_grape_hf.trainer.data import (
     description,
     loader_of,
+    positions_of,
     public_batches,
     refuse_public_dataset,
     refuse_training_data,
@@ -309,8 +306,7 @@ class DPGrapeMixin(_Host):
     def _freeze_unused(self) -> None:
         """Freezes what takes no part in the loss, by inputs that are no example's.
 
-        Of the training data only the names of the model's inputs are used, which the collator gives
-        to every batch. Where they are not found, nothing is frozen. The first process decides: with
+        The training data have no say in it. The first process decides: with
         ``cpu_ram_efficient_loading`` it alone has weights.
         """
         unused = from_first(self._find_unused)
@@ -319,16 +315,14 @@ class DPGrapeMixin(_Host):
         self._frozen += tuple(unused)
 
     def _find_unused(self) -> list[str]:
+        if self.train_dataset is None:
+            return []
         try:
             loss = self._loss() or loss_for(self.model)
-            dataset, collator = self._with_used_columns(self.train_dataset, "training")
-            with keeping_random_state():
-                example = dict(dataset[0])
-                example.pop(self.args.privacy_unit_column, None)
-                inputs = inputs_of_model(loss, collator([example]))
-        except Exception:  # of data, or of a model that Run refuses with the reason
+        except PrivacyError:  # which Run raises again
             return []
-        return freeze_unused(self.model, loss, self._public_inputs()(), inputs.keys())
+        with keeping_random_state():  # from a collator of public data
+            return freeze_unused(self.model, loss, self._public_inputs()())
 
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
@@ -413,13 +407,6 @@ class DPGrapeMixin(_Host):
         counted: Any = self.train_dataset if self._units is None else self._units
         return len(counted)
 
-    @property
-    def _length_of(self) -> LengthOf | None:
-        """How to tell the length of an example, if physical batches are to have like lengths."""
-        if self.args.train_sampling_strategy != "group_by_length":
-            return None
-        return LengthOf(getattr(self.model, "main_input_name", "input_ids"))
-
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Returns N for the training data, as declared; throughput would tell its true size."""
         draws = getattr(dataloader, "batch_sampler", None)
@@ -459,7 +446,7 @@ class DPGrapeMixin(_Host):
             world_size=args.world_size,
             max_batch_size=self.plan.mechanism.max_batch_size,
         )
-        return loader_of(draws, dataset, collator, args, self._units, self._length_of)
+        return loader_of(draws, dataset, collator, args, self._units, positions_of(self.model))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Refuses to evaluate on the training data, also in a way of one's own: it is logged."""
@@ -618,17 +605,13 @@ class DPGrapeMixin(_Host):
         elif self.args.world_size > 1:
             take_from_first_(model, self.args.device)
 
-    def _low_precision(self) -> bool:
-        return self.args.bf16 or any(p.dtype is not torch.float32 for p in self.model.parameters())
-
     def _examine(self, loader: DataLoader[Any]) -> None:
         """Tries collator, losses and gradients on a few examples, before the first release."""
         args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
-        low = self._low_precision()
+        low = self.private_run.low_precision
         if row.private:
-            examine_collator(self._losses_in_evaluation, loader, low, self._units is not None)
-        batch = collated_examples(loader, args.per_device_train_batch_size)
-        batch = self._prepare_inputs(batch)
+            examine_collator(loader)
+        batch = self._prepare_inputs(batch_to_try(loader, max(2, args.per_device_train_batch_size)))
         run, per_sample = self.private_run, self.private_run.per_sample
         refuse_reached(per_sample, batch, self._frozen)
         if isinstance(per_sample.loss, TrainerLoss):
@@ -649,13 +632,6 @@ class DPGrapeMixin(_Host):
         if self._sharding is not None and not is_sharded(self.model):
             self._spread_model()
         return super().evaluation_loop(*args, **kwargs)
-
-    @torch.no_grad()
-    def _losses_in_evaluation(self, batch: Any) -> Tensor:
-        batch, per_sample = self._prepare_inputs(batch), self.private_run.per_sample
-        per_sample.refuse_noise(batch)
-        with evaluating(self.model):
-            return per_sample.losses(self.model, batch, batch_size_of(batch))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""

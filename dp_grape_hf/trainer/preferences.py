@@ -95,14 +95,6 @@ class _PairsMixin(TRLMixin):
         return loss
 
 
-def _refuse_strategy(args: Any) -> None:
-    if args.train_sampling_strategy != "random":
-        raise PrivacyError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} is refused: a pair has two "
-            "lengths. Leave it at 'random'."
-        )
-
-
 # ---- Rewards ----
 
 
@@ -114,13 +106,12 @@ class DPGrapeRewardConfig(DPGrapeArguments, RewardConfig):
     As in ``RewardConfig``, gradient checkpointing and bfloat16 autocast are on by default.
 
     Raises:
-        PrivacyError: also for activation offloading, and for batches by length.
+        PrivacyError: also for activation offloading.
     """
 
     def __post_init__(self) -> None:
         """Refuses what belongs to this host, and then what belongs to all."""
         refuse_set(self, REFUSED_OF_REWARDS)
-        _refuse_strategy(self)
         super().__post_init__()
 
 
@@ -154,7 +145,7 @@ class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):
         PrivacyError: also for a ``loss_type`` in which pairs of a batch are sorted, for an
             ``f_divergence_type`` other than ``reverse_kl``, for ``padding_free``,
             ``sync_ref_model``, ``use_weighting``, ``ld_alpha``, activation offloading and a
-            load-balancing loss of experts, and for batches by length.
+            load-balancing loss of experts.
     """
 
     router_aux_loss_coef: float | None = field(
@@ -165,7 +156,6 @@ class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):
     def __post_init__(self) -> None:
         """Refuses what belongs to this host, and then what belongs to all."""
         refuse_set(self, REFUSED_OF_DPO)
-        _refuse_strategy(self)
         given: Any = self.loss_type
         names = [given] if isinstance(given, str) else given
         if unknown := [name for name in names if name not in PREFERENCES]:

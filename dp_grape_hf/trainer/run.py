@@ -6,6 +6,8 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
-from dp_grape_hf.distributed import group_size
+from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import (
+    STABILITY,
     BatchGradient,
     LogicalBatch,
     PrivateMechanism,
@@ -35,11 +38,14 @@ from dp_grape_hf.optimizers import (
     ZerothOrderSGD,
 )
 from dp_grape_hf.per_sample import (
+    FULL,
+    LOW,
     GradSampleMode,
     Inputs,
     LossFunction,
     PerSampleEngine,
     UnitEngine,
+    WatchedEngine,
     ZerothOrderEngine,
     evaluating,
     make_engine,
@@ -61,7 +67,6 @@ from dp_grape_hf.projections import (
     synthetic_batches,
 )
 from dp_grape_hf.sharding import most_of_any, reshard
-from dp_grape_hf.trainer.collators import OTHER_ROWS
 
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
@@ -117,6 +122,7 @@ class Run:
         self.per_sample = _per_sample(args, model, loss, engine_options)
         if observer is not None:
             self.per_sample.observer = observer
+        self._stepping = self.per_sample  # from ``start`` on it is watched
         self.trainable = self.per_sample.trainable
         self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
         self._rate_factors, self._gradient_factors = (
@@ -158,8 +164,14 @@ class Run:
             noise_generator: the secret stream of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
+        if METHODS[self._args.method].private and not METHODS[self._args.method].zeroth_order:
+            coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
+            tolerance = LOW if self.low_precision else FULL
+            automatic = self._args.clipping == Clipping.AUTOMATIC
+            shortest = STABILITY if automatic else self._args.max_grad_norm
+            self._stepping = WatchedEngine(self.per_sample, tolerance, shortest, coins)
         self.mechanism = _mechanism(
-            self._args, self.per_sample, ledger, noise_generator, noise_slice
+            self._args, self._stepping, ledger, noise_generator, noise_slice
         )
         self.iterate = _iterate(self._args, self.trainable)
 
@@ -197,6 +209,12 @@ class Run:
         return {} if self.schedule is None else self.schedule.at(number)
 
     @property
+    def low_precision(self) -> bool:
+        """Whether weights or matrix products are rounded to 16 bits."""
+        short = any(p.dtype is not torch.float32 for p in self._model.parameters())
+        return short or self._args.bf16
+
+    @property
     def ranks(self) -> dict[str, int]:
         """Parameter name -> r, of the weights that are projected at capture."""
         placed = {} if self.schedule is None else self.schedule.placements
@@ -223,7 +241,6 @@ class Run:
             prepare: moves a physical batch to the device of the model.
 
         Raises:
-            PrivacyError: if a physical batch has other rows than it was collated from examples.
             OtherProcessFailed: as in ``PrivateMechanism.release``.
 
         Guarantee:
@@ -246,11 +263,8 @@ class Run:
         if self.idle is not None:
             reshard(self._model)
             missing = most_of_any(len(batch), loss.device) - len(batch)
-        for physical, size in zip(batch, batch.sizes, strict=True):
-            losses = self.mechanism.accumulate(prepare(physical))
-            if len(losses) != size:
-                raise PrivacyError(OTHER_ROWS)
-            loss += losses.sum()
+        for physical in batch:
+            loss += self.mechanism.accumulate(prepare(physical)).sum()
         for _ in range(missing):
             self._keep_in_step()
         if self.idle is not None:
@@ -268,7 +282,7 @@ class Run:
         assert self.idle is not None
         passes = 2 if self._args.grad_sample_mode == GradSampleMode.GHOST else 1
         ignored: list[Any] = [lambda found: None] * passes
-        self.per_sample.stream(self.idle, self.projectors, *ignored)
+        self._stepping.stream(self.idle, self.projectors, *ignored)
 
     def _hand_over(self, number: int, private_grads: dict[str, Tensor], noise_std: float) -> None:
         """Gives the optimizer what was released, projected if that is due only now.

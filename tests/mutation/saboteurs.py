@@ -19,14 +19,33 @@ from torch import Tensor
 from dp_grape_hf.accounting import calibration
 from dp_grape_hf.ledger import Ledger, is_weights
 from dp_grape_hf.ledger.model_files import Tree
-from dp_grape_hf.mechanism import PoissonBatchSampler, PrivateMechanism, clipping
+from dp_grape_hf.mechanism import (
+    EmptyDrawDataset,
+    LogicalBatch,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+    PrivateMechanism,
+    clipping,
+    collation,
+    sampling,
+)
 from dp_grape_hf.mechanism import release as engine
+from dp_grape_hf.mechanism import units as unit_data
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
-from dp_grape_hf.per_sample import Dense, Gradients, coins, selfcheck, units
+from dp_grape_hf.per_sample import (
+    Dense,
+    Gradients,
+    coins,
+    prints,
+    selfcheck,
+    units,
+    unused,
+    watching,
+)
 from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.publishing import file_checks
-from dp_grape_hf.trainer import mixin
+from dp_grape_hf.trainer import collators, data, mixin
 
 
 @dataclass(frozen=True)
@@ -338,8 +357,111 @@ def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(engine, "dist", pretends)
 
 
-def _coins_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coins, "_TRIALS", 0)  # shared draws are found, and not tried
+def _together(collate: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
+    """Collates a physical batch as a whole."""
+    split = collate._chunks([*range(len(examples))])
+    batches = [collate.own_rows.collator([examples[i] for i in some]) for some in split]
+    return LogicalBatch(batches, [len(some) for some in split])
+
+
+def _stretched_to_the_longest(patch: pytest.MonkeyPatch) -> None:
+    original = LogicalBatchCollator.__call__
+
+    def collate(self: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
+        lengths = [n for x in examples for n in collation._lengths(x).values()]
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(collation, "grid_length", lambda length: max(lengths))
+            return original(self, examples)
+
+    patch.setattr(LogicalBatchCollator, "__call__", collate)
+
+
+def _columns_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    def stacked(rows: list[Any], pack: Any) -> Any:
+        for some in pack([*range(len(rows))]):
+            names = set.intersection(*(set(rows[i]) for i in some))
+            batch = {name: torch.cat([rows[i][name] for i in some]) for name in names}
+            yield collation.Stack(batch, some)
+
+    patch.setattr(sampling, "stacked", stacked)
+
+
+def _one_stream(patch: pytest.MonkeyPatch) -> None:
+    def with_own_coins(function: Any, items: Any) -> list[Any]:
+        return [function(item) for item in items]
+
+    for module in (collation, sampling, unit_data):
+        patch.setattr(module, "with_own_coins", with_own_coins)
+
+
+def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
+    def fetch(self: EmptyDrawDataset, indices: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        return many(indices) if many else [self.dataset[i] for i in indices]
+
+    patch.setattr(EmptyDrawDataset, "__getitems__", fetch)
+
+
+def _never(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    patch.setattr(module, name, lambda *_, **__: None)
+
+
+def _two_rows_tried(patch: pytest.MonkeyPatch) -> None:
+    original = selfcheck.check_gradients
+
+    def check(engine: Any, inputs: Any, *rest: Any) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(selfcheck, "_of_other_lengths", lambda _, rows: rows)
+            original(engine, selfcheck.first_two(inputs), *rest)
+
+    patch.setattr(mixin, "check_gradients", check)
+
+
+def _one_order_tried(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "randperm", torch.arange)
+    patch.setattr(Tensor, "flip", lambda self, *_: self)
+
+
+def _lengths_of_the_data_tried(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(selfcheck, "_of_other_lengths", lambda _, rows: rows)
+
+
+def _watched_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(watching.WatchedEngine, "_chosen", lambda *_: None)
+
+
+def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
+    def public_inputs(self: Any) -> Any:
+        return lambda: iter([self.data_collator([dict(self.train_dataset[0])])])
+
+    patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
+    patch.setattr(unused, "_may_reach", lambda _: False)
+
+
+def _levels(*patterns: tuple[int, ...]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(coins, "_PATTERNS", patterns)
+
+
+def _signs_unseen(patch: pytest.MonkeyPatch) -> None:
+    original = prints.Prints.marks
+
+    def marks(self: prints.Prints, names: Any) -> Tensor:
+        found: Tensor = original(self, names)
+        return found[..., 1:].expand_as(found)
+
+    patch.setattr(prints.Prints, "marks", marks)
+
+
+def _heads_stay_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coins, "without_zeros", lambda _: contextlib.nullcontext())
+
+
+def _permutations_are_ones_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coins, "_EACH", coins._EACH | {"randperm"})
+
+
+def _generators_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coins, "_is_ours", lambda: True)
 
 
 def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
@@ -357,6 +479,13 @@ def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
 def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
 
+
+def _neighbours(case: str) -> str:
+    size, _, name = case.partition("-")
+    return f"test_neighbours.py::test_one_example_more_moves_the_sum_by_its_bound[{name}-{size}]"
+
+
+REMEMBERS = "test_what_remembers_or_mixes_later_is_stopped_before_that_release"
 
 SABOTEURS = (
     Saboteur(
@@ -520,9 +649,126 @@ SABOTEURS = (
         ),
     ),
     Saboteur(
-        "a physical batch shares a coin",
-        _coins_unseen,
-        ("test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop]",),
+        "a physical batch is collated as a whole",
+        lambda patch: patch.setattr(LogicalBatchCollator, "__call__", _together),
+        (
+            _neighbours("16-padding on the left, positions counted from there"),
+            _neighbours("16-padding that nothing masks"),
+            _neighbours("16-rows stretched to the longest"),
+            _neighbours("16-a column that is None"),
+            "test_collation.py::test_a_coin_for_a_batch_is_a_coin_for_an_example",
+        ),
+    ),
+    Saboteur(
+        "a row is as long as the longest of its draw",
+        _stretched_to_the_longest,
+        (_neighbours("4-padding that nothing masks"), _neighbours("16-labels of tokens, padded")),
+    ),
+    Saboteur(
+        "a physical batch has the columns of all its rows",
+        _columns_of_the_first,
+        (_neighbours("16-a column that is None"),),
+    ),
+    Saboteur(
+        "examples are collated under one stream",
+        _one_stream,
+        ("test_collation.py::test_coins_of_one_example_are_nothing_to_the_next",),
+    ),
+    Saboteur(
+        "examples are fetched all at once",
+        _fetched_at_once,
+        (
+            _neighbours("16-a data set that pads"),
+            "test_collation.py::test_a_data_set_is_asked_for_one_example_at_a_time",
+        ),
+    ),
+    Saboteur(
+        "a collator that mixes is not tried",
+        lambda patch: _never(patch, collators, "refuse_other_rows"),
+        (_neighbours("4-mixed by the collator"),),
+    ),
+    Saboteur(
+        "two rows are tried, in their order",
+        _two_rows_tried,
+        (_neighbours("16-sorted by length"),),
+    ),
+    Saboteur(
+        "rows are tried at their own lengths alone",
+        _lengths_of_the_data_tried,
+        (_neighbours("16-sorted by length"),),
+    ),
+    Saboteur(
+        "a run is not watched",
+        _watched_once,
+        tuple(
+            f"test_neighbours.py::{REMEMBERS}[{kind}ForSequenceClassification]"
+            for kind in ("Later", "Bank", "Counting")
+        ),
+    ),
+    Saboteur(
+        "what is frozen depends on the first example",
+        _frozen_by_the_first_example,
+        (
+            "test_frozen.py::"
+            "test_what_is_trained_does_not_depend_on_who_has_an_optional_input[None-1]",
+        ),
+    ),
+    Saboteur(
+        "a public data set is known by its fingerprint alone",
+        lambda patch: _never(patch, data, "_shared"),
+        (
+            "test_principal_runs.py::test_copies_are_told_by_their_contents[shuffled-tokens]",
+            "test_principal_runs.py::test_copies_are_told_by_their_contents[a part-pictures]",
+        ),
+    ),
+    Saboteur(
+        "a coin of the whole batch is not tried",
+        _levels((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)),
+        ("test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",),
+    ),
+    Saboteur(
+        "what is drawn for each is each one's",
+        _levels((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 3)),
+        tuple(
+            f"test_coins.py::test_coins_that_others_use_are_refused[{name}-]"
+            for name in ("the first", "the mean", "half of them, by rank", "sorted")
+        ),
+    ),
+    Saboteur(
+        "a coin falls as it mostly does",
+        _levels((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 0), (1, 1, 0, 1)),
+        (
+            "test_coins.py::test_coins_that_others_use_are_refused[of any, rarely-]",
+            "test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
+        ),
+    ),
+    Saboteur(
+        "gradients show by their norms",
+        _signs_unseen,
+        (
+            "test_coins.py::"
+            "test_coins_that_others_use_are_refused[the mean, in the backward pass alone-]",
+        ),
+    ),
+    Saboteur(
+        "coins are tried behind a head of zeros",
+        _heads_stay_zero,
+        (
+            "test_coins.py::"
+            "test_coins_that_others_use_are_refused[the mean, in the backward pass alone-zero head]",
+        ),
+    ),
+    Saboteur(
+        "a permutation of the batch is each one's own",
+        _permutations_are_ones_own,
+        ("test_coins.py::test_coins_that_others_use_are_refused[half of them-]",),
+    ),
+    Saboteur(
+        "a generator of one's own is not seen",
+        _generators_unseen,
+        (
+            "test_coins.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",
+        ),
     ),
     Saboteur(
         "a loss has a median of the batch in it",

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -30,12 +32,11 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import make_engine, refuse_shared_collation
+from dp_grape_hf.per_sample import make_engine
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import (
-    Examples,
     TinyForSequenceClassification,
     examples_of,
     make_trainer,
@@ -44,26 +45,34 @@ from tests.support.trainers import (
 both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 
 
+zero_or_not = pytest.mark.parametrize("zero", [False, True], ids=["", "zero head"])
+
+Toss = Callable[[Tensor], Tensor]
+
+
 class Small(nn.Module):
     """Two layers, and between them whatever coins a test tosses."""
 
-    def __init__(self, toss: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, toss: Toss) -> None:
         super().__init__()
         self.first, self.second, self.toss = nn.Linear(4, 6), nn.Linear(6, 2), toss
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        return self.second(self.toss(hidden) if self.training else hidden)
+        tossed = self.training or isinstance(self.toss, nn.Module)
+        return self.second(self.toss(hidden) if tossed else hidden)
 
 
 def squares(outputs: Tensor, _: Any) -> Tensor:
-    return outputs.square().sum(1)
+    return (outputs - 1).square().sum(1)
 
 
-def gradients(toss: Callable[[Tensor], Tensor], engine: str = "layerwise") -> Any:
-    return per_sample_gradients(
-        Small(toss).train(), {"x": torch.randn(3, 4)}, loss=squares, engine=engine
-    )
+def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
+    """Returns what an engine computes of a model; behind a head of zeros all losses are equal."""
+    model = Small(toss).train()
+    if zero:
+        nn.init.zeros_(model.second.weight)
+    return per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares, engine=engine)
 
 
 # ---- Coins of one's own ----
@@ -78,20 +87,90 @@ def drops_in_a_loop(hidden: Tensor) -> Tensor:
     return torch.stack([row * torch.rand(()) for row in hidden])
 
 
-OWN: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": lambda hidden: functional.dropout(hidden, 0.5),
+def along(dropped: Toss, hidden: Tensor, dim: int) -> Tensor:
+    """Gives each sample four positions, in front of the samples or behind, and drops there."""
+    positions = hidden.unsqueeze(dim).expand(*hidden.shape[:dim], 4, *hidden.shape[dim:])
+    return dropped(positions).sum(dim)
+
+
+def attends(hidden: Tensor) -> Tensor:
+    heads = hidden.view(-1, 1, 3, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
+
+
+def recomputed(toss: Toss) -> Toss:
+    """Lets a function run again in the backward pass."""
+    return lambda hidden: checkpoint(toss, hidden, use_reentrant=False)
+
+
+def dropout(hidden: Tensor) -> Tensor:
+    return functional.dropout(hidden, 0.5)
+
+
+OWN: dict[str, Toss] = {
+    "dropout": dropout,
+    "dropout of other kernels": lambda hidden: torch.native_dropout(hidden, 0.5, True)[0],
+    "dropout made on the spot": lambda hidden: nn.Dropout(0.3)(nn.Dropout(0.3)(hidden)),
+    "dropout, recomputed": recomputed(dropout),
     "noise": lambda hidden: hidden + torch.randn_like(hidden),
+    "noise of 16 bits": lambda hidden: hidden * torch.rand(hidden.shape, dtype=torch.bfloat16),
+    "the global generator": lambda hidden: (
+        hidden * torch.rand(hidden.shape, generator=torch.default_generator)
+    ),
+    "jitter": lambda hidden: hidden * torch.empty_like(hidden).uniform_(0.9, 1.1),
+    "slopes": lambda hidden: functional.rrelu(hidden, training=True),
     "drop path": drops_paths,
     "bernoulli": lambda hidden: hidden * torch.bernoulli(torch.full_like(hidden[:, :1], 0.5)),
+    "a choice in a row": lambda hidden: (
+        hidden * torch.multinomial(torch.ones(len(hidden), 6), 2).sum(1, keepdim=True)
+    ),
+    "a soft choice in a row": lambda hidden: hidden * functional.gumbel_softmax(hidden, hard=True),
+    "an order in a row": lambda hidden: hidden.gather(1, torch.rand(hidden.shape).argsort(1)),
+    "attention": attends,
+    "positions first": lambda hidden: along(dropout, hidden, 0),
+    "positions first, flat": lambda hidden: along(
+        lambda x: dropout(x.flatten(0, 1)).view_as(x), hidden, 0
+    ),
+    "samples first, flat": lambda hidden: along(
+        lambda x: dropout(x.flatten(0, 1)).view_as(x), hidden, 1
+    ),
     "layer drop at rate 0": lambda hidden: hidden if torch.rand([]) >= 0.0 else hidden * 0,
     "a loop over samples": drops_in_a_loop,
+    "two loops over samples": lambda hidden: drops_in_a_loop(drops_in_a_loop(hidden)),
+    "an order in a loop": lambda hidden: torch.stack([x[torch.randperm(6)] for x in hidden]),
 }
 
 
+@zero_or_not
 @pytest.mark.parametrize("name", OWN)
-def test_coins_of_ones_own_pass(name: str) -> None:
-    losses, _ = gradients(OWN[name])
-    assert losses.shape == (3,)
+def test_coins_of_ones_own_pass(name: str, zero: bool) -> None:
+    losses, _ = gradients(OWN[name], zero=zero)
+    assert losses.shape == (5,)
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of two layers, which drop: how many each gets, the values tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen, found = (hidden[:, 0] > 0).long(), torch.zeros_like(hidden)
+        for number, (layer, drop) in enumerate(zip(self.layers, self.drops, strict=True)):
+            rows = (chosen == number).nonzero()[:, 0]
+            found = found.index_add(0, rows, drop(layer(hidden[rows])))
+        return found
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["one by one", "frozen"])
+def test_dropout_of_as_many_samples_as_the_values_tell_passes(trained: bool) -> None:
+    """Trained experts run for one sample after another, frozen ones for all at once."""
+    model = Small(functional.relu).train()
+    model.first = nn.Sequential(model.first, nn.Dropout(0.5), Experts().requires_grad_(trained))
+    losses, _ = per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
+    assert losses.shape == (5,)
 
 
 def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
@@ -126,8 +205,9 @@ def drops_the_batch(hidden: Tensor) -> Tensor:
     return hidden * noise.div_(0.9)
 
 
-SHARED: dict[str, Callable[[Tensor], Tensor]] = {
+SHARED: dict[str, Toss] = {
     "layer drop": drops_layers,
+    "layer drop, recomputed": recomputed(drops_layers),
     "stochastic depth of a batch": drops_the_batch,
     "layer drop beside dropout": lambda hidden: functional.dropout(drops_layers(hidden), 0.5),
     "a mask of features": lambda hidden: hidden * (torch.rand(6) > 0.1),
@@ -137,22 +217,104 @@ SHARED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@zero_or_not
 @pytest.mark.parametrize("name", SHARED)
-def test_a_coin_that_a_batch_shares_is_refused(name: str) -> None:
+def test_a_coin_that_a_batch_shares_is_refused(name: str, zero: bool) -> None:
     with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
-        gradients(SHARED[name])
+        gradients(SHARED[name], zero=zero)
 
 
-def test_a_shared_coin_is_seen_where_no_output_shows_it_yet() -> None:
-    """A head of zeros makes every loss equal; the head's gradient is what is released."""
-    model = Small(drops_layers).train()
-    nn.init.zeros_(model.second.weight)
-    with pytest.raises(PrivacyError, match="once for all samples"):
-        per_sample_gradients(
-            model,
-            {"x": torch.randn(3, 4)},
-            loss=lambda outputs, _: (outputs - 1).square().sum(1),
-        )
+def turns(toss: Callable[[int], Any]) -> Toss:
+    """Changes the signs of samples by one coin or by as many, so that no gradient's norm tells."""
+
+    def turn(hidden: Tensor) -> Tensor:
+        signs = 1 - 2 * torch.as_tensor(toss(len(hidden))).float()
+        return hidden * (signs[:, None] if signs.dim() else signs)
+
+    return turn
+
+
+def antithetic(count: int) -> Tensor:
+    half = torch.rand((count + 1) // 2)
+    return torch.cat([half, 1 - half])[:count] < 0.5
+
+
+SIGNS: dict[str, Toss] = {
+    "one for all": turns(lambda count: torch.rand([]) < 0.5),
+    "the first": turns(lambda count: torch.rand(count)[0] < 0.5),
+    "the mean": turns(lambda count: torch.rand(count).mean() < 0.5),
+    "the largest": turns(lambda count: torch.randint(2, (count,)).max()),
+    "the least": turns(lambda count: torch.randint(2, (count,)).min()),
+    "the parity": turns(lambda count: torch.randint(2, (count,)).sum() % 2),
+    "in opposite pairs": turns(antithetic),
+    "in strata": turns(lambda n: (torch.rand(1) + torch.arange(n) / n) % 1 < 0.5),
+    "half of them": turns(lambda count: torch.randperm(count) < count // 2),
+    "half of them, by rank": turns(lambda count: torch.rand(count).argsort() < count // 2),
+    "the neighbour's": turns(lambda count: torch.rand(count).roll(1) < 0.5),
+    "sums": turns(lambda count: torch.rand(count).cumsum(0) % 1 < 0.5),
+    "sorted": turns(lambda count: torch.rand(count).sort().values < 0.5),
+    "shares": turns(lambda count: torch.randn(count).softmax(0) < 0.3),
+    "a choice among samples": turns(
+        lambda n: torch.arange(n) == torch.multinomial(torch.ones(n), 1)
+    ),
+    "the largest of masks": turns(lambda count: dropout(torch.ones(count, 1)).amax() > 0),
+    "the opposite one's, of its positions": turns(
+        lambda count: torch.rand(4 * count).view(4, -1).mean(0).flip(0) < 0.5
+    ),
+    "of any, rarely": turns(lambda count: (torch.rand(count) < 0.02).any()),
+    "of any, rarely, beside dropout": lambda hidden: dropout(
+        turns(lambda count: (torch.rand(count, 6) < 1e-4).any())(hidden)
+    ),
+    "of all, mostly": turns(lambda count: (torch.rand(count) < 0.98).all()),
+    "of a biased coin": turns(lambda count: torch.full((count,), 0.02).bernoulli().amax()),
+    "the mean, in the backward pass alone": lambda hidden: (
+        hidden.detach() + SIGNS["the mean"](hidden - hidden.detach())
+    ),
+    "the last of a loop": turns(lambda count: [torch.rand([]) < 0.5 for _ in range(count)][-1]),
+}
+
+
+@zero_or_not
+@pytest.mark.parametrize("name", SIGNS)
+def test_coins_that_others_use_are_refused(name: str, zero: bool) -> None:
+    with pytest.raises(PrivacyError, match="of a physical batch"):
+        gradients(SIGNS[name], zero=zero)
+
+
+def test_a_small_influence_of_others_shows() -> None:
+    with pytest.raises(PrivacyError, match="for each sample of a physical batch, and has others"):
+        gradients(lambda hidden: hidden * (1 + 1e-4 * torch.rand(len(hidden)).mean()))
+
+
+class Noisy(nn.Module):
+    """Has a weight of its own, and a coin: it runs under vmap."""
+
+    def __init__(self, toss: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.toss = nn.Parameter(torch.ones(6)), toss
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale * (1 - 2 * self.toss().float() if self.training else 1)
+
+
+@both
+@zero_or_not
+def test_a_coin_in_a_module_under_vmap_is_refused_if_it_is_one_for_all(
+    zero: bool, engine: str
+) -> None:
+    gradients(Noisy(lambda: torch.rand(1) < 0.5), engine, zero)  # vmap gives each its own
+    with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) once for all"):
+        gradients(Noisy(lambda: torch.rand([]) < 0.5), engine, zero)
+
+
+def test_the_draw_that_is_at_fault_is_named() -> None:
+    def toss(hidden: Tensor) -> Tensor:
+        hidden = dropout(hidden) if torch.rand([]) >= 0.0 else hidden * 0
+        hidden = Noisy(lambda: torch.rand(len(hidden)).mean() < 0.5)(hidden)
+        return dropout(hidden) + 0 * torch.randperm(6)
+
+    with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) for each sample"):
+        gradients(toss)
 
 
 def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() -> None:
@@ -162,6 +324,73 @@ def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() 
     engine.model.train()
     with pytest.raises(PrivacyError, match="once for all samples"):
         engine({"x": torch.randn(3, 4)}, {})
+
+
+@both
+def test_an_example_without_a_gradient_shows_nothing_and_the_next_is_tried(engine: str) -> None:
+    def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+        assert labels is not None
+        return squares(outputs, None) * labels
+
+    inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0.0, 0.0, 1.0])}
+    computes = make_engine(engine, Small(SIGNS["one for all"]).train(), loss)
+    with pytest.raises(PrivacyError, match="for all samples of a physical batch"):
+        computes(inputs, {})
+    computes({"x": inputs["x"], "labels": torch.zeros(3)}, {})
+    with pytest.raises(PrivacyError, match="for all samples of a physical batch"):
+        computes(inputs, {})
+
+
+@pytest.mark.parametrize(("toss", "passes"), [(dropout, 15), (functional.relu, 5)])
+def test_what_the_examination_takes(toss: Toss, passes: int) -> None:
+    sizes: list[int] = []
+
+    def counting(hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return toss(hidden)
+
+    gradients(counting)
+    tried = sizes[sizes.index(3) : sizes.index(5)]  # after pairs, before the batch
+    assert len(tried) == passes
+    assert {*tried} <= {2, 3}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "a pass fails"])
+def test_weights_of_zero_are_others_meanwhile_and_then_put_back_bit_for_bit(fails: bool) -> None:
+    seen: list[bool] = []
+
+    def toss(hidden: Tensor) -> Tensor:
+        seen.append(any(bool((p == 0).all()) for p in model.parameters()))
+        if fails and not seen[-1]:
+            raise OSError("on purpose")
+        return dropout(hidden)
+
+    model = Small(toss).train()
+    with torch.no_grad():
+        model.second.bias.zero_()
+        model.first.weight.zero_().neg_()  # -0.0
+    model.first.requires_grad_(False)
+    before = [(p._version, p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(OSError, match="on purpose") if fails else nullcontext():
+        per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
+    assert not all(seen)
+    for weight, (version, values) in zip(model.parameters(), before, strict=True):
+        assert weight._version == version
+        assert torch.equal(weight, values)
+        assert torch.equal(weight.signbit(), values.signbit())
+
+
+def test_a_private_run_with_shared_signs_and_a_new_head_is_refused(tmp_path: Path) -> None:
+    class SignsForSequenceClassification(TinyForSequenceClassification):
+        def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+            return super().forward(SIGNS["the first"](x) if self.training else x, labels, id)
+
+    model = SignsForSequenceClassification()
+    nn.init.zeros_(model.head.weight)
+    trainer = make_trainer(tmp_path, model=model)
+    with pytest.raises(PrivacyError, match="for each sample of a physical batch"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
 
 
 # ---- Models that have them ----
@@ -295,9 +524,34 @@ def test_a_forward_that_draws_beside_torch_is_refused(toss: Callable[[Tensor], T
         gradients(toss)
 
 
+@both
+@pytest.mark.parametrize("seed", range(4))
+def test_a_coin_of_the_clock_is_refused_under_a_head_of_zeros(seed: int, engine: str) -> None:
+    bits = random.Random(seed)  # which no stream gives, like the clock and the operating system
+    with pytest.raises(PrivacyError, match="whose they are cannot be told"):
+        gradients(turns(lambda _: bits.random() < 0.5), engine, zero=True)
+
+
+@pytest.mark.parametrize("alike", range(3, 13))
+def test_a_coin_of_the_clock_is_not_called_shared_in_whatever_pass_it_shows(alike: int) -> None:
+    passes = [0]
+
+    def toss(hidden: Tensor) -> Tensor:
+        passes[0] += len(hidden) == 3
+        return dropout(-hidden if passes[0] > alike and passes[0] % 2 else hidden)
+
+    with pytest.raises(PrivacyError, match="whose they are cannot be told"):
+        gradients(toss)
+
+
 def seeds_torch(hidden: Tensor) -> Tensor:
     torch.manual_seed(0)
     return functional.dropout(hidden, 0.5)
+
+
+def seeds_torch_alone(hidden: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return hidden
 
 
 def rewinds_torch(hidden: Tensor) -> Tensor:
@@ -305,7 +559,7 @@ def rewinds_torch(hidden: Tensor) -> Tensor:
         return functional.dropout(hidden, 0.5)
 
 
-@pytest.mark.parametrize("toss", [seeds_torch, rewinds_torch])
+@pytest.mark.parametrize("toss", [seeds_torch, seeds_torch_alone, rewinds_torch])
 def test_a_forward_that_sets_torchs_stream_is_refused(toss: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(PrivacyError, match="seeds torch's global random numbers"):
         gradients(toss)
@@ -328,6 +582,12 @@ _OWN = torch.Generator().manual_seed(0)
 
 def draws_from_a_generator(hidden: Tensor) -> Tensor:
     return hidden * torch.rand(hidden.shape, generator=_OWN)
+
+
+@both
+def test_a_generator_of_the_models_own_is_refused_whatever_it_does(engine: str) -> None:
+    with pytest.raises(PrivacyError, match="a generator of its own"):
+        gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
 
 
 def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
@@ -376,25 +636,6 @@ def test_noise_in_evaluation_mode_is_called_noise(
     assert trainer.ledger.steps == 0
 
 
-def test_noise_shows_before_the_collator_is_blamed(tmp_path: Path) -> None:
-    """Texts of several lengths: the collator's padding is tried, and loss by loss compared."""
-    case = only("bert-classifier")
-    model, labels = case.model(), case.batch(12)["labels"]
-    model.dropout.register_forward_hook(lambda module, args, output: dropout_by_hand(output))
-    examples = [{"input_ids": list(range(5, 9 + i)), "labels": labels[i]} for i in range(12)]
-
-    def pad(some: list[Any]) -> dict[str, Tensor]:
-        ids = [torch.tensor(example["input_ids"]) for example in some]
-        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=1)
-        return {"input_ids": padded, "labels": torch.stack([x["labels"] for x in some])}
-
-    trainer = make_trainer(
-        tmp_path, model=model, train_dataset=Examples(examples), data_collator=pad
-    )
-    with pytest.raises(UnsupportedModelError, match="rand_like in Dropout"):
-        trainer.train()
-
-
 # ---- A forward that seeds numpy: what it draws is public ----
 
 
@@ -429,95 +670,3 @@ def test_a_draw_beside_torch_that_the_probe_did_not_see_is_refused() -> None:
     draws[0] = True
     with pytest.raises(PrivacyError, match="numpy or Python"):
         engine.accumulate({"x": torch.randn(3, 4)})
-
-
-# ---- Collators ----
-
-
-def stacked(examples: list[Any]) -> dict[str, Tensor]:
-    return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
-
-
-def crops_a_batch(examples: list[Any]) -> dict[str, Tensor]:
-    batch, size = stacked(examples), random.randint(3, 6)
-    return batch | {"x": batch["x"] * (torch.arange(6) < size)}
-
-
-def flips_a_batch(examples: list[Any]) -> dict[str, Tensor]:
-    batch = stacked(examples)
-    return batch | {"x": batch["x"].flip(1) if np.random.rand() < 0.5 else batch["x"]}
-
-
-def masks_at_one_rate(examples: list[Any]) -> dict[str, Tensor]:
-    """One coin decides how much is masked, and further ones what: rows differ all the same."""
-    batch, rate = stacked(examples), torch.rand(()) / 2
-    return batch | {"x": batch["x"] * (torch.rand(batch["x"].shape) > rate)}
-
-
-@pytest.mark.parametrize("collate", [crops_a_batch, flips_a_batch, masks_at_one_rate])
-def test_a_collator_with_one_coin_a_call_is_refused(
-    collate: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(PrivacyError, match=r"one coin for all|once for all samples"):
-        make_trainer(tmp_path, data_collator=collate).train()
-
-
-def test_a_collator_that_pads_on_a_side_chosen_for_the_batch_is_refused(tmp_path: Path) -> None:
-    def pads(examples: list[Any]) -> dict[str, Tensor]:
-        longest, left = max(len(e["x"]) for e in examples), random.random() < 0.5
-        rows = []
-        for example in examples:
-            missing = longest - len(example["x"])
-            rows.append(functional.pad(example["x"], (missing, 0) if left else (0, missing)))
-        return {"x": torch.stack(rows), "labels": torch.stack([e["labels"] for e in examples])}
-
-    label = torch.tensor(0)
-    short, long = ({"x": torch.ones(size), "labels": label} for size in (3, 6))
-    with pytest.raises(PrivacyError, match="on which side they are padded"):
-        refuse_shared_collation(pads, short, long)
-    refuse_shared_collation(pads, short, short)  # where nothing is padded no coin shows
-
-
-def masks_positions(examples: list[Any]) -> dict[str, Tensor]:
-    batch = stacked(examples)
-    return batch | {"x": batch["x"] * (torch.rand(batch["x"].shape) > 0.1)}
-
-
-def flips_each(examples: list[Any]) -> dict[str, Tensor]:
-    batch = stacked(examples)
-    rows = [row.flip(0) if random.random() < 0.5 else row for row in batch["x"]]
-    return batch | {"x": torch.stack(rows)}
-
-
-def jitters_each(examples: list[Any]) -> dict[str, Tensor]:
-    batch = stacked(examples)
-    return batch | {"x": batch["x"] + torch.from_numpy(np.random.randn(*batch["x"].shape)).float()}
-
-
-@pytest.mark.parametrize("collate", [stacked, masks_positions, flips_each, jitters_each])
-def test_a_collator_with_coins_for_each_example_trains(
-    collate: Callable[..., Any], tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, data_collator=collate, max_steps=2)
-    trainer.train()
-    assert trainer.ledger.steps == 2
-
-
-def seeds_numpy(examples: list[Any]) -> dict[str, Tensor]:
-    np.random.seed(0)
-    return jitters_each(examples)
-
-
-def rewinds_python(examples: list[Any]) -> dict[str, Tensor]:
-    state = random.getstate()
-    batch = flips_each(examples)
-    random.setstate(state)
-    return batch
-
-
-@pytest.mark.parametrize("collate", [seeds_numpy, rewinds_python])
-def test_a_collator_that_seeds_or_rewinds_a_global_stream_is_refused(
-    collate: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(PrivacyError, match="data collator seeds the global random numbers"):
-        make_trainer(tmp_path, data_collator=collate).train()

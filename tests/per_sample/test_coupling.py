@@ -265,8 +265,8 @@ def texts(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_that_moves_positions_is_refused(side: str, tmp_path: Path) -> None:
-    """GPT-2 counts positions from the left, padding included."""
+def test_padding_that_moves_positions_is_an_examples_own(side: str, tmp_path: Path) -> None:
+    """GPT-2 counts positions from the left, padding included: by how much, others do not tell."""
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     config = GPT2Config(
@@ -280,12 +280,8 @@ def test_padding_that_moves_positions_is_refused(side: str, tmp_path: Path) -> N
         data_collator=DataCollatorWithPadding(words(tmp_path, side)),
         max_steps=2,
     )
-    if side == "left":
-        with pytest.raises(PrivacyError, match="padded to the length"):
-            trainer.train()
-    else:
-        trainer.train()
-        assert trainer.ledger.steps == 2
+    trainer.train()
+    assert trainer.ledger.steps == 2
 
 
 def test_a_collator_that_mixes_examples_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What takes no part in a loss is frozen by inputs that are nobody's, and nothing else is."""
 
+from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample import freeze_unused, inputs_of_model, loss_for, make_engine
+from dp_grape_hf.per_sample import freeze_unused, loss_for, make_engine
 from dp_grape_hf.per_sample import refuse_reached as refuse
 from dp_grape_hf.projections import synthetic_batches
 from recipes.models.zoo import FAMILIES, Row, rows
@@ -28,8 +29,9 @@ QUICK = (
     *("Switch, seq2seq LM", "Mixtral, a loop over experts, causal LM", "ESM, masked LM"),
     *("CLIP vision, image classification", "Llama + LoRA, causal LM"),
 )
-# Nothing is frozen where it is not known what a model reads, or where it reads more than that.
+# Nothing is frozen where it is not known what a model reads, or where it may read more than that.
 NOT_MADE_UP = ("Perceiver", "ResNet", "Wav2Vec2-BERT", "LLaVA")
+MAY_READ_MORE = ("Longformer", "LED", "XLNet")  # global_attention_mask, target_mapping
 
 
 @pytest.mark.parametrize("entry", slow_but(QUICK, EVERY))
@@ -50,11 +52,10 @@ def test_of_every_model_what_takes_no_part_is_frozen_and_nothing_else(entry: Row
             loss_for(model)
         return
     loss = loss_for(model)
-    names = inputs_of_model(loss, entry.batch(2)).keys()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    known = entry.family.name not in NOT_MADE_UP
+    known = entry.family.name not in NOT_MADE_UP + MAY_READ_MORE
     left_out = left_out if known else []
-    assert freeze_unused(model, loss, synthetic_batches(model), names) == left_out
+    assert freeze_unused(model, loss, synthetic_batches(model)) == left_out
     left = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained - left == {*left_out}
     assert model.training
@@ -85,10 +86,10 @@ class Branching(nn.Module):
         self.last = nn.Linear(4, 4)
         self.mask = nn.Parameter(torch.zeros(4))
 
-    def forward(self, input_ids: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.table(input_ids)
-        if masked is not None:
-            hidden = torch.where(masked[:, :, None], self.mask, hidden)
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return self.chosen(self.table(input_ids), input_ids)
+
+    def chosen(self, hidden: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
         first = int(input_ids[0, 0])
         match self.how:
             case "experts":
@@ -103,6 +104,16 @@ class Branching(nn.Module):
             case "a value" if (input_ids == 7).any():
                 hidden = self.last(hidden)
         return {"logits": hidden.mean(1)}
+
+
+class Masking(Branching):
+    """Reads a mask as well, if there is one."""
+
+    def forward(self, input_ids: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.table(input_ids)
+        if masked is not None:
+            hidden = torch.where(masked[:, :, None], self.mask, hidden)
+        return self.chosen(hidden, input_ids)
 
 
 def of_logits(outputs: Any, labels: Any) -> Tensor:
@@ -132,31 +143,74 @@ LAYERS = ("experts.0", "experts.1", "experts.2", "last")
 def test_an_expert_that_no_token_was_sent_to_is_not_frozen(how: str, frozen: list[str]) -> None:
     """Nor if it is in use by others only; a layer that runs, and whose output is dropped, is."""
     model = Branching(how)
-    found = freeze_unused(model, of_logits, [ids(0, 1), ids(1, 2)], ["input_ids"])
+    found = freeze_unused(model, of_logits, [ids(0, 1), ids(1, 2)])
     assert sorted(found) == sorted(frozen)
     assert all(not model.get_parameter(name).requires_grad for name in frozen)
 
 
-def test_nothing_is_frozen_where_an_input_of_the_model_cannot_be_made_up() -> None:
-    model = Branching("no branch")
-    assert freeze_unused(model, of_logits, [ids(0, 1)], ["input_ids", "masked"]) == []
-    assert freeze_unused(model, of_logits, [], ["input_ids"]) == []
+def test_nothing_is_frozen_by_inputs_that_lack_what_the_model_may_read() -> None:
+    model = Masking("no branch")
+    assert freeze_unused(model, of_logits, [ids(0, 1)]) == []
+    assert freeze_unused(model, of_logits, []) == []
     assert all(p.requires_grad for p in model.parameters())
     masked = ids(0, 1) | {"masked": torch.tensor([[True, False]])}
-    assert "mask" not in freeze_unused(model, of_logits, [masked], ["input_ids", "masked"])
+    frozen = freeze_unused(model, of_logits, [ids(0, 1), masked])  # one of them has it
+    assert "last.weight" in frozen
+    assert "mask" not in frozen
+
+
+@pytest.mark.parametrize(
+    ("named", "default", "frozen"),
+    [
+        *((name, None, True) for name in ("attention_mask", "bbox", "past_key_values")),
+        *((name, None, True) for name in ("start_positions", "tag_labels", "output_norms")),
+        *((name, None, False) for name in ("side", "global_attention_mask", "pixel_values")),
+        *(("how_many", 0, True), ("whether", False, True)),
+        ("side", Parameter.empty, False),
+    ],
+)
+def test_what_may_be_read_besides_is_told_by_the_names_in_forward(
+    named: str, default: Any, frozen: bool
+) -> None:
+    model = Branching("no branch")
+
+    def forward(input_ids: Tensor, **others: Any) -> dict[str, Tensor]:
+        return Branching.forward(model, input_ids)
+
+    kind = Parameter.KEYWORD_ONLY
+    names = [Parameter("input_ids", kind), Parameter(named, kind, default=default)]
+    forward.__signature__ = Signature(names)  # type: ignore[attr-defined]
+    model.forward = forward  # type: ignore[method-assign]
+    assert ("mask" in freeze_unused(model, of_logits, [ids(0, 1)])) == frozen
+
+
+def test_an_input_that_only_keywords_take_is_no_reason_to_leave_all_as_it_was() -> None:
+    class Open(Branching):
+        def forward(self, input_ids: Tensor, **others: Any) -> dict[str, Tensor]:
+            return super().forward(input_ids)
+
+    assert "mask" in freeze_unused(Open("no branch"), of_logits, [ids(0, 1)])
+
+
+@pytest.mark.parametrize("name", ["T5, seq2seq LM", "Whisper, speech recognition"])
+def test_a_decoder_is_given_something_to_read_where_public_inputs_lack_it(name: str) -> None:
+    entry = next(entry for entry in EVERY if str(entry) == name)
+    model, batch = entry.model(), entry.batch(2)
+    model.extra = nn.Parameter(torch.zeros(2))
+    batch.pop("labels")
+    assert freeze_unused(model, loss_for(model), [batch]) == ["extra"]
 
 
 def test_layers_that_are_run_again_in_the_backward_pass_are_not_frozen() -> None:
     entry = next(entry for entry in EVERY if str(entry) == "Llama, causal LM")
     model = entry.model(use_cache=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    names = inputs_of_model(loss_for(model), entry.batch(2)).keys()
-    assert freeze_unused(model, loss_for(model), synthetic_batches(model), names) == []
+    assert freeze_unused(model, loss_for(model), synthetic_batches(model)) == []
 
 
 def test_data_that_reach_what_was_frozen_are_refused() -> None:
     model = Branching("a value")
-    frozen = freeze_unused(model, of_logits, [ids(0, 1)], ["input_ids"])
+    frozen = freeze_unused(model, of_logits, [ids(0, 1)])
     assert {"last.weight", "last.bias"} <= {*frozen}
     engine = make_engine("layerwise", model, of_logits)
     refuse(engine, ids(3, 4), frozen)

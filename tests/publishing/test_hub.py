@@ -115,7 +115,7 @@ class Indiscreet(DPGrapeTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
         rows = [e["input_ids"].tolist() for e in self.train_dataset.examples]
-        ids = [rows.index(row) for batch in inputs for row in batch["input_ids"].tolist()]
+        ids = [rows.index(r[: len(rows[0])]) for x in inputs for r in x["input_ids"].tolist()]
         self.draws.append(ids)
         return super().training_step(model, inputs, *args)
 

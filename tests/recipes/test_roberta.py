@@ -594,7 +594,6 @@ def test_the_preset_of_a_small_encoder_moves_its_new_head_faster(
     assert (script.max_length, args.expected_batch_size) == (48, 64)
     assert args.max_steps == (100 if method == "dp_grape" else 200)
     assert args.per_device_train_batch_size == 16
-    assert args.train_sampling_strategy == "group_by_length"
     if METHODS[method].private:
         assert args.max_grad_norm == 0.5
     with pytest.raises(ValueError, match="does not know learning_rate"):

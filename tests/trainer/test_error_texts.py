@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.mechanism import (
-    EmptyDrawDataset,
     LogicalBatch,
+    LogicalBatchCollator,
     PoissonBatchSampler,
     UnitBatchSampler,
     read_units,
@@ -22,17 +22,11 @@ from dp_grape_hf.per_sample import UNIT_OF_ROW, batch_size_of, loss_for
 from dp_grape_hf.per_sample.losses.losses import checked
 from dp_grape_hf.per_sample.units import _split
 from dp_grape_hf.trainer.bad_data import described
-from dp_grape_hf.trainer.collators import refuse_mixing_collator
 from tests.support.models import only
 from tests.support.trainers import make_trainer, points
 
 ODD = re.compile(r"37|41|43")  # every size below is one of them
 ROWS = torch.zeros(37, 2)
-
-
-class _Multiplying(list[int]):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [*indices, 0, 0, 0, 0]
 
 
 def _other_labels() -> Any:
@@ -54,11 +48,10 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "a loss per row": lambda: checked(torch.zeros(37), 41),
     "a loss per token": lambda: checked(torch.zeros(37, 43), 37),
     "labels of other positions": _other_labels,
-    "packed rows": lambda: refuse_mixing_collator(_packed, [{}] * 3),
+    "packed rows": lambda: LogicalBatchCollator(_packed, 8)([{}] * 3),
     "rows of units": lambda: _split({UNIT_OF_ROW: torch.arange(41), "x": ROWS}),
     "a large unit": lambda: refuse_large_unit(41, 8),
     "draws of other units": _draws_of_others,
-    "indices and examples": lambda: EmptyDrawDataset(_Multiplying([0])).__getitems__([0] * 37),
     "sizes of physical batches": lambda: LogicalBatch([1, 2], (37, 41, 43)),
 }
 
@@ -86,13 +79,11 @@ def test_the_true_size_of_the_training_set_is_not_told(tmp_path: Path) -> None:
     assert not ODD.search(str(refusal.value))
 
 
-def test_a_collator_that_packs_is_refused_without_the_size_of_the_draw(tmp_path: Path) -> None:
+def test_a_collator_that_cuts_examples_is_refused_without_their_sizes(tmp_path: Path) -> None:
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        made = examples[:1] if len(examples) == 37 else examples
-        return {key: torch.stack([e[key] for e in made]) for key in ("x", "labels")}
+        return {key: torch.stack([e[key] for e in examples * 37]) for key in ("x", "labels")}
 
-    exact = {"noise_multiplier": 1.0, "per_device_train_batch_size": 37}  # q = 1
-    trainer = make_trainer(tmp_path, train_dataset=points(37), data_collator=collate, **exact)
-    with pytest.raises(PrivacyError, match="rows than it was given examples") as refusal:
+    trainer = make_trainer(tmp_path, data_collator=collate)
+    with pytest.raises(PrivacyError, match="another number of rows") as refusal:
         trainer.train()
     assert not ODD.search(str(refusal.value))

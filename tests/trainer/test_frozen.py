@@ -1,14 +1,20 @@
 """A model as it comes trains, with what takes no part in its loss frozen and named."""
 
 import logging
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertConfig, BertForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_grape_hf.errors import UnsupportedModelError
-from recipes.models.zoo import Row, rows
+from recipes.models.zoo import BERT, Row, build, rows, texts
 from recipes.models.zoo_wide import WIDE
 from tests.support.trainers import Examples, make_trainer, weights_of
 
@@ -64,8 +70,7 @@ def test_a_model_with_a_mask_token_trains_as_it_comes(
     }
 
 
-def test_what_is_frozen_does_not_depend_on_the_examples(tmp_path: Path) -> None:
-    """Whatever they hold, and in what order; the names of the model's inputs count."""
+def test_what_is_frozen_does_not_depend_on_what_the_examples_hold(tmp_path: Path) -> None:
     entry, found = row("DINOv2, image classification"), []
     for value in (0.0, 1e3, float("nan")):
         data = examples(entry)
@@ -77,8 +82,86 @@ def test_what_is_frozen_does_not_depend_on_the_examples(tmp_path: Path) -> None:
     assert "dinov2.embeddings.mask_token" not in found[0]
 
 
-def test_an_input_that_is_not_known_leaves_all_as_it_was(tmp_path: Path) -> None:
-    """Masked positions reach the mask token, which nobody can tell before they are there."""
+SIDE = 2  # numbers
+
+
+class SideForSequenceClassification(BertForSequenceClassification):
+    """Adds something it makes of ``side``, which an example need not have."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.side = nn.Linear(SIDE, config.num_labels)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        side: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Any:
+        logits = super().forward(input_ids, attention_mask=attention_mask).logits
+        if side is not None:
+            logits = logits + self.side(side)
+        loss = None if labels is None else functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def some_with_side(which: Iterable[int], seed: int = 0, count: int = 12) -> Examples:
+    batch = texts(count, seed=seed, target="class")
+    found = [{name: value[i] for name, value in batch.items()} for i in range(count)]
+    for i in which:
+        found[i]["side"] = torch.ones(SIDE)
+    return Examples(found)
+
+
+def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = {name for example in examples for name in example}
+    none = {"side": torch.zeros(SIDE)}
+    return {name: torch.stack([(none | e)[name] for e in examples]) for name in sorted(names)}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("public", [None, (), (0,)])
+def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
+    size: int, public: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """None, the first, the last or half of the rows: the same is trained, or the run refused."""
+    settings: dict[str, Any] = {"projection": "principal", "projection_update_steps": None}
+    if public is not None:
+        settings["public_dataset"] = some_with_side(public, seed=1, count=4)
+    ran = 0
+    for number, which in enumerate(((), (0,), (11,), range(0, 12, 2), range(12))):
+        model = build(SideForSequenceClassification, BertConfig, BERT)
+        before = weights_of(model)
+        trainer = make_trainer(
+            tmp_path / str(number),
+            model=model,
+            train_dataset=some_with_side(which),
+            data_collator=stacked,
+            per_device_train_batch_size=size,
+            max_steps=2,
+            **settings,
+        )
+        assert trainer.private_run.trainable.keys() == before.keys()
+        with suppress(UnsupportedModelError):  # what the rows that are tried do not use
+            trainer.train()
+            ran += 1
+            moved = {n for n, p in weights_of(model).items() if not torch.equal(before[n], p)}
+            assert moved == before.keys()
+    assert ran
+
+
+def test_a_model_is_frozen_by_hand_where_nobody_has_the_input(tmp_path: Path) -> None:
+    model = build(SideForSequenceClassification, BertConfig, BERT)
+    settings = {"model": model, "train_dataset": some_with_side(()), "data_collator": stacked}
+    with pytest.raises(UnsupportedModelError, match=r"side\.weight, side\.bias\. Noise alone"):
+        make_trainer(tmp_path, **settings).train()
+    model.side.requires_grad_(False)
+    make_trainer(tmp_path, **settings).train()
+
+
+def test_data_with_an_input_that_forward_does_not_name_are_refused(tmp_path: Path) -> None:
+    """Masked positions reach the mask token, which nothing public tells."""
     entry = row("DINOv2, image classification")
     data = examples(entry)
     for example in data.examples:
@@ -86,7 +169,9 @@ def test_an_input_that_is_not_known_leaves_all_as_it_was(tmp_path: Path) -> None
     trainer = make_trainer(
         tmp_path, model=as_it_comes(entry), train_dataset=data, remove_unused_columns=False
     )
-    assert "dinov2.embeddings.mask_token" in trainer.private_run.trainable
+    with pytest.raises(UnsupportedModelError, match=r"mask_token was frozen, as no public input"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
 
 
 def test_examples_that_reach_what_was_frozen_end_the_run_before_a_release(

@@ -1,5 +1,6 @@
 """TRL's training on preferences made private: a pair of texts is one example."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import PREFERENCES, make_engine
+from dp_grape_hf.per_sample.layerwise.rules import RULES
 from dp_grape_hf.per_sample.losses.pairs import by_halves, side_by_side
 from tests.support.models import build
 from tests.support.oracles import dense, projectors_for, relative_error
@@ -130,6 +133,46 @@ def test_the_gradient_of_a_pair_is_that_of_trls_loss_for_it_alone(
     found_losses, found = per_sample(batch, projectors)
     torch.testing.assert_close(found_losses, losses, rtol=1e-4, atol=1e-5)
     assert relative_error(dense(found, 4), expected) < 1e-4
+
+
+def some_equal(which: Iterable[int]) -> datasets.Dataset:
+    rows = pairs().to_list()
+    for i in which:
+        rows[i]["rejected"] = rows[i]["chosen"]
+    return datasets.Dataset.from_list(rows)
+
+
+@each_kind
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (0, 1, 2, 3), (11,)])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("low", [False, True])
+def test_a_pair_of_equal_texts_trains_wherever_it_stands(
+    kind: str, which: tuple[int, ...], size: int, low: bool, tmp_path: Path
+) -> None:
+    """Its gradient is zero but for rounding, which no two computations have alike."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": size, "bf16": low, "max_steps": 2}
+    trainer = trainer_of(kind, tmp_path, train_dataset=some_equal(which), **settings)
+    trainer.train()
+    assert trainer.ledger.steps == 2
+
+
+@each_kind
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = type(RULES[nn.Linear]).gradients
+
+    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+        square = layer.weight.shape[0] == layer.weight.shape[1]
+        return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
+
+    monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
+    settings: dict[str, Any] = {"per_device_train_batch_size": size}
+    trainer = trainer_of(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
 
 
 @pytest.mark.parametrize("loss_type", PREFERENCES)
@@ -287,8 +330,6 @@ def test_an_option_that_voids_the_guarantee_is_refused(
         ("dpo", "loss_type", ["aot"]),
         ("dpo", "loss_type", ["sigmoid", "aot_unpaired"]),
         ("dpo", "f_divergence_type", "js_divergence"),
-        ("dpo", "train_sampling_strategy", "group_by_length"),
-        ("reward", "train_sampling_strategy", "group_by_length"),
     ],
 )
 def test_a_loss_that_is_not_one_of_pairs_is_refused(

@@ -580,17 +580,15 @@ def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
 # ---- What would break the count ----
 
 
-@pytest.mark.parametrize("rows", ["fewer", "more"])
 def test_a_collator_whose_rows_are_not_examples_is_refused_before_a_release(
-    rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        examples = examples[: len(examples) // 2] if rows == "fewer" else examples * 2
-        return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
+        return {key: torch.stack([e[key] for e in examples * 2]) for key in ("x", "labels")}
 
     releases = spy_releases(monkeypatch)
     trainer = make_trainer(tmp_path, data_collator=collate, **EXACT)
-    with pytest.raises(PrivacyError, match="other rows than"):
+    with pytest.raises(PrivacyError, match="another number of rows"):
         trainer.train()
     assert releases == []
 

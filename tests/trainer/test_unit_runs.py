@@ -266,10 +266,6 @@ def test_neither_collator_nor_model_sees_the_column(
         ),
         ({"expected_batch_size": 9}, "expected batch size 9 is larger than the 8"),
         ({"target_delta": 0.2}, "not below 1/8"),
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            "train_sampling_strategy='group_by_length' with privacy_unit_column='user'",
-        ),
         ({"train_dataset": iter(())}, "without random access"),
     ],
 )
@@ -352,20 +348,20 @@ def _shuffled(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return _collate([examples[i] for i in torch.randperm(len(examples))])
 
 
-def _noisy(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    batch = _collate(examples)
-    return batch | {"x": batch["x"] + 0.01 * torch.randn_like(batch["x"])}
+def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
+    """It would give the row of a longer companion for that of an example."""
+    with pytest.raises(PrivacyError, match="in their order"):
+        _run(tmp_path, data_collator=_sorted)
 
 
-@pytest.mark.parametrize(
-    ("collator", "message"),
-    [(_sorted, "rows in another order"), (_shuffled, "rows are random, or alike")],
-)
-def test_a_collator_that_moves_rows_is_refused(collator: Any, message: str, tmp_path: Path) -> None:
-    """It would clip one user's examples as several users'."""
-    with pytest.raises(PrivacyError, match=message):
-        _run(tmp_path, data_collator=collator)
-    _run(tmp_path, data_collator=_noisy)  # the labels show that rows stay
+def test_the_order_of_a_users_rows_does_not_matter(tmp_path: Path) -> None:
+    """Each user is collated apart, so that no row can go to another."""
+    trainers = [
+        _run(tmp_path, data_collator=collator, noise_multiplier=0, max_grad_norm=1.0)[0]
+        for collator in (_collate, _shuffled)
+    ]
+    one, other = (weights_of(trainer.model) for trainer in trainers)
+    assert_same_weights(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_a_transform_that_moves_rows_of_a_batch_moves_none_of_a_unit(

@@ -249,11 +249,6 @@ def with_patches(inputs: Inputs) -> Inputs:
 _PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 
 
-def inputs_of_model(loss: LossFunction, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the model is run with, of a batch."""
-    return split(loss, inputs)[0]
-
-
 # ---- Only where there are labels ----
 
 

@@ -63,9 +63,9 @@ def test_gradients_are_exact_under_gradient_checkpointing(case: Case) -> None:
     layer.register_forward_pre_hook(lambda *_: [next(forwards), None][1])
     gradients = per_sample_gradients(model, inputs, projections=projectors)[1]
     # The probe evaluates twice for noise, eight times more (and once more to try a table with one
-    # row per sample), twice for the model's own loss, and trains twice for gradients and twice for
-    # coins; what trains is repeated.
-    assert next(forwards) == 2 + 8 + bool(case.broadcasts) + 2 + 2 * 4 + 2
+    # row per sample), twice for the model's own loss, and trains twice for gradients and five times
+    # for coins; what trains is repeated.
+    assert next(forwards) == 2 + 8 + bool(case.broadcasts) + 2 + 2 * (2 + 5) + 2
     assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
     assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
 

@@ -1,0 +1,259 @@
+"""While a run goes on: now and then, one row's contribution is computed alone and compared.
+
+What is tried before the first step are a few examples and a model as it was then. Later data may
+show what these did not, and a model may remember what it was given before. So on physical batches
+that a secret coin chooses, the gradient of one row, chosen likewise, is computed once more from
+that row alone, with the random numbers that it had among the others. If it is another one, the run
+stops before anything of that step is released.
+
+That a run stops depends on the data then, as do all refusals.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.guards import keeping_random_state, same_state, torch_streams
+from dp_grape_hf.per_sample.prints import Prints, Tolerance, joint_error
+from dp_grape_hf.per_sample.probing import rows_of
+from dp_grape_hf.phases import Observer
+from dp_grape_hf.projections import Projector
+
+SHARE = 1 / 50
+"""Of the physical batches, how many are watched, half as many where one has a single row: that
+takes less than a hundredth of the time."""
+
+
+class WatchedEngine(PerSampleEngine):
+    """Computes what another engine does, and compares single rows with themselves alone.
+
+    Args:
+        examples: computes losses and gradients; model, loss and parameters are its.
+        tolerance: of rounding.
+        shortest: norm from which a gradient contributes in full, C: what is shorter may differ by
+            as much. So a gradient that is nothing but rounding is no other one.
+        coins: says which rows, secret; the same in all processes if the weights are sharded, as
+            then every process must run the model equally often.
+
+    Raises:
+        PrivacyError: when called, if a row's gradient is another one alone.
+    """
+
+    def __init__(
+        self,
+        examples: PerSampleEngine,
+        tolerance: Tolerance,
+        shortest: float,
+        coins: random.Random,
+    ) -> None:  # the inner engine has checked the model
+        self.examples = examples
+        self.model, self.loss = examples.model, examples.loss
+        self.trainable, self.groups = examples.trainable, examples.groups
+        self.grad_sample_mode = examples.grad_sample_mode
+        self.isolates_samples = examples.isolates_samples
+        self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
+
+    def __call__(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
+        row = self._chosen(inputs)
+        if row is None:
+            return self.examples(inputs, projectors)
+        found = Prints(slice(row, row + 1))
+        with NotedDraws(batch_size_of(inputs), row) as draws:
+            losses, gradients = self.examples(inputs, projectors)
+        found(gradients)
+        self._compare(inputs, projectors, row, losses, found, draws)
+        return losses, gradients
+
+    def stream(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
+    ) -> Tensor:
+        """Hands out the gradients of one group after another; returns losses (B,)."""
+        row = self._chosen(inputs)
+        if row is None:
+            return self.examples.stream(inputs, projectors, *consumers)
+        found = Prints(slice(row, row + 1))
+
+        def marking(gradients: Gradients) -> None:
+            found(gradients)
+            consumers[0](gradients)
+
+        with NotedDraws(batch_size_of(inputs), row) as draws:
+            losses = self.examples.stream(inputs, projectors, marking, *consumers[1:])
+        self._compare(inputs, projectors, row, losses, found, draws)
+        return losses
+
+    def _chosen(self, inputs: Inputs) -> int | None:
+        """Returns which row to compare, if any; the coins are tossed whatever the batch is."""
+        one, other = self._coins.random(), self._coins.random()
+        size = batch_size_of(inputs)
+        chosen = one < (SHARE if size > 1 else SHARE / 2) and not self.examples.simulated
+        return int(other * size) if chosen else None
+
+    def _compare(
+        self,
+        inputs: Inputs,
+        projectors: Mapping[str, Projector],
+        row: int,
+        losses: Tensor,
+        found: Prints,
+        draws: NotedDraws,
+    ) -> None:
+        """Refuses a gradient that is another one alone.
+
+        Not compared is what rounding says (hardly any loss), and what had random numbers of which
+        it is not known which were the row's: those inside of a fused kernel, or drawn once more for
+        activations that are recomputed.
+        """
+        alone, observer = Prints(), self.examples.observer
+        self.examples.observer = Observer()  # it is no part of the step
+        try:
+            with keeping_random_state(), GivenDraws(draws) as given:
+                self.examples.stream(rows_of(inputs, slice(row, row + 1)), projectors, alone)
+        finally:
+            self.examples.observer = observer
+        again = draws.made and any(
+            getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
+        )
+        if again or not given.known or not (losses[row].abs() > self._tolerance.loss):
+            return
+        names = list(self.trainable)
+        marks = found.marks(names), alone.marks(names)
+        error, norm = (float(x) for x in joint_error(*marks))
+        if error > self._tolerance.error * max(norm, self._shortest):
+            raise PrivacyError(
+                "The gradient of an example is another one among others than alone, by "
+                f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, or "
+                "remembers rows that it was given before (a memory bank, a running average that is "
+                "not saved). The run stops, and nothing of this step was released; what was "
+                "released before is counted, and its guarantee may not hold. Take out of the model "
+                "what couples examples."
+            )
+
+    @property
+    def observer(self) -> Observer:  # type: ignore[override]
+        """Who looks on at the inner engine."""
+        return self.examples.observer
+
+    @property
+    def reseeds_host(self) -> bool:  # type: ignore[override]
+        """Whether passes of the inner engine do."""
+        return self.examples.reseeds_host
+
+    def use(self, step: int) -> None:
+        """Tells the inner engine the number of the logical step."""
+        self.examples.use(step)
+
+    def losses(self, model: Any, inputs: Inputs, batch_size: int) -> Tensor:
+        """Returns the losses (B,)."""
+        return self.examples.losses(model, inputs, batch_size)
+
+    def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of a release."""
+        return self.examples.released_shapes(projectors)
+
+
+# ---- Random numbers of one row ----
+
+
+@dataclass
+class Drawn:
+    """What one random operation gave to a row."""
+
+    operation: Any
+    values: Tensor | None  # None if it is not known
+
+
+class _Draws(TorchDispatchMode):
+    """Sees what draws from torch's global streams."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = torch_streams()
+        result = func(*args, **(kwargs or {}))
+        if all(map(same_state, before, torch_streams())):
+            return result  # attention without dropout, say
+        return self.drawn(func, args, result)
+
+    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Is shown a draw; returns what takes its place."""
+        raise NotImplementedError
+
+
+class NotedDraws(_Draws):
+    """Keeps what is drawn for one row of a batch.
+
+    Args:
+        size: B.
+        row: which of its rows.
+    """
+
+    def __init__(self, size: int, row: int) -> None:
+        super().__init__()
+        self._size, self._row = size, row
+        self.made: list[Drawn] = []
+
+    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Notes the row's part, which is a block of the leading dimension."""
+        values = _values(func, args, result)
+        if values is not None and values.dim() and len(values) % self._size == 0:
+            values = values.unflatten(0, (self._size, -1))[self._row].clone()
+        elif self._size > 1:
+            values = None  # of several rows, or of none
+        self.made.append(Drawn(func, values))
+        return result
+
+
+class GivenDraws(_Draws):
+    """Gives a row alone what was drawn for it.
+
+    Args:
+        noted: what that was.
+
+    Attributes:
+        known: whether all that was drawn inside was given, and all that was noted.
+    """
+
+    def __init__(self, noted: NotedDraws) -> None:
+        super().__init__()
+        self._left = list(noted.made)
+        self._known = True
+
+    @property
+    def known(self) -> bool:
+        return self._known and not self._left
+
+    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Puts the noted values in the place of what was drawn."""
+        values = _values(func, args, result)
+        noted = self._left.pop(0) if self._left else Drawn(None, None)
+        if values is None or noted.values is None or noted.operation is not func:
+            self._known = False
+        elif noted.values.shape != values.shape:
+            self._known = False
+        else:
+            values.copy_(noted.values)
+            if func is torch.ops.aten.native_dropout.default:
+                return args[0] * values / ((1 - args[1]) or 1.0), values
+        return result
+
+
+def _values(func: Any, args: tuple[Any, ...], result: Any) -> Tensor | None:
+    """Returns the numbers that were drawn; None where they are inside of something larger."""
+    if func is torch.ops.aten.native_dropout.default:
+        return result[1]
+    return result if isinstance(result, Tensor) else None

@@ -1,0 +1,331 @@
+"""A row is made of its own example and of coins of its own, whoever else was drawn."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForMultipleChoice,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.mechanism import LogicalBatchCollator, OwnRows, UnitCollator, collation
+from dp_grape_hf.mechanism.collation import grid_length
+from dp_grape_hf.trainer.collators import refuse_other_rows
+from recipes.paper.opt_tasks import Collator as OptionsCollator
+from tests.support.collators import longest_first, tokenizer
+
+Example = dict[str, Any]
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def text(length: int, i: int) -> Example:
+    return {"input_ids": ids(length, i), "attention_mask": [1] * length, "labels": i % 3}
+
+
+def mixup(examples: list[Example]) -> dict[str, Tensor]:
+    x = torch.tensor([e["x"] for e in examples])
+    return {"x": 0.7 * x + 0.3 * x.flip(0), "labels": torch.tensor([e["labels"] for e in examples])}
+
+
+def normalised(examples: list[Example]) -> dict[str, Tensor]:
+    x = torch.tensor([e["x"] for e in examples])
+    return {"x": x - x.mean(), "labels": torch.tensor([e["labels"] for e in examples])}
+
+
+def tokens(length: int, i: int) -> Example:
+    return text(length, i) | {"labels": [i % 3] * length}
+
+
+def summary(length: int, i: int) -> Example:
+    return text(length, i) | {"labels": ids(2 + i % 11, i)}
+
+
+def question(length: int, i: int) -> Example:
+    options = [ids(length + k, i + k) for k in range(3)]
+    return {"input_ids": options, "attention_mask": [[1] * len(o) for o in options], "label": i % 3}
+
+
+def options(length: int, i: int) -> Example:
+    rows = [ids(length + k, i + k) for k in range(2)]
+    return {"input_ids": rows, "answer_lengths": [1 + i % 2, 2], "labels": i % 2}
+
+
+def numbers(length: int, i: int) -> Example:
+    return {"x": [float(length), float(i)], "labels": i % 2}
+
+
+def with_holes(length: int, i: int) -> Example:
+    row = text(8, i)
+    return row | {"attention_mask": None} if length > 12 else row
+
+
+def boxes(length: int, i: int) -> Example:
+    return tokens(length, i) | {"labels": 1, "bbox": [[k, 1, 2, 3] for k in range(length)]}
+
+
+def with_boxes(examples: list[Example]) -> dict[str, Tensor]:
+    longest = max(len(e["bbox"]) for e in examples)
+    padded = [e["bbox"] + [[0] * 4] * (longest - len(e["bbox"])) for e in examples]
+    texts = [{k: v for k, v in e.items() if k != "bbox"} for e in examples]
+    return dict(DataCollatorWithPadding(tokenizer())(texts)) | {"bbox": torch.tensor(padded)}
+
+
+COLLATORS: dict[str, tuple[Callable[[list[Example]], Any], Callable[[int, int], Example]]] = {
+    "padded right": (DataCollatorWithPadding(tokenizer()), text),
+    "padded left": (DataCollatorWithPadding(tokenizer("left")), text),
+    "tokens": (DataCollatorForTokenClassification(tokenizer()), tokens),
+    "summaries": (DataCollatorForSeq2Seq(tokenizer()), summary),
+    "options": (DataCollatorForMultipleChoice(tokenizer()), question),
+    "options of OPT": (OptionsCollator(1), options),
+    "next words": (DataCollatorForLanguageModeling(tokenizer(), mlm=False), text),
+    "flat": (DataCollatorWithFlattening(), lambda n, i: {"input_ids": ids(n, i)}),
+    "boxes": (with_boxes, boxes),
+    "a column is None": (default_data_collator, with_holes),
+    "stretched": (longest_first, text),
+    "mixed": (mixup, numbers),
+    "normalised": (normalised, numbers),
+}
+each_collator = pytest.mark.parametrize("name", COLLATORS)
+LENGTHS = (3, 30, 8, 9, 17, 17, 41, 5, 12, 24, 16, 2)
+
+
+def rows_of(batches: Any) -> list[dict[str, Any]]:
+    """Returns rows by themselves, as lists."""
+    return [
+        {k: v[i].tolist() if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for batch, size in zip(batches, batches.sizes, strict=True)
+        for i in range(size)
+    ]
+
+
+@each_collator
+@pytest.mark.parametrize("physical", [1, 3, 100])
+def test_a_row_does_not_notice_who_else_is_drawn(name: str, physical: int) -> None:
+    """Neither the longest, nor the first, nor how many there are."""
+    collator, make = COLLATORS[name]
+    collate = LogicalBatchCollator(collator, physical)
+    examples = [make(length, i) for i, length in enumerate(LENGTHS)]
+    everyone = rows_of(collate(examples))
+    for left_out in range(len(examples)):
+        rest = rows_of(collate(examples[:left_out] + examples[left_out + 1 :]))
+        own = rows_of(collate([examples[left_out]]))
+        assert sorted(map(str, rest + own)) == sorted(map(str, everyone))
+
+
+@each_collator
+def test_a_row_is_that_of_the_example_alone_but_for_padding(name: str) -> None:
+    collator, make = COLLATORS[name]
+    examples = [make(length, i) for i, length in enumerate(LENGTHS)]
+    if name in ("stretched", "mixed", "normalised"):
+        with pytest.raises(PrivacyError, match="otherwise among others"):
+            refuse_other_rows(OwnRows(collator), examples)
+    else:
+        refuse_other_rows(OwnRows(collator), examples)
+
+
+@pytest.mark.parametrize(
+    "name", ["padded left", "padded right", "tokens", "options", "boxes", "next words"]
+)
+def test_texts_have_few_lengths(name: str) -> None:
+    collator, make = COLLATORS[name]
+    batches = LogicalBatchCollator(collator, 100)(
+        [make(n, i) for n in range(1, 65) for i in (0, 1)]
+    )
+    lengths = [batch["input_ids"].shape[-1] for batch in batches]
+    assert all(length % 8 == 0 for length in lengths)
+    assert lengths == sorted(set(lengths), reverse=True)  # each once, the longest first
+    assert sum(batches.sizes) == 128
+
+
+def test_the_grid_pads_by_less_than_a_quarter() -> None:
+    lengths = [grid_length(n) for n in range(1, 3000)]
+    assert lengths == sorted(lengths)
+    assert all(n <= grid < n + 8 or grid < 1.25 * n for n, grid in enumerate(lengths, 1))
+    assert len(set(lengths)) < 32
+
+
+@pytest.mark.parametrize("longest", [40, 43, 50])
+def test_padding_stays_within_the_positions_of_a_model(longest: int) -> None:
+    own = OwnRows(COLLATORS["padded left"][0], longest)
+    for length in range(1, longest + 1):
+        expected = min(grid_length(length), longest)
+        assert own([text(length, 0)])["input_ids"].shape == (1, expected)
+    assert own([text(longest + 1, 0)])["input_ids"].shape[1] >= longest + 1  # the model's affair
+
+
+def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
+    def joined(examples: list[Example]) -> dict[str, Tensor]:
+        rows = [torch.tensor(e["prompt_ids"] + e["answer_ids"]) for e in examples]
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+    example = {"prompt_ids": ids(9), "answer_ids": ids(9)}
+    assert OwnRows(joined)([example])["input_ids"].shape == (1, 32)
+    assert OwnRows(joined, 20)([example])["input_ids"].shape == (1, 18)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_lists_arrays_and_tensors_are_padded_alike(kind: Callable[[Any], Any]) -> None:
+    def pads(examples: list[Example]) -> dict[str, Tensor]:
+        rows = [torch.as_tensor(e["input_ids"]) for e in examples]
+        labels = torch.stack([torch.as_tensor(e["labels"]) for e in examples])
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, True), "labels": labels}
+
+    classes = kind([0.0, 1.0, 0.0])  # one number for each class, which is no sequence
+    row = OwnRows(pads)([{"input_ids": kind([7] * 5), "labels": classes}])
+    assert row["input_ids"].tolist() == [[7] * 5 + [0] * 3]
+    assert row["labels"].shape == (1, 3)
+
+
+def test_labels_that_have_one_length_do_not_keep_texts_from_being_padded() -> None:
+    def pads(examples: list[Example]) -> dict[str, Tensor]:
+        rows = [torch.tensor(e["input_ids"]) for e in examples]
+        return {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, True),
+            "labels": torch.tensor([e["labels"] for e in examples]),  # of one length
+        }
+
+    row = OwnRows(pads)([{"input_ids": [7] * 5, "labels": [0, 1, 1]}])
+    assert (row["input_ids"].shape, row["labels"].tolist()) == ((1, 8), [[0, 1, 1]])
+
+
+def test_an_example_is_not_changed_by_its_collator() -> None:
+    def takes_out(examples: list[Example]) -> Any:
+        labels = [e.pop("labels") for e in examples]
+        return dict(COLLATORS["padded left"][0](examples)) | {"labels": torch.tensor(labels)}
+
+    example = text(5, 0)
+    assert OwnRows(takes_out)([example])["input_ids"].shape == (1, 8)
+    assert example == text(5, 0)
+
+
+# ---- What cannot be collated alone ----
+
+
+@pytest.mark.parametrize(
+    ("collator", "reason"),
+    [
+        (lambda examples: {"x": torch.zeros(2 * len(examples), 3)}, "'x'.*another number of rows"),
+        (lambda examples: {"x": torch.zeros(3, 1)[: len(examples) - 1]}, "another number of rows"),
+        (lambda examples: {"x": torch.tensor(1.0)}, "'x'.*with no row"),
+        (lambda examples: torch.zeros(len(examples)), "returned a Tensor.*mapping"),
+    ],
+)
+def test_what_has_no_row_for_an_example_is_refused(collator: Any, reason: str) -> None:
+    with pytest.raises(PrivacyError, match=reason):
+        LogicalBatchCollator(collator, 4)([1, 2, 3])
+
+
+def test_an_error_of_a_collator_is_its_own() -> None:
+    def fails(examples: list[Any]) -> Any:
+        raise ValueError("of the collator")
+
+    with pytest.raises(ValueError, match="of the collator"):
+        LogicalBatchCollator(fails, 4)([text(3, 0)])
+
+
+# ---- Units ----
+
+
+def test_a_unit_is_collated_by_itself() -> None:
+    collator, make = COLLATORS["padded left"]
+    units = [[make(3, 0), make(20, 1)], [make(5, 2)], [make(9, 3), make(4, 4)], [make(24, 5)]]
+    collate = UnitCollator(collator, 8)
+    everyone = rows_of(collate(units))
+    assert sorted(len(row["input_ids"]) for row in everyone) == [8, 16, 16, 24, 24, 24]
+    for left_out in range(len(units)):
+        rest = collate(units[:left_out] + units[left_out + 1 :])
+        contents = [{**row, "privacy_unit_of_row": 0} for row in rows_of(rest)]
+        own = [{**row, "privacy_unit_of_row": 0} for row in rows_of(collate([units[left_out]]))]
+        all_rows = [{**row, "privacy_unit_of_row": 0} for row in everyone]
+        assert sorted(map(str, contents + own)) == sorted(map(str, all_rows))
+
+
+# ---- Coins ----
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+
+def _coins() -> list[float]:
+    return [float(torch.rand([])), random.random(), float(np.random.rand())]
+
+
+def test_coins_of_one_example_are_nothing_to_the_next() -> None:
+    """Whatever it draws, seeds or rewinds: nobody after it has other coins for that."""
+
+    def tosses(how: str) -> list[float]:
+        if how == "seeds":
+            torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        coins = _coins()
+        return coins + _coins() if how == "more" else coins
+
+    found = []
+    for how in ("less", "more", "seeds"):
+        torch.manual_seed(5)
+        first, second = collation.with_own_coins(tosses, [how, "less"])
+        found.append((second, _coins()[0]))
+        assert second[0] != first[0]
+    assert found[0] == found[1] == found[2]
+
+
+def test_coins_are_drawn_from_the_secret_stream_and_never_again() -> None:
+    before = _states()
+    seen = [collation.with_own_coins(lambda _: _coins(), range(3)) for _ in range(2)]
+    flat = [coin for draw in seen for coins in draw for coin in coins]
+    assert len(set(flat)) == len(flat)
+    assert _states()[1:] == before[1:]  # of the host, which are only set
+    assert _states()[0] != before[0]
+
+
+def test_masks_are_an_examples_own() -> None:
+    """A masking collator tosses for an example and its companion, and for nobody else."""
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5)
+    collate = LogicalBatchCollator(collator, 100)
+    of_first = []
+    for others in ([], [text(30, 1)], [text(3, i) for i in range(9)]):
+        torch.manual_seed(3)
+        rows = rows_of(collate([text(12, 0), *others]))
+        of_first += [row["labels"] for row in rows if len(row["labels"]) == 16]
+    assert of_first[0] == of_first[1] == of_first[2]
+    of_equal_texts = [str(row["labels"]) for row in rows_of(collate([text(12, 0)] * 3))]
+    assert len(set(of_equal_texts)) == 3
+
+
+def test_a_coin_for_a_batch_is_a_coin_for_an_example() -> None:
+    def crops(examples: list[Example]) -> dict[str, Tensor]:
+        start = int(torch.randint(8, ()))
+        return {"x": torch.tensor([e["x"] for e in examples])[:, start : start + 4]}
+
+    (batch,) = LogicalBatchCollator(crops, 100)([{"x": list(range(12))}] * 64)
+    assert {int(row[0]) for row in batch["x"]} == set(range(8))  # missed by chance: below 0.002
+
+
+def test_a_data_set_is_asked_for_one_example_at_a_time(tmp_path: Path) -> None:
+    """A transform of many at once, as data sets have them, would pad them to the longest."""
+    from datasets import Dataset
+
+    from dp_grape_hf.mechanism import EmptyDrawDataset
+
+    def longest(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        size = max(map(len, rows["x"]))
+        return {"x": [row + [0] * (size - len(row)) for row in rows["x"]]}
+
+    data = Dataset.from_list([{"x": [1] * n} for n in (1, 5, 2)]).with_transform(longest)
+    fetched = EmptyDrawDataset(data).__getitems__([0, 1, 2])
+    assert [len(example["x"]) for example in fetched] == [1, 5, 2]

@@ -1,0 +1,356 @@
+"""One example more moves the sum that meets the noise by C at most, or the run is refused.
+
+The same coins, with and without one example: what the *others* contribute must stay. Each case is
+one in which something that looks at a whole batch would move it by several C.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    default_data_collator,
+)
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError
+from dp_grape_hf.mechanism import Streams
+from dp_grape_hf.per_sample import watching
+from tests.support.collators import longest_first, tokenizer
+from tests.support.trainers import Examples, Releases, make_trainer
+
+C, WORDS, WIDTH = 0.05, 60, 16
+Example = dict[str, Any]
+
+
+# ---- Models ----
+
+
+def bert(kind: Any = BertForSequenceClassification) -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, num_labels=3, hidden_dropout_prob=0.0, pad_token_id=1,
+        attention_probs_dropout_prob=0.0, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    model = kind(config)
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)
+    return model
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=WIDTH, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3,
+        pad_token_id=1, bos_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    model = GPT2ForSequenceClassification(config)
+    with torch.no_grad():
+        model.score.weight.mul_(20)
+    return model
+
+
+class TextForSequenceClassification(nn.Module):
+    """A mean over words, of which a subclass makes something else with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        with torch.no_grad():
+            self.head.weight.mul_(3)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        logits = self.head(self.read(self.words(input_ids), attention_mask[..., None].float()))
+        out = {"logits": logits}
+        return out if labels is None else {"loss": functional.cross_entropy(logits, labels)} | out
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.body(x) * mask).sum(1) / mask.sum(1)
+
+
+class SortedForSequenceClassification(TextForSequenceClassification):
+    """Runs longer texts first, as recurrent networks want them, and puts them back."""
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        order = mask.sum((1, 2)).argsort(descending=True, stable=True)
+        return super().read(x[order], mask[order])[order.argsort()]
+
+
+class SwappedForSequenceClassification(TextForSequenceClassification):
+    """Turns the batch round where its first text is longer than its last."""
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        if mask[0].sum() <= mask[-1].sum():
+            return super().read(x, mask)
+        return super().read(x.flip(0), mask.flip(0)).flip(0)
+
+
+class SortedByNormForSequenceClassification(TextForSequenceClassification):
+    """Sorts by contents."""
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        order = x.detach().norm(dim=(1, 2)).argsort()
+        return super().read(x[order], mask[order])[order.argsort()]
+
+
+class LongestForSequenceClassification(TextForSequenceClassification):
+    """Divides by the length of the longest text of the batch."""
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.body(x) * mask).sum(1) / mask.sum(1).max()
+
+
+class LaterForSequenceClassification(TextForSequenceClassification):
+    """Couples rows, but only after it was tried."""
+
+    passes = 0
+
+    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.passes += self.training
+        h = super().read(x, mask)
+        return self.coupled(h) if self.passes > 150 else h
+
+    def coupled(self, h: Tensor) -> Tensor:
+        return h + h.mean(0)
+
+
+class BankForSequenceClassification(LaterForSequenceClassification):
+    """Looks at what it was given the last time."""
+
+    bank: Tensor | None = None
+
+    def coupled(self, h: Tensor) -> Tensor:
+        known, self.bank = self.bank, h.detach().mean(0)
+        return h if known is None else h + 0.3 * known
+
+
+class CountingForSequenceClassification(LaterForSequenceClassification):
+    """Warms up with the number of examples that it has seen."""
+
+    seen = 0
+
+    def coupled(self, h: Tensor) -> Tensor:
+        self.seen += len(h)
+        return h * (1 + self.seen / 100)
+
+
+# ---- Data ----
+
+
+def text(
+    length: int, label: int, *, pad: int = 0, word: int | None = None, seed: int = 0
+) -> Example:
+    generator = torch.Generator().manual_seed(100 * length + seed)
+    ids = torch.randint(5, WORDS, (length,), generator=generator).tolist()
+    ids = [word] * length if word else ids
+    rest = max(pad - length, 0)
+    mask = [1] * length + [0] * rest
+    return {"input_ids": ids + [1] * rest, "attention_mask": mask, "labels": label}
+
+
+EQUAL = [text(8, i % 3, seed=i) for i in range(47)]  # all of one length
+LONG = text(30, 0, word=7)
+PADDED = [text(8, i % 3, pad=12, seed=i) for i in range(47)]
+FULL = text(12, 0, pad=12, word=7)
+
+
+def without_mask(examples: list[Example]) -> dict[str, Tensor]:
+    longest = max(len(e["input_ids"]) for e in examples)
+    rows = [e["input_ids"] + [1] * (longest - len(e["input_ids"])) for e in examples]
+    return {
+        "input_ids": torch.tensor(rows),
+        "labels": torch.tensor([e["labels"] for e in examples]),
+    }
+
+
+def mixes(examples: list[Example]) -> dict[str, Tensor]:
+    """Ends every text as another one of the batch ends."""
+    batch = without_mask(examples)
+    ids = batch["input_ids"]
+    return batch | {"input_ids": torch.cat([ids[:, :4], ids.roll(1, 0)[:, 4:]], 1)}
+
+
+class PadsAll:
+    """A data set that answers a list of indices with texts padded to the longest."""
+
+    def __init__(self, examples: list[Example]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Example]:
+        rows = without_mask([self.examples[i] for i in indices])
+        return [
+            {"input_ids": rows["input_ids"][k], "labels": rows["labels"][k]}
+            for k in range(len(indices))
+        ]
+
+
+def no_mask(example: Example) -> Example:
+    return {name: value for name, value in example.items() if name != "attention_mask"}
+
+
+def of_tokens(example: Example) -> Example:
+    return example | {"labels": [(w + example["labels"]) % 3 for w in example["input_ids"]]}
+
+
+# ---- The cases ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, data, one example more and where it stands.
+
+    Args:
+        refused: whether nothing may be released; else the others must not move.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    data: list[Example]
+    more: Example
+    at: int = 47
+    collator: Any = default_data_collator
+    dataset: Any = Examples
+    refused: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LEFT = DataCollatorWithPadding(tokenizer("left"))
+SORTED = "one example at a time|order of the samples"
+CASES = [
+    Case("padding on the left, positions counted from there", gpt2, EQUAL, LONG, collator=LEFT),
+    Case("padding that nothing masks", bert, EQUAL, LONG, collator=without_mask),
+    Case("rows stretched to the longest", bert, EQUAL, LONG, collator=longest_first),
+    Case("a column that is None", bert, PADDED, FULL | {"attention_mask": None}, at=32),
+    Case("a column that only one has", bert, [no_mask(e) for e in PADDED], PADDED[0], at=16),
+    Case("labels of tokens, padded", partial(bert, BertForTokenClassification),
+         [of_tokens(e) for e in EQUAL], of_tokens(LONG),
+         collator=DataCollatorForTokenClassification(tokenizer("left"))),
+    Case("a data set that pads", bert, [no_mask(e) for e in EQUAL], no_mask(LONG), dataset=PadsAll),
+    Case("mixed by the collator", bert, EQUAL, EQUAL[0], collator=mixes,
+         refused="of an example otherwise among others"),
+    Case("sorted by length", SortedForSequenceClassification, PADDED, FULL, refused=SORTED),
+    Case("sorted by length, in functorch", SortedForSequenceClassification, PADDED, FULL,
+         settings={"engine": "functorch"}),
+    Case("turned round", SwappedForSequenceClassification, PADDED, FULL, refused=SORTED),
+    Case("sorted by contents", SortedByNormForSequenceClassification, PADDED, FULL, refused=SORTED),
+    Case("divided by the longest", LongestForSequenceClassification, PADDED, FULL,
+         refused="changes with the number or the contents"),
+]  # fmt: skip
+
+
+def released(
+    case: Case, data: list[Example], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> dict[str, Tensor]:
+    """Returns the last release of a run without noise, of all of the data, times its divisor."""
+    seen = Releases()
+    size = len(case.data) + 1
+    torch.manual_seed(5)
+    trainer = make_trainer(
+        folder,
+        model=case.model(),
+        train_dataset=case.dataset(data),
+        data_collator=case.collator,
+        **{
+            "method": "dp_adam",
+            "noise_multiplier": 0,
+            "max_grad_norm": C,
+            "expected_batch_size": size,
+            "num_samples": size,
+            "per_device_train_batch_size": 16,
+            "max_steps": 1,
+            "known_streams": Streams.known(),
+            **case.settings,
+            **settings,
+        },
+    )
+    trainer.observer = seen
+    monkeypatch.setattr(type(trainer), "observer", seen)
+    torch.manual_seed(5)
+    trainer.train()
+    return {name: size * value for name, value in seen.releases[-1].items()}
+
+
+@pytest.mark.parametrize("physical", [4, 16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_example_more_moves_the_sum_by_its_bound(
+    case: Case, physical: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [*case.data[: case.at], case.more, *case.data[case.at :]]
+    run = partial(released, case, monkeypatch=monkeypatch, per_device_train_batch_size=physical)
+    if case.refused:
+        for number, examples in enumerate((case.data, data)):
+            with pytest.raises((PrivacyError, UnsupportedModelError), match=case.refused):
+                run(examples, tmp_path / str(number))
+        return
+    without, with_it = run(case.data, tmp_path / "without"), run(data, tmp_path / "with")
+    moved = sum((with_it[n] - without[n]).square().sum() for n in without).sqrt() / C
+    assert 0.9 < moved < 1.001  # the example's own contribution is clipped
+
+
+# ---- While a run goes on ----
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LaterForSequenceClassification,
+        BankForSequenceClassification,
+        CountingForSequenceClassification,
+    ],
+)
+def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "SHARE", 1.0)
+    case = Case("", model, PADDED, FULL)
+    with pytest.raises(PrivacyError, match=r"among others than alone.*nothing of this step"):
+        released(case, PADDED, tmp_path, monkeypatch, max_steps=60)
+
+
+def test_watching_changes_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, whose masks a row is given again when it is alone."""
+    found = []
+    for share in (0.0, 1.0):
+        monkeypatch.setattr(watching, "SHARE", share)
+        rates = {"hidden_dropout_prob": 0.4, "attention_probs_dropout_prob": 0.4}
+        case = Case("", partial(_with_dropout, rates), PADDED, FULL)
+        found.append(released(case, PADDED, tmp_path / f"{share}", monkeypatch, max_steps=3))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=0, atol=0)
+
+
+def _with_dropout(config: dict[str, float]) -> nn.Module:
+    model = bert()
+    made = type(model)(BertConfig(**model.config.to_dict() | config))
+    made.load_state_dict(model.state_dict())
+    return made
