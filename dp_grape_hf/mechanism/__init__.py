@@ -6,7 +6,7 @@ it up and makes it private, and ``noise`` and ``streams`` are the randomness, wh
 """
 
 from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
-from dp_grape_hf.mechanism.collation import OwnRows
+from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
 from dp_grape_hf.mechanism.sampling import (
@@ -36,6 +36,7 @@ __all__ = [
     "STABILITY",
     "BatchGradient",
     "EmptyDrawDataset",
+    "Grid",
     "LogicalBatch",
     "LogicalBatchCollator",
     "OwnRows",

@@ -35,17 +35,33 @@ Rows = dict[str, Any]
 """What a collator made of one example or unit: tensors (k, ...), and what is no tensor."""
 
 
-def grid_length(length: int) -> int:
-    """Returns the length to which a sequence is padded.
+@dataclass(frozen=True)
+class Grid:
+    """The lengths to which sequences are padded: of each, a public function of its own.
 
-    Multiples of 8; above 64, a quarter of a power of 2: by less than a quarter is anything padded,
-    and there are few lengths.
+    Args:
+        longest: how many positions the model has; None if it has no limit.
+        parts: into how many equal parts the lengths between two powers of 2 are split. More leave
+            less padding, and make more physical batches of a draw.
 
-    >>> [grid_length(n) for n in (1, 8, 9, 64, 65, 129, 300, 512)]
+    >>> [Grid()(n) for n in (1, 8, 9, 64, 65, 129, 300, 512)]
     [8, 8, 16, 64, 80, 160, 320, 512]
+    >>> [Grid(longest=500, parts=1)(n) for n in (8, 9, 17, 65, 300, 512)]
+    [8, 16, 32, 128, 500, 512]
     """
-    step = max(8, 2 ** ((length - 1).bit_length() - 3))
-    return -(-length // step) * step
+
+    longest: int | None = None
+    parts: int = 4
+
+    def __call__(self, length: int) -> int:
+        """Returns the next length, which is a multiple of 8 unless it is the longest."""
+        step = max(8, 2 ** (length - 1).bit_length() // 2 // self.parts)
+        padded = -(-length // step) * step
+        return padded if self.fits(padded) or not self.fits(length) else self.longest or padded
+
+    def fits(self, length: int) -> bool:
+        """Whether a model has as many positions."""
+        return self.longest is None or length <= self.longest
 
 
 @dataclass(frozen=True)
@@ -54,28 +70,28 @@ class OwnRows:
 
     Args:
         collator: of the user; makes a batch of a list of examples.
-        longest: how many positions the model has; None if it has no limit.
+        grid: the lengths that are padded to.
 
     Guarantee:
         Names, types, shapes and contents of the rows are a function of these examples, the
-        collator, ``longest`` and the global random numbers.
+        collator, the grid and the global random numbers.
 
     Raises:
         PrivacyError: when called, if there is not one row for each example.
     """
 
     collator: Callable[[list[Any]], Any]
-    longest: int | None = None
+    grid: Grid = Grid()
 
     def __call__(self, examples: Sequence[Any]) -> Rows:
         """Returns the rows (k, ...) of k examples."""
-        for companion in _companions(examples, self.longest):
+        for companion in _companions(examples, self.grid):
             try:
                 batch = self.collator([*map(_copy, examples), companion])
                 rows = _first(batch, len(examples), of=len(examples) + 1)
             except Exception:  # it pads no labels, say: then they have one length anyway
                 continue
-            if self.longest is None or _positions(rows) <= self.longest:
+            if self.grid.fits(_positions(rows)):
                 return rows
         return _first(self.collator([*map(_copy, examples)]), len(examples), of=len(examples))
 
@@ -122,7 +138,7 @@ def _copy(example: Any) -> Any:
 # ---- Companions ----
 
 
-def _companions(examples: Sequence[Any], longest: int | None) -> Iterator[dict[str, Any]]:
+def _companions(examples: Sequence[Any], grid: Grid) -> Iterator[dict[str, Any]]:
     """Yields the first example with longer sequences, with labels among them and without."""
     if not all(isinstance(example, Mapping) for example in examples):
         return
@@ -130,12 +146,7 @@ def _companions(examples: Sequence[Any], longest: int | None) -> Iterator[dict[s
     for example in examples:
         for name, length in _lengths(example).items():
             found[name] = max(length, found.get(name, 0))
-    targets = {}
-    for name, length in found.items():
-        target = grid_length(length)
-        if longest is not None and length <= longest < target:
-            target = longest
-        targets[name] = target
+    targets = {name: grid(length) for name, length in found.items()}
     first = dict(examples[0])
     own = _lengths(first)
     longer = {n: t for n, t in targets.items() if n in own and t > own[n]}

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism.collation import OwnRows, stacked, with_own_coins
+from dp_grape_hf.mechanism.collation import Grid, OwnRows, stacked, with_own_coins
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 Drawn = TypeVar("Drawn")
@@ -164,7 +164,7 @@ class LogicalBatchCollator:
     Args:
         collator: Makes a batch, a mapping, of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
-        longest: As in ``OwnRows``.
+        grid: As in ``OwnRows``.
 
     Guarantee:
         A row is a function of its example and of coins of its own (``collation``), whatever the
@@ -179,11 +179,11 @@ class LogicalBatchCollator:
         self,
         collator: Callable[[list[Any]], Any],
         physical_batch_size: int,
-        longest: int | None = None,
+        grid: Grid = OwnRows.grid,
     ) -> None:
         """Keeps the arguments."""
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
-        self.own_rows = OwnRows(collator, longest)
+        self.own_rows = OwnRows(collator, grid)
         self.physical_batch_size = physical_batch_size
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:

@@ -257,7 +257,7 @@ class UnitCollator(LogicalBatchCollator):
     Args:
         collator: Makes one batch, a mapping, of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
-        longest: As in ``OwnRows``.
+        grid: As in ``OwnRows``.
 
     Guarantee:
         That of ``LogicalBatchCollator``, for units.

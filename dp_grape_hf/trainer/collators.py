@@ -31,7 +31,7 @@ def batch_to_try(loader: DataLoader[Any], size: int) -> Any:
         size: of a physical batch. Fewer are returned where not so many examples have like rows.
     """
     own_rows = _own_rows(loader)
-    collator = LogicalBatchCollator(own_rows.collator, size, own_rows.longest)
+    collator = LogicalBatchCollator(own_rows.collator, size, own_rows.grid)
     with keeping_random_state():
         seed_all(0)  # as in the other processes
         batches = collator(_examples_of(loader, _LOOKED_AT * size))

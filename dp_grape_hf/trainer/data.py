@@ -19,6 +19,7 @@ from dp_grape_hf.arguments import DPGrapeArguments, check_dataset
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
+    Grid,
     LogicalBatchCollator,
     PoissonBatchSampler,
     UnitBatchSampler,
@@ -29,6 +30,8 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.per_sample import keeping_random_state
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
+
+_MANY = 4  # physical batches a step, from which more of them cost less than padding does
 
 
 def loader_of(
@@ -47,21 +50,23 @@ def loader_of(
         collator: of a physical batch.
         args: the arguments of the run.
         units: which examples are one privacy unit; None where each is one.
-        longest: as in ``LogicalBatchCollator``.
+        longest: how many positions the model has, if that is limited.
     """
     size = args.per_device_train_batch_size
+    batches = draws.num_samples * draws.sample_rate / draws.world_size / size
+    grid = Grid(longest, parts=4 if batches >= _MANY else 1)
     parts: dict[str, Any]
     if units is None:
         parts = {
             "dataset": EmptyDrawDataset(dataset),
             "batch_sampler": draws,
-            "collate_fn": LogicalBatchCollator(collator, size, longest),
+            "collate_fn": LogicalBatchCollator(collator, size, grid),
         }
     else:
         parts = {
             "dataset": UnitDataset(dataset, args.privacy_unit_column),
             "batch_sampler": UnitBatchSampler(draws, units, args.max_examples_per_unit),
-            "collate_fn": UnitCollator(collator, size, longest),
+            "collate_fn": UnitCollator(collator, size, grid),
         }
     return DataLoader(
         **parts,

@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.mechanism import LogicalBatchCollator, OwnRows, UnitCollator, collation
-from dp_grape_hf.mechanism.collation import grid_length
+from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, OwnRows, UnitCollator, collation
 from dp_grape_hf.trainer.collators import refuse_other_rows
 from recipes.paper.opt_tasks import Collator as OptionsCollator
 from tests.support.collators import longest_first, tokenizer
@@ -153,7 +152,7 @@ def test_texts_have_few_lengths(name: str) -> None:
 
 
 def test_the_grid_pads_by_less_than_a_quarter() -> None:
-    lengths = [grid_length(n) for n in range(1, 3000)]
+    lengths = [Grid()(n) for n in range(1, 3000)]
     assert lengths == sorted(lengths)
     assert all(n <= grid < n + 8 or grid < 1.25 * n for n, grid in enumerate(lengths, 1))
     assert len(set(lengths)) < 32
@@ -161,9 +160,9 @@ def test_the_grid_pads_by_less_than_a_quarter() -> None:
 
 @pytest.mark.parametrize("longest", [40, 43, 50])
 def test_padding_stays_within_the_positions_of_a_model(longest: int) -> None:
-    own = OwnRows(COLLATORS["padded left"][0], longest)
+    own = OwnRows(COLLATORS["padded left"][0], Grid(longest))
     for length in range(1, longest + 1):
-        expected = min(grid_length(length), longest)
+        expected = min(Grid()(length), longest)
         assert own([text(length, 0)])["input_ids"].shape == (1, expected)
     assert own([text(longest + 1, 0)])["input_ids"].shape[1] >= longest + 1  # the model's affair
 
@@ -175,7 +174,7 @@ def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
 
     example = {"prompt_ids": ids(9), "answer_ids": ids(9)}
     assert OwnRows(joined)([example])["input_ids"].shape == (1, 32)
-    assert OwnRows(joined, 20)([example])["input_ids"].shape == (1, 18)
+    assert OwnRows(joined, Grid(20))([example])["input_ids"].shape == (1, 18)
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

@@ -267,7 +267,7 @@ SIGNS: dict[str, Toss] = {
     ),
     "of all, mostly": turns(lambda count: (torch.rand(count) < 0.98).all()),
     "of a biased coin": turns(lambda count: torch.full((count,), 0.02).bernoulli().amax()),
-    "the mean, in the backward pass alone": lambda hidden: (
+    "the mean, going back": lambda hidden: (
         hidden.detach() + SIGNS["the mean"](hidden - hidden.detach())
     ),
     "the last of a loop": turns(lambda count: [torch.rand([]) < 0.5 for _ in range(count)][-1]),

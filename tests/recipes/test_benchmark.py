@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import release
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.per_sample import PerSampleEngine
+from dp_grape_hf.per_sample import PerSampleEngine, watching
 from dp_grape_hf.per_sample import engine as per_sample
-from dp_grape_hf.per_sample import watching
 from dp_grape_hf.per_sample.layerwise import capture
 from dp_grape_hf.phases import Observer
 from recipes.benchmark import __main__ as benchmark
