@@ -132,6 +132,7 @@ class PerSampleEngine(ABC):
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: set[bool] = set()  # whether training, when it was tried
+        self._compared = False  # the loss, with the model's own
         self._repeatable = False  # whether two passes in evaluation mode were seen to agree
 
     @abstractmethod
@@ -178,8 +179,9 @@ class PerSampleEngine(ABC):
             if shown := reseeds is not None:
                 self.reseeds_host |= bool(reseeds)
                 break
-        if not self._examined:
+        if not self._compared:
             self._refuse_other_loss(inputs)
+            self._compared = True
         if shown:  # else the next batch may have an example that shows something
             self._examined.add(self.model.training)
 
