@@ -1067,3 +1067,12 @@ def test_a_subclass_may_compute_on_what_callbacks_get(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, callbacks=[Look()])
     trainer.train()
     assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize(("size", "parts"), [(3, 4), (6, 1)])
+def test_texts_have_few_lengths_where_a_step_has_few_physical_batches(
+    size: int, parts: int, tmp_path: Path
+) -> None:
+    settings = {"expected_batch_size": 12, "per_device_train_batch_size": size}
+    collate = make_trainer(tmp_path, **settings).get_train_dataloader().collate_fn
+    assert collate.own_rows.grid.parts == parts
