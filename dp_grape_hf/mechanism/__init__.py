@@ -3,18 +3,20 @@
 ``sampling`` draws each logical batch (``units`` draws people instead of examples), ``collation``
 makes the rows of each of nothing else, ``clipping`` bounds what one of them adds, ``release`` adds
 it up and makes it private, and ``noise`` and ``streams`` are the randomness, which is secret.
+``signal`` tells how much of a release is more than noise.
 """
 
 from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
 from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
-from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism, private_norm
+from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
     EmptyDrawDataset,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
 )
+from dp_grape_hf.mechanism.signal import Signal
 from dp_grape_hf.mechanism.streams import (
     Streams,
     forget_the_seed,
@@ -42,6 +44,7 @@ __all__ = [
     "OwnRows",
     "PoissonBatchSampler",
     "PrivateMechanism",
+    "Signal",
     "Streams",
     "UnitBatchSampler",
     "UnitCollator",
@@ -51,7 +54,6 @@ __all__ = [
     "factors_by_name",
     "forget_the_seed",
     "noise_generator",
-    "private_norm",
     "read_units",
     "refuse_large_unit",
     "secret_generator",

@@ -292,11 +292,6 @@ class PrivateMechanism:
             give_up(self.per_sample.device)
 
 
-def private_norm(private_grads: Mapping[str, Tensor]) -> Tensor:
-    """Returns the L2 norm of private gradients, a scalar, free to log."""
-    return torch.nn.utils.get_total_norm(list(private_grads.values()))
-
-
 # ---- Without privacy ----
 
 

@@ -16,7 +16,8 @@ from dp_grape_hf.errors import PrivacyError
 logger = logging.getLogger(__name__)
 
 PRIVATE_LOGS = {
-    *("epsilon", "grad_norm", "learning_rate", "epoch", "step"),  # the norm is of what is released
+    *("epsilon", "learning_rate", "epoch", "step"),
+    *("grad_norm", "signal", "noise"),  # of what is released
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
 """What a private run may log, beside metrics of evaluation data."""
@@ -105,11 +106,18 @@ class SeeIterates(TrainerCallback):
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer, with the epsilon spent behind it."""
+    """The progress bar of the Trainer; behind it, epsilon spent, and signal and noise as logged."""
 
     def __init__(self, privacy_spent: Callable[[], PrivacySpent]) -> None:
         super().__init__()
         self._privacy_spent = privacy_spent
+        self._strength = ""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Keeps what was found beside noise."""
+        if logs and "signal" in logs:
+            self._strength = f", signal {logs['signal']:.2g} in noise {logs['noise']:.2g}"
+        super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Moves the bar, and now and then shows the epsilon spent."""
@@ -119,7 +127,7 @@ class PrivacyProgress(ProgressCallback):
         if bar is not None and args.private and due:
             target = f"/{args.target_epsilon:g}" if args.target_epsilon else ""
             epsilon = self._privacy_spent().epsilon
-            bar.set_postfix_str(f"ε={epsilon:.3f}{target}", refresh=False)
+            bar.set_postfix_str(f"ε={epsilon:.3f}{target}{self._strength}", refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 
 

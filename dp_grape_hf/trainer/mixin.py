@@ -866,9 +866,11 @@ class DPGrapeMixin(_Host):
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds epsilon; ``OnlyPrivateLogs`` then takes out what is not known to be private."""
+        """Adds epsilon, signal and noise; ``OnlyPrivateLogs`` takes out what is not private."""
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon
+            if (strength := self.private_run.signal.take()) is not None:
+                logs |= strength._asdict()
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]

@@ -26,8 +26,8 @@ from dp_grape_hf.mechanism import (
     BatchGradient,
     LogicalBatch,
     PrivateMechanism,
+    Signal,
     factors_by_name,
-    private_norm,
 )
 from dp_grape_hf.optimizers import (
     ITERATES,
@@ -100,6 +100,7 @@ class Run:
         released: those after the release; None without any.
         projectors: parameter name -> projector, what per-sample gradients met at the last step.
         mechanism: makes a release of a logical batch; None before ``start``.
+        signal: how much of the releases was more than noise.
         iterate: chooses the weights that training ends with; None for those of its last step.
         optimizer: what the release is handed to; None before ``take``.
         idle: what the model is run on while other processes have more; None if it is not sharded.
@@ -132,6 +133,7 @@ class Run:
         self.schedule, self.released = _projections(args, model, self.trainable, public_inputs)
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
+        self.signal = Signal()
         self.iterate: Iterate | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
@@ -272,7 +274,7 @@ class Run:
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
         observer.made(RELEASED, private_grads)
-        norm = private_norm(private_grads)
+        norm = self.signal.add(private_grads, self.mechanism.noise_std, self._gradient_factors)
         with observer.phase(UPDATE):
             self._hand_over(number, private_grads, self.mechanism.noise_std)
         return Outcome(norm, loss)

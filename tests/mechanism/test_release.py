@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
-from dp_grape_hf.mechanism import add_clipped_sum_, private_norm
+from dp_grape_hf.mechanism import Signal, add_clipped_sum_
 from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.per_sample.losses.heads import next_tokens, tokens
@@ -72,7 +72,7 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
     private = released(engine, [inputs], projectors)
     assert list(private) == list(gradients)
     assert distance(private, expected) < 1e-5 * bound
-    assert private_norm(private) == pytest.approx(joint_norm(expected), rel=1e-5)
+    assert Signal().add(private, 1.0, {}) == pytest.approx(joint_norm(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["roberta-classifier", "opt", "vit"])

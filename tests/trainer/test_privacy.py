@@ -451,6 +451,8 @@ PUBLIC_KEYS = {
     "epoch",
     "epsilon",
     "grad_norm",
+    "signal",
+    "noise",
     "learning_rate",
     "step",
     "train_runtime",

@@ -1,0 +1,84 @@
+"""What a release holds beyond its noise is seen, and noise alone is not taken for it."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf.mechanism import Signal
+from tests.support.trainers import make_trainer
+
+SIZES = {"matrix": (40, 250), "vector": (50,)}
+
+
+def releases(
+    norm: float, std: float, count: int, factors: dict[str, float]
+) -> list[dict[str, Tensor]]:
+    """Returns a gradient of that norm under fresh noise, several times."""
+    generator = torch.Generator().manual_seed(0)
+    whole = {n: torch.randn(size, generator=generator) for n, size in SIZES.items()}
+    total = math.sqrt(sum(float(value.square().sum()) for value in whole.values()))
+    return [
+        {
+            n: norm / total * value
+            + std / factors.get(n, 1.0) * torch.randn(value.shape, generator=generator)
+            for n, value in whole.items()
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("factors", [{}, {"vector": 4.0}, {"matrix": 0.5}])
+def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
+    signal, std = Signal(), 0.01
+    for release in releases(norm=0.5, std=std, count=20, factors=factors):
+        norm = signal.add(release, std, factors)
+        own = math.sqrt(sum(float(value.square().sum()) for value in release.values()))
+        assert float(norm) == pytest.approx(own)
+    found = signal.take()
+    assert found is not None
+    assert found.signal == pytest.approx(0.5, rel=0.05)
+    energy = sum(math.prod(s) * (std / factors.get(n, 1.0)) ** 2 for n, s in SIZES.items())
+    assert found.noise == pytest.approx(math.sqrt(energy))
+    assert signal.take() is None
+
+
+def test_noise_alone_is_no_signal() -> None:
+    """By chance it is one in 2.3 % of the cases."""
+    signal, taken = Signal(), 0
+    for number, release in enumerate(releases(norm=0.0, std=0.3, count=1000, factors={}), 1):
+        signal.add(release, 0.3, {})
+        if number % 5 == 0:
+            found = signal.take()
+            assert found is not None
+            taken += found.signal > 0
+    assert taken <= 12  # of 200; exceeded by chance: below 0.001
+
+
+def test_without_noise_the_signal_is_the_norm() -> None:
+    signal = Signal()
+    signal.add({"x": torch.tensor([3.0, 4.0])}, 0.0, {})
+    assert signal.take() == (5.0, 0.0)
+
+
+def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:
+    """Of 24 examples in each draw, each clipped to C, the mean is no longer than C."""
+    trainer = make_trainer(
+        tmp_path,
+        noise_multiplier=0.1,
+        max_grad_norm=0.2,
+        expected_batch_size=24,
+        max_steps=6,
+        logging_steps=2,
+    )
+    trainer.train()
+    logged = [logs for logs in trainer.state.log_history if "signal" in logs]
+    assert len(logged) == 3
+    for logs in logged:
+        assert 0 < logs["signal"] < 0.2 * 1.05
+        std = trainer.private_run.mechanism.noise_std
+        sizes = trainer.private_run.per_sample.released_shapes(trainer.private_run.projectors)
+        count = sum(math.prod(shape) for shape in sizes.values())
+        assert logs["noise"] == pytest.approx(std * math.sqrt(count), rel=1e-4)
