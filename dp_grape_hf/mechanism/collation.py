@@ -44,19 +44,19 @@ class Grid:
         parts: into how many equal parts the lengths between two powers of 2 are split. More leave
             less padding, and make more physical batches of a draw.
 
-    >>> [Grid()(n) for n in (1, 8, 9, 64, 65, 129, 300, 512)]
-    [8, 8, 16, 64, 80, 160, 320, 512]
+    >>> [Grid()(n) for n in (3, 8, 9, 13, 17, 33, 65, 129, 300, 512)]
+    [8, 8, 12, 16, 24, 48, 96, 192, 384, 512]
     >>> [Grid(longest=500, parts=1)(n) for n in (8, 9, 17, 65, 300, 512)]
     [8, 16, 32, 128, 500, 512]
     """
 
     longest: int | None = None
-    parts: int = 4
+    parts: int = 2
 
     def __call__(self, length: int) -> int:
-        """Returns the next length, which is a multiple of 8 unless it is the longest."""
-        step = max(8, 2 ** (length - 1).bit_length() // 2 // self.parts)
-        padded = -(-length // step) * step
+        """Returns the next length, which is a multiple of 4 unless it is the longest."""
+        step = max(4, 2 ** (length - 1).bit_length() // 2 // self.parts)
+        padded = max(8, -(-length // step) * step)
         return padded if self.fits(padded) or not self.fits(length) else self.longest or padded
 
     def fits(self, length: int) -> bool:

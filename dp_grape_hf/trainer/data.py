@@ -54,7 +54,7 @@ def loader_of(
     """
     size = args.per_device_train_batch_size
     batches = draws.num_samples * draws.sample_rate / draws.world_size / size
-    grid = Grid(longest, parts=4 if batches >= _MANY else 1)
+    grid = Grid(longest, parts=2 if batches >= _MANY else 1)
     parts: dict[str, Any]
     if units is None:
         parts = {

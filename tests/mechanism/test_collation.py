@@ -146,16 +146,16 @@ def test_texts_have_few_lengths(name: str) -> None:
         [make(n, i) for n in range(1, 65) for i in (0, 1)]
     )
     lengths = [batch["input_ids"].shape[-1] for batch in batches]
-    assert all(length % 8 == 0 for length in lengths)
+    assert lengths[-7:] == [64, 48, 32, 24, 16, 12, 8]
     assert lengths == sorted(set(lengths), reverse=True)  # each once, the longest first
     assert sum(batches.sizes) == 128
 
 
-def test_the_grid_pads_by_less_than_a_quarter() -> None:
+def test_the_grid_pads_by_less_than_a_half() -> None:
     lengths = [Grid()(n) for n in range(1, 3000)]
     assert lengths == sorted(lengths)
-    assert all(n <= grid < n + 8 or grid < 1.25 * n for n, grid in enumerate(lengths, 1))
-    assert len(set(lengths)) < 32
+    assert all(n <= grid < n + 8 or grid < 1.5 * n for n, grid in enumerate(lengths, 1))
+    assert len(set(lengths)) < 20
 
 
 @pytest.mark.parametrize("longest", [40, 43, 50])
@@ -173,7 +173,7 @@ def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
     example = {"prompt_ids": ids(9), "answer_ids": ids(9)}
-    assert OwnRows(joined)([example])["input_ids"].shape == (1, 32)
+    assert OwnRows(joined)([example])["input_ids"].shape == (1, 24)
     assert OwnRows(joined, Grid(20))([example])["input_ids"].shape == (1, 18)
 
 
@@ -245,7 +245,7 @@ def test_a_unit_is_collated_by_itself() -> None:
     units = [[make(3, 0), make(20, 1)], [make(5, 2)], [make(9, 3), make(4, 4)], [make(24, 5)]]
     collate = UnitCollator(collator, 8)
     everyone = rows_of(collate(units))
-    assert sorted(len(row["input_ids"]) for row in everyone) == [8, 16, 16, 24, 24, 24]
+    assert sorted(len(row["input_ids"]) for row in everyone) == [8, 12, 12, 24, 24, 24]
     for left_out in range(len(units)):
         rest = collate(units[:left_out] + units[left_out + 1 :])
         contents = [{**row, "privacy_unit_of_row": 0} for row in rows_of(rest)]
@@ -300,7 +300,7 @@ def test_masks_are_an_examples_own() -> None:
     for others in ([], [text(30, 1)], [text(3, i) for i in range(9)]):
         torch.manual_seed(3)
         rows = rows_of(collate([text(12, 0), *others]))
-        of_first += [row["labels"] for row in rows if len(row["labels"]) == 16]
+        of_first += [row["labels"] for row in rows if len(row["labels"]) == 12]
     assert of_first[0] == of_first[1] == of_first[2]
     of_equal_texts = [str(row["labels"]) for row in rows_of(collate([text(12, 0)] * 3))]
     assert len(set(of_equal_texts)) == 3
