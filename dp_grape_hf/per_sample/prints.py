@@ -9,6 +9,7 @@ Shapes: B samples, P parameters.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,16 @@ class Prints:
 
 def _direction(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     """Returns a direction (1, *shape) that depends on name and shape alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    direction = torch.ones((), device=device)
-    for size in shape:
-        signs = torch.randint(2, (size,), generator=generator).mul_(2).sub_(1)
-        direction = direction[..., None] * signs.to(device, torch.float32)
-    return direction[None]
+    factors = [_signs(name, dim, size).to(device) for dim, size in enumerate(shape)]
+    if not factors:
+        return torch.ones(1, device=device)
+    return functools.reduce(lambda whole, own: whole[..., None] * own, factors)[None]
+
+
+@functools.lru_cache(maxsize=2**14)
+def _signs(name: str, dim: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {dim}".encode()))
+    return torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
 
 
 def differing(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:

@@ -28,7 +28,7 @@ from dp_grape_hf.per_sample.probing import rows_of
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
 
-SHARE = 1 / 50
+SHARE = 1 / 100
 """Of the physical batches, how many are watched, half as many where one has a single row: that
 takes less than a hundredth of the time."""
 
