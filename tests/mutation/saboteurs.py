@@ -465,7 +465,8 @@ def _generators_unseen(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(selfcheck, "refuse_coupled_batch", lambda *_, **__: None)
+    _never(patch, selfcheck, "refuse_coupled_batch")
+    _two_rows_tried(patch)
 
 
 def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
