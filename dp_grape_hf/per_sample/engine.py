@@ -312,6 +312,43 @@ class PerSampleEngine(ABC):
         return projectors[name].coordinate_shape(shape) if name in projectors else tuple(shape)
 
 
+class OuterEngine(PerSampleEngine):
+    """An engine around an engine, whose model, loss and parameters are its.
+
+    Args:
+        examples: computes losses and gradients of examples.
+    """
+
+    def __init__(self, examples: PerSampleEngine) -> None:  # which has checked the model
+        self.examples = examples
+        self.model, self.loss = examples.model, examples.loss
+        self.trainable, self.groups = examples.trainable, examples.groups
+        self.grad_sample_mode = examples.grad_sample_mode
+        self.isolates_samples = examples.isolates_samples
+
+    @property
+    def observer(self) -> Observer:  # type: ignore[override]
+        """Who looks on at the inner engine."""
+        return self.examples.observer
+
+    @property
+    def reseeds_host(self) -> bool:  # type: ignore[override]
+        """Whether passes of the inner engine do."""
+        return self.examples.reseeds_host
+
+    def use(self, step: int) -> None:
+        """Tells the inner engine the number of the logical step."""
+        self.examples.use(step)
+
+    def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
+        """Returns the losses (B,) of examples."""
+        return self.examples.losses(model, inputs, batch_size)
+
+    def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of a release, which are those of the inner engine."""
+        return self.examples.released_shapes(projectors)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the module went through ``torch.compile``, as a wrapper or in place.
 

@@ -193,9 +193,10 @@ def check_gradients(
         size = batch_size_of(several)
         for order in (torch.arange(size).flip(0), torch.randperm(size)):
             rows = order.tolist()
-            again, found = _marked(engine, rows_of(several, rows), projectors)
-            permuted = rows_of(several, rows), projectors, losses[rows]
-            if wrong := _wrong(engine, *permuted, found, marks[order], tolerance):
+            permuted, before = rows_of(several, rows), losses[rows]
+            again, found = _marked(engine, permuted, projectors)
+            expected = marks[order]
+            if wrong := _wrong(engine, permuted, projectors, before, found, expected, tolerance):
                 raise UnsupportedModelError(
                     f"Per-sample gradients of {type(model).__name__} change with the order of the "
                     f"samples in their batch, for {_listed(engine, wrong)}: the model sorts its "
@@ -203,8 +204,8 @@ def check_gradients(
                     "its sample's. Leave the rows in their order, or use engine='functorch', which "
                     "runs each by itself. Nothing was released."
                 )
-            if (again - losses[rows]).abs().gt(tolerance.change * losses[rows].abs()).any():
-                refuse_coupled_losses(again, losses[rows])
+            if (again - before).abs().gt(tolerance.change * before.abs()).any():
+                refuse_coupled_losses(again, before)
 
 
 def _of_other_lengths(engine: PerSampleEngine, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, OuterEngine, batch_size_of
 from dp_grape_hf.per_sample.gradients import (
     Dense,
     Factored,
@@ -28,7 +28,6 @@ from dp_grape_hf.per_sample.gradients import (
     Single,
     SparseRows,
 )
-from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
 
 
@@ -111,26 +110,19 @@ def _summed_single(examples: Single, size: int) -> Single:
             return SparseRows(joined(indices), joined(values), num_rows)
 
 
-class UnitEngine(PerSampleEngine):
+class UnitEngine(OuterEngine):
     """Hands on the gradients of units where another engine computes those of examples.
 
     Its batches say under ``UNIT_OF_ROW`` which unit each row belongs to. Losses stay those of
     examples.
 
     Args:
-        examples: computes losses and gradients of examples; model, loss and parameters are its.
+        examples: computes losses and gradients of examples.
 
     Raises:
         PrivacyError: when called, if a batch does not say whose its rows are, or a row is not an
             example.
     """
-
-    def __init__(self, examples: PerSampleEngine) -> None:  # the inner engine has checked the model
-        self.examples = examples
-        self.model, self.loss = examples.model, examples.loss
-        self.trainable, self.groups = examples.trainable, examples.groups
-        self.grad_sample_mode = examples.grad_sample_mode
-        self.isolates_samples = examples.isolates_samples
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -151,27 +143,9 @@ class UnitEngine(PerSampleEngine):
 
         return self.examples.stream(examples, projectors, *map(summing, consumers))
 
-    @property
-    def observer(self) -> Observer:  # type: ignore[override]
-        """Who looks on at the inner engine."""
-        return self.examples.observer
-
-    @property
-    def reseeds_host(self) -> bool:  # type: ignore[override]
-        """Whether passes of the inner engine do."""
-        return self.examples.reseeds_host
-
-    def use(self, step: int) -> None:
-        """Tells the inner engine the number of the logical step."""
-        self.examples.use(step)
-
     def losses(self, model: Any, inputs: Inputs, batch_size: int) -> Tensor:
         """Returns the losses (B,) of examples."""
-        return self.examples.losses(model, without_units(inputs), batch_size)
-
-    def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes of a release, which units do not change."""
-        return self.examples.released_shapes(projectors)
+        return super().losses(model, without_units(inputs), batch_size)
 
 
 def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:

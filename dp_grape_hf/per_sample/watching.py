@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.engine import (
+    Consume,
+    Gradients,
+    Inputs,
+    OuterEngine,
+    PerSampleEngine,
+    batch_size_of,
+)
 from dp_grape_hf.per_sample.guards import keeping_random_state, same_state, torch_streams
 from dp_grape_hf.per_sample.prints import Prints, Tolerance, joint_error
 from dp_grape_hf.per_sample.probing import rows_of
@@ -33,11 +40,11 @@ SHARE = 1 / 100
 takes less than a hundredth of the time."""
 
 
-class WatchedEngine(PerSampleEngine):
+class WatchedEngine(OuterEngine):
     """Computes what another engine does, and compares single rows with themselves alone.
 
     Args:
-        examples: computes losses and gradients; model, loss and parameters are its.
+        examples: computes losses and gradients.
         tolerance: of rounding.
         shortest: norm from which a gradient contributes in full, C: what is shorter may differ by
             as much. So a gradient that is nothing but rounding is no other one.
@@ -54,12 +61,8 @@ class WatchedEngine(PerSampleEngine):
         tolerance: Tolerance,
         shortest: float,
         coins: random.Random,
-    ) -> None:  # the inner engine has checked the model
-        self.examples = examples
-        self.model, self.loss = examples.model, examples.loss
-        self.trainable, self.groups = examples.trainable, examples.groups
-        self.grad_sample_mode = examples.grad_sample_mode
-        self.isolates_samples = examples.isolates_samples
+    ) -> None:
+        super().__init__(examples)
         self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
 
     def __call__(
@@ -140,28 +143,6 @@ class WatchedEngine(PerSampleEngine):
                 "released before is counted, and its guarantee may not hold. Take out of the model "
                 "what couples examples."
             )
-
-    @property
-    def observer(self) -> Observer:  # type: ignore[override]
-        """Who looks on at the inner engine."""
-        return self.examples.observer
-
-    @property
-    def reseeds_host(self) -> bool:  # type: ignore[override]
-        """Whether passes of the inner engine do."""
-        return self.examples.reseeds_host
-
-    def use(self, step: int) -> None:
-        """Tells the inner engine the number of the logical step."""
-        self.examples.use(step)
-
-    def losses(self, model: Any, inputs: Inputs, batch_size: int) -> Tensor:
-        """Returns the losses (B,)."""
-        return self.examples.losses(model, inputs, batch_size)
-
-    def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes of a release."""
-        return self.examples.released_shapes(projectors)
 
 
 # ---- Random numbers of one row ----

@@ -166,7 +166,8 @@ class Run:
             noise_generator: the secret stream of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
-        if METHODS[self._args.method].private and not METHODS[self._args.method].zeroth_order:
+        method = METHODS[self._args.method]
+        if method.private and not method.zeroth_order:
             coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
             tolerance = LOW if self.low_precision else FULL
             automatic = self._args.clipping == Clipping.AUTOMATIC
