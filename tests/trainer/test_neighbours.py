@@ -146,13 +146,13 @@ class BankForSequenceClassification(LaterForSequenceClassification):
 
 
 class CountingForSequenceClassification(LaterForSequenceClassification):
-    """Warms up with the number of examples that it has seen."""
+    """Takes turns, by the number of examples that it has seen."""
 
     seen = 0
 
     def coupled(self, h: Tensor) -> Tensor:
         self.seen += len(h)
-        return h * (1 + self.seen / 100)
+        return h * (1 + self.seen % 2)
 
 
 # ---- Data ----
