@@ -387,6 +387,7 @@ class _Auditor(DPGrapeTrainer):
         own, size = self.plan.mechanism, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         public = self.private_run.projectors  # of the step before
+        assert self.args.max_grad_norm is not None
         per_layer = self.args.clipping == Clipping.PER_LAYER
         factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
         seen = along_canaries(released, public, self.args.max_grad_norm, per_layer, factors)

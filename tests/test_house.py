@@ -24,6 +24,7 @@ FLOORS = (
     ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
     ("ledger", "per_sample", "optimizers"),  # what is written down, differentiated, moved
+    ("choosing",),  # what a user need not say
     ("mechanism", "arguments", "publishing"),  # what is done, promised, shown
     ("trainer",),  # the Hugging Face loop
     ("memory", "auditing"),  # who looks at a run from outside

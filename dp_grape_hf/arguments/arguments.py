@@ -38,6 +38,8 @@ ALIASES = {
 }
 NORM_DIRECTIONS = 64
 UPDATE_STEPS = 100
+RANK, CHOSEN_RANK = 16, 4
+HOST_RATE = 5e-5  # the default of transformers
 
 BOUND = (
     "greater than 0: it bounds what each sample contributes, which the noise is calibrated to. "
@@ -126,21 +128,22 @@ class DPGrapeArguments(_Host):
     )
 
     # ---- The mechanism ----
-    max_grad_norm: Annotated[float, Valid(BOUND, lambda v: v > 0)] = field(
-        default=1.0,
+    max_grad_norm: Annotated[float | None, Valid(BOUND, lambda v: v > 0)] = field(  # type: ignore[assignment]
+        default=None,
         metadata={
             "help": "C: the L2 norm that each sample's gradient is clipped to, over all trainable "
-            "parameters jointly. inf is allowed only with noise_multiplier=0."
+            "parameters jointly. inf is allowed only with noise_multiplier=0. Default: 1.0."
         },
     )
-    clipping: Annotated[str, one_of(Clipping)] = field(
-        default=Clipping.FLAT.value,
+    clipping: Annotated[str | None, one_of(Clipping)] = field(
+        default=None,
         metadata={
             "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
             "per_layer: each layer has a share of it, so that nothing per sample outlives its "
             "layer in the backward pass. That takes less memory and as much noise, and clips "
             "harder. automatic: every gradient is scaled to just below max_grad_norm, which then "
-            "need not be tuned."
+            "need not be tuned. Default: automatic where learning_rate is chosen and max_grad_norm "
+            "not given, else flat."
         },
     )
     secure_noise: bool = field(
@@ -155,8 +158,10 @@ class DPGrapeArguments(_Host):
         default=None,
         metadata={
             "help": "The mean size of the logical batch, q N, and the constant that gradients are "
-            "divided by. Default: per_device_train_batch_size * gradient_accumulation_steps * "
-            "number of processes. per_device_train_batch_size itself bounds memory only."
+            "divided by. Default: chosen where learning_rate is, from the passes over the data "
+            "(num_train_epochs) and N; else per_device_train_batch_size * "
+            "gradient_accumulation_steps * number of processes. per_device_train_batch_size itself "
+            "bounds memory only."
         },
     )
     sampling: Annotated[str, one_of(Sampling)] = field(
@@ -242,9 +247,20 @@ class DPGrapeArguments(_Host):
             "private: they are for comparison, on data that may be seen."
         },
     )
+    learning_rate: Annotated[float | None, NOT_NEGATIVE] = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "The rate of most of what is trained. Default: chosen, and with it all that is "
+            "not given of what is trained, batch, clipping, rank, rule and factors "
+            f"(dp_grape_hf.choosing); {HOST_RATE:g} where there is no noise to choose by."
+        },
+    )
     update_rule: Annotated[str | None, one_of(sorted(UPDATE_RULES))] = field(
         default=None,
-        metadata={"help": "How private gradients move weights. Default: that of the method."},
+        metadata={
+            "help": "How private gradients move weights. Default: that of the method; momentum in "
+            "principal directions where learning_rate is chosen."
+        },
     )
     learning_rate_factors: dict[str, Any] | str | None = field(
         default=None,
@@ -325,11 +341,12 @@ class DPGrapeArguments(_Host):
             f"at random: {', '.join(sorted(PROJECTIONS))}. Default: that of the method."
         },
     )
-    projection_rank: Annotated[int, AT_LEAST_1] = field(
-        default=16,
+    projection_rank: Annotated[int | None, AT_LEAST_1] = field(
+        default=None,
         metadata={
             "help": "r: the rank of the projected gradients. A layer whose projected dimension is "
-            "not above r is not projected.",
+            f"not above r is not projected. Default: {RANK}; {CHOSEN_RANK} of principal directions "
+            "where learning_rate is chosen.",
             **short_name("r"),
         },
     )
@@ -434,6 +451,12 @@ class DPGrapeArguments(_Host):
         refuse_machine(self)
         if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
+        if (
+            self.expected_batch_size is None
+            and self.gradient_accumulation_steps == 1
+            and self.chooses
+        ):
+            return  # chosen when N is known
         if self.expected_batch_size is None:
             self.expected_batch_size = (
                 self.per_device_train_batch_size
@@ -456,8 +479,13 @@ class DPGrapeArguments(_Host):
             )
 
     @property
+    def chooses(self) -> bool:
+        """Whether what is not given is chosen, by the noise of the run (``choosing``)."""
+        return self._chooses
+
+    @property
     def logical_batch_size(self) -> int:
-        """The expected size of the logical batch, q N, which ``__post_init__`` has filled in."""
+        """The expected size of the logical batch, q N, which is known when a trainer is made."""
         assert self.expected_batch_size is not None
         return self.expected_batch_size
 
@@ -514,8 +542,24 @@ class DPGrapeArguments(_Host):
             self.projection_side = side.value
         if self.projection_update_steps is None and not principal:
             self.projection_update_steps = UPDATE_STEPS
+        self._chooses = (
+            self.learning_rate is None
+            and row.private
+            and not row.zeroth_order
+            and self.noise_multiplier != 0
+        )
+        if self.learning_rate is None and not self._chooses:
+            self.learning_rate = HOST_RATE
+        follows = self._chooses and principal
         if self.update_rule is None:
-            self.update_rule = row.update_rule
+            self.update_rule = "momentum" if follows else row.update_rule
+        if self.projection_rank is None:
+            self.projection_rank = CHOSEN_RANK if follows else RANK
+        if self.clipping is None:
+            scaled = self._chooses and self.max_grad_norm is None and not row.norm_estimates
+            self.clipping = (Clipping.AUTOMATIC if scaled else Clipping.FLAT).value
+        if self.max_grad_norm is None:
+            self.max_grad_norm = 1.0
         if row.norm_estimates and self.norm_directions is None:
             self.norm_directions = NORM_DIRECTIONS
         self._read_ranks()

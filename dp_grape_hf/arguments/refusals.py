@@ -239,7 +239,7 @@ def _refuse_units(args: Any) -> None:
             f"privacy_unit_column={column!r} with method={args.method!r}: that method protects "
             "nobody, so it has no privacy units. Leave it out, or choose a private method."
         )
-    if args.expected_batch_size is None:
+    if args.expected_batch_size is None and not args.chooses:
         raise PrivacyError(
             f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
             "and its default counts examples. Give the expected number of units of a step."

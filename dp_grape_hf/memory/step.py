@@ -119,6 +119,7 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         target_delta=1e-9,
         accountant="rdp",  # the quickest; nobody asks for its answer
         max_steps=1,
+        learning_rate=1e-3,  # given, as nothing is to be chosen
         per_device_train_batch_size=setting.batch_size,
         projection_rank=setting.rank,
         projection_update_steps=1,  # the step that is simulated makes P anew, which takes most

@@ -10,7 +10,7 @@ from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, AtRedraw
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, AtRedraw, Term
 from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "LowRankUpdates",
     "ProjectedAdam",
     "ProjectedOptimizer",
+    "Term",
     "ZerothOrderSGD",
 ]

@@ -16,7 +16,7 @@ from dp_grape_hf.projections.placement import (
     ranks_for,
 )
 from dp_grape_hf.projections.principal import Batches, Principal, principal_directions
-from dp_grape_hf.projections.probes import Inputs, synthetic_batches
+from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
 from dp_grape_hf.projections.projector import (
     PRINCIPAL,
     PROJECTIONS,
@@ -63,6 +63,7 @@ __all__ = [
     "feature_dimensions",
     "first_matches",
     "input_dimensions",
+    "on_inputs",
     "placements",
     "principal_directions",
     "projection",

@@ -18,13 +18,12 @@ Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.projections.probes import chooses
+from dp_grape_hf.projections.probes import chooses, on_inputs
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.projections.targets import MATRIX_LAYERS
 from dp_grape_hf.sharding import is_sharded
@@ -83,9 +82,6 @@ def principal_directions(
                 blocks[name] = _Block(_width(module), ranks[name], place, seed, name)
             readers.append((module, blocks[name], embeds))
     body = _body(model, [module for module, _, _ in readers])
-    device = next(iter(weights.values())).device
-    parameters = signature(body.forward).parameters.values()
-    taken = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     for number in range(_PASSES):
         for block in blocks.values():
             block.begin(again=number > 0)
@@ -96,9 +92,8 @@ def principal_directions(
         ]
         try:
             for batch in batches():
-                inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                mask[0] = inputs.get("attention_mask")
-                body(**{k: v for k, v in inputs.items() if k in taken or not taken})
+                mask[0] = batch.get("attention_mask")
+                on_inputs(body, batch)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -8,11 +8,12 @@ normalisation. Lengths and amounts are declared here, and are nobody's either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 
@@ -56,6 +57,20 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
             ids = words.draw(size, words.length(number), generator)
             inputs["decoder_input_ids"] = ids
         yield inputs
+
+
+def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Runs a model on a batch, without the inputs that it has no name for; returns what it returns.
+
+    Args:
+        model: on one device.
+        batch: its tensors are moved there.
+    """
+    device = next(model.parameters()).device
+    parameters = signature(model.forward).parameters.values()
+    taken = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    return model(**{k: v for k, v in inputs.items() if k in taken or not taken})
 
 
 def chooses(model: Any) -> bool:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,15 @@ from dp_grape_hf.arguments import (
     PrivacySpent,
     check_dataset,
     refuse_model,
+)
+from dp_grape_hf.choosing import (
+    Rates,
+    average_at_first,
+    batch_and_steps,
+    body_share,
+    is_pretrained,
+    output_layer,
+    train_matrices_only,
 )
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
@@ -67,6 +77,7 @@ from dp_grape_hf.per_sample import (
     ModelLoss,
     TrainerLoss,
     check_gradients,
+    evaluating,
     examine_batch,
     examine_trainer_loss,
     freeze_unused,
@@ -124,6 +135,7 @@ from dp_grape_hf.trainer.launcher import (
     hidden_from_host,
     refuse_launcher,
     refuse_scheduler,
+    schedule_of,
     sharding_of,
 )
 from dp_grape_hf.trainer.rows import warn_of_rows
@@ -179,6 +191,9 @@ class DPGrapeMixin(_Host):
     ledger: Ledger | None = None  # made when training starts
     observer: Observer | None = None
     """Looks on at the steps of runs that are made from now on."""
+    rates: Rates | None = None
+    """Learning rates by parameter name, and what noise alone does at these."""
+    _averages: str | None = None  # the layer that was made an average, for a new head
     _adapter: Adapter | None = None  # with save_as="adapter"
     _for_resuming: bool = False  # while all weights are saved
     _card_details: CardDetails = CardDetails()
@@ -232,6 +247,8 @@ class DPGrapeMixin(_Host):
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
         require_seams(super())
+        if args.chooses:
+            args = copy(args)  # what is chosen is filled in there
         super().__init__(  # by name, as hosts of TRL have others in between
             model=model,
             args=args,
@@ -250,6 +267,7 @@ class DPGrapeMixin(_Host):
         refuse_model(args.method, self.model)
         self._known_streams = known_streams
         self._freeze_unused()
+        self._choose_parts()
         self.private_run = self._make_run()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
@@ -258,6 +276,7 @@ class DPGrapeMixin(_Host):
                 warn_of_rows(prepared)
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
+            self._choose_batch()
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public)
             self._make_adapter()
         self._add_callbacks()
@@ -323,6 +342,94 @@ class DPGrapeMixin(_Host):
             return []
         with keeping_random_state():  # from a collator of public data
             return freeze_unused(self.model, loss, self._public_inputs()())
+
+    # ---- What is chosen ----
+
+    def _choose_parts(self) -> None:
+        """Chooses what is trained, where a new head reads, and its share of C (``choosing``).
+
+        The first process decides, by inputs that are no example's.
+        """
+        args = self.args
+        if not args.chooses or self.train_dataset is None:
+            return
+        frozen, self._averages, factors = from_first(self._parts_to_choose)
+        for name in frozen:
+            self.model.get_parameter(name).requires_grad_(False)
+        if args.gradient_factors is None and factors:
+            args.gradient_factors = factors
+
+    def _parts_to_choose(self) -> tuple[list[str], str | None, dict[str, float]]:
+        args, model = self.args, self.model
+        with keeping_random_state(), evaluating(model):
+            name, layer = self._output_layer()
+            own = [n for n, p in model.named_parameters() if not p.requires_grad]
+            frozen: list[str] = []
+            if args.method == "dp_grape" and is_pretrained(model) and set(own) <= {*self._frozen}:
+                frozen = train_matrices_only(model, name)
+            adapter = args.save_as == "adapter" or hasattr(model, "peft_config")
+            averages = None
+            if not adapter:  # whose base stays as it was
+                averages = average_at_first(model, layer, next(iter(self._public_inputs()())))
+        return frozen, averages, body_share(model, name)
+
+    def _output_layer(self) -> tuple[str, nn.Module]:
+        """Returns the layer that logits come from, the model being in evaluation mode.
+
+        Raises:
+            PrivacyError: if there is none, or the model cannot be run on what is no example's.
+        """
+        try:
+            return output_layer(self.model, next(iter(self._public_inputs()())))
+        except Exception as error:  # of any model's code
+            raise PrivacyError(
+                "learning_rate=None: rates are chosen by running the model on inputs that are not "
+                f"the data, and that failed: {error!r}. Give learning_rate, or pass "
+                "public_dataset= to the trainer, whose examples the model can read."
+            ) from error
+
+    def _choose_batch(self) -> None:
+        """Chooses the expected batch size, if it is not given."""
+        args = self.args
+        if args.expected_batch_size is None:
+            steps = args.max_steps if args.max_steps > 0 else None
+            args.expected_batch_size = batch_and_steps(
+                args.num_samples or self._dataset_size,
+                args.num_train_epochs,
+                steps=steps,
+            )[0]
+
+    def _choose_rates(self) -> None:
+        """Chooses rates by the noise of the run, or warns of given ones that are hopeless."""
+        args, row = self.args, METHODS[self.args.method]
+        if not args.private or row.zeroth_order or not row.private:
+            return
+        self.rates = from_first(self._rates)
+        if args.chooses and self.rates is not None:
+            self._use_rates(self.rates)
+
+    def _use_rates(self, rates: Rates) -> None:
+        self.args.learning_rate = self.private_run.use_rates(rates.by_name)
+        self.optimizer_cls_and_kwargs = self.private_run.optimizer_cls_and_kwargs
+
+    def _rates(self) -> Rates | None:
+        args, mechanism = self.args, self.plan.mechanism
+        assert args.max_grad_norm is not None
+        std = mechanism.noise_multiplier * args.max_grad_norm / mechanism.expected_batch_size
+        try:
+            with keeping_random_state():
+                with evaluating(self.model):
+                    output = self._output_layer()
+                return self.private_run.rates(
+                    output,
+                    self._public_inputs(),
+                    std,
+                    schedule_of(args, self.plan.steps),
+                )
+        except Exception:
+            if args.chooses:
+                raise
+            return None  # nothing is known of inputs of this model, and nothing need be
 
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
@@ -556,6 +663,8 @@ class DPGrapeMixin(_Host):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer of the method; the projection may be a part of its state."""
         new = self.optimizer is None
+        if self.args.chooses and self.rates is None:
+            self._choose_rates()
         optimizer = super().create_optimizer(*args, **kwargs)
         self.private_run.take(getattr(optimizer, "optimizer", optimizer), new=new)
         return optimizer
@@ -585,12 +694,16 @@ class DPGrapeMixin(_Host):
         # Anew: model_init may have made another model, and parameters may have been frozen since.
         if not is_sharded(self.model):
             self._freeze_unused()
+            self._choose_parts()
             self.private_run = self._make_run()
             self._make_adapter()
+            self._choose_rates()
             self._spread_model()
         if is_sharded(self.model):
             reshard(self.model)
             self.private_run = self._make_run()
+            if args.chooses and self.rates is not None:
+                self._use_rates(self.rates)
         run = self.private_run
         generators = self._known_streams
         noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)

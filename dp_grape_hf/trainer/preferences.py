@@ -100,7 +100,7 @@ class _PairsMixin(TRLMixin):
 
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeRewardConfig(DPGrapeArguments, RewardConfig):
+class DPGrapeRewardConfig(DPGrapeArguments, RewardConfig):  # type: ignore[misc]
     """``RewardConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
     As in ``RewardConfig``, gradient checkpointing and bfloat16 autocast are on by default.
@@ -135,7 +135,7 @@ class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
 
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):
+class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):  # type: ignore[misc]
     """``DPOConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
     As in ``DPOConfig``, gradient checkpointing and bfloat16 autocast are on by default.

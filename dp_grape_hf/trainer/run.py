@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
+from dp_grape_hf.choosing import Noise, Rates, measure, walk_of_noise
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
@@ -70,6 +72,7 @@ from dp_grape_hf.sharding import most_of_any, reshard
 
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
+_READ = 5  # batches of inputs that rates are measured on
 Savable = PrincipalProjection | ReleasedProjection | Iterate
 
 
@@ -171,7 +174,9 @@ class Run:
             coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
             tolerance = LOW if self.low_precision else FULL
             automatic = self._args.clipping == Clipping.AUTOMATIC
-            shortest = STABILITY if automatic else self._args.max_grad_norm
+            bound = self._args.max_grad_norm
+            assert bound is not None
+            shortest = STABILITY if automatic else bound
             self._stepping = WatchedEngine(self.per_sample, tolerance, shortest, coins)
         self.mechanism = _mechanism(
             self._args, self._stepping, ledger, noise_generator, noise_slice
@@ -195,8 +200,8 @@ class Run:
             new: whether it was just made, before its scheduler.
         """
         if new:
-            factors = self._rate_factors.items()
-            scale_rates(optimizer, {self.trainable[name]: factor for name, factor in factors})
+            factors = {self.trainable[n]: factor for n, factor in self._rate_factors.items()}
+            scale_rates(optimizer, factors, chosen=self._args.chooses)
         elif isinstance(optimizer, ZerothOrderSGD) and isinstance(
             self.per_sample, ZerothOrderEngine
         ):
@@ -206,6 +211,58 @@ class Run:
             measured = self.schedule if isinstance(self.schedule, PrincipalProjection) else None
             parts = {"projection": self.released or measured, "iterate": self.iterate}
             _save_with(optimizer, {name: part for name, part in parts.items() if part is not None})
+
+    def rates(
+        self,
+        output: tuple[str, nn.Module],
+        batches: Batches,
+        std: float,
+        schedule: Sequence[float],
+    ) -> Rates:
+        """Returns the rates that the noise allows, and takes them; or says what given ones do.
+
+        Args:
+            output: name and module of the layer that logits come from.
+            batches: makes inputs that are no example's.
+            std: of the noise in each number of a release.
+            schedule: what the rate is multiplied by at each step.
+        """
+        args = self._args
+        assert args.update_rule is not None
+        assert args.max_grad_norm is not None
+        stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
+        corrected, settings = args.noise_correction, _rule_settings(args)
+        walks = {
+            s: walk_of_noise(args.update_rule, settings, s, schedule, corrected=corrected)
+            for s in set(stds.values())
+        }
+        projectors = self.projectors_at(0)  # a state that is loaded later brings its own
+        given = None
+        if args.learning_rate is not None and not args.chooses:
+            given = {n: args.learning_rate * self._rate_factors.get(n, 1.0) for n in stds}
+        with evaluating(self._model):
+            found = measure(
+                self._model,
+                output,
+                islice(batches(), _READ),
+                {
+                    n: Noise(self.trainable[n], s, walks[s], projectors.get(n))
+                    for n, s in stds.items()
+                },
+                most=args.max_grad_norm,
+                rates=given,
+                factors=self._rate_factors,
+                gradient_factors=self._gradient_factors,
+            )
+        return found
+
+    def use_rates(self, by_name: Mapping[str, float]) -> float:
+        """Makes optimizers with these rates, by parameter name; returns that of most."""
+        cls, options = self.optimizer_cls_and_kwargs
+        most = max(set(by_name.values()), key=list(by_name.values()).count)
+        self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
+        self._rate_factors = {n: rate / most for n, rate in by_name.items() if rate != most}
+        return most
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
         """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
@@ -410,26 +467,30 @@ def _optimizer(
     args: DPGrapeArguments, per_sample: PerSampleEngine
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Returns the optimizer's class and its arguments."""
-    common = {
+    common: dict[str, Any] = {
         "lr": args.learning_rate,
         "float32_updates": args.float32_updates,
         "rounding_seed": args.projection_seed,
     }
     if isinstance(per_sample, ZerothOrderEngine):
         return ZerothOrderSGD, common | {"directions": per_sample.directions}
-    assert args.update_rule is not None
-    settings: dict[str, dict[str, Any]] = {
-        "adam": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},
-        "momentum": {"momentum": args.adam_beta1},
-    }
     return ProjectedOptimizer, {
         **common,
         "rule": args.update_rule,
         "moments_at_redraw": args.moments_at_redraw,
         "noise_correction": args.noise_correction,
         "keep_changes": args.save_as == "adapter",
-        **settings.get(args.update_rule, {}),
+        **_rule_settings(args),
     }
+
+
+def _rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
+    assert args.update_rule is not None
+    settings: dict[str, dict[str, Any]] = {
+        "adam": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},
+        "momentum": {"momentum": args.adam_beta1},
+    }
+    return settings.get(args.update_rule, {})
 
 
 def _iterate(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate | None:
@@ -538,7 +599,12 @@ def _explaining(args: DPGrapeArguments) -> Iterator[None]:
 _FACTOR, _NUMBERS = "learning_rate_factor", "parameter_numbers"
 
 
-def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Parameter, float]) -> None:
+def scale_rates(
+    optimizer: torch.optim.Optimizer,
+    factor_of: Mapping[nn.Parameter, float],
+    *,
+    chosen: bool = False,
+) -> None:
     """Gives some parameters learning rates of their own, in parameter groups of their own.
 
     Updates are functions of private gradients, so their lengths are free to choose.
@@ -546,6 +612,8 @@ def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Paramete
     Args:
         optimizer: just made, before its scheduler. It will refuse the state of one with others.
         factor_of: parameter -> factor.
+        chosen: a saved state may have other factors, which then count: they were chosen on the
+            weights of that time.
     """
     groups, count = [], 0
     for group in optimizer.param_groups:
@@ -558,14 +626,16 @@ def scale_rates(optimizer: torch.optim.Optimizer, factor_of: Mapping[nn.Paramete
             scaled = {"lr": group["lr"] * factor, "params": [p for _, p in own]}
             groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in own]})
     optimizer.param_groups[:] = groups
-    optimizer.register_load_state_dict_pre_hook(_require_same_factors)
+    optimizer.register_load_state_dict_pre_hook(partial(_require_same_factors, chosen=chosen))
 
 
 def _one_first(factor: float) -> tuple[bool, float]:
     return factor != 1, factor
 
 
-def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _require_same_factors(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], *, chosen: bool
+) -> None:
     """Refuses a checkpoint whose moments belong to other groups of parameters.
 
     Raises:
@@ -573,6 +643,8 @@ def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any
     """
     ours = [(group[_FACTOR], group[_NUMBERS]) for group in optimizer.param_groups]
     theirs = [(group.get(_FACTOR, 1.0), group.get(_NUMBERS)) for group in state["param_groups"]]
+    if chosen:
+        ours, theirs = ([(0.0, numbers) for _, numbers in groups] for groups in (ours, theirs))
     if all(numbers is None for _, numbers in theirs):  # saved before these were
         ours, theirs = ([(factor, None) for factor, _ in groups] for groups in (ours, theirs))
     if ours != theirs:
@@ -586,7 +658,8 @@ def _require_same_factors(optimizer: torch.optim.Optimizer, state: dict[str, Any
 
 def _ranks(args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]]) -> int | dict[str, int]:
     """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
-    asked = args.projection_ranks
+    asked, rank = args.projection_ranks, args.projection_rank
+    assert rank is not None
     if isinstance(asked, Mapping):
-        return ranks_for(shapes, args.projection_rank, asked)
-    return args.projection_rank
+        return ranks_for(shapes, rank, asked)
+    return rank

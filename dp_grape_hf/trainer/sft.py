@@ -47,7 +47,7 @@ def refuse_set(args: Any, reasons: Mapping[str, str]) -> None:
 
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):
+class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
     """``SFTConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
     As in ``SFTConfig``, and other than in ``TrainingArguments``, gradient checkpointing and

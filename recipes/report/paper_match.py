@@ -14,6 +14,7 @@ import yaml
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.projections import PRINCIPAL
 from recipes.report.findings import RANDOM, TUNED, ZERO_SHOT, Run, title_of
 
@@ -103,6 +104,7 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
 
 def _usual(run: Run, spec: Spec) -> dict[str, Any]:
     wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | RANDOM
+    wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16}  # where a rate is given
     if run.method != ZERO_SHOT:
         row = METHODS[run.method]
         family = "gaussian" if row.projected and row.projection == PRINCIPAL else row.projection

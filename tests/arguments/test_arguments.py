@@ -39,8 +39,8 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
 # ---- Values and their short names ----
 
 
-def test_only_the_budget_has_no_default() -> None:
-    args = make()
+def test_with_a_rate_only_the_budget_has_no_default() -> None:
+    args = make(learning_rate=1e-3)
     assert {name: getattr(args, name) for name in OWN_FIELDS} == {
         "target_epsilon": 6.0,
         "target_delta": 1e-5,
@@ -65,6 +65,7 @@ def test_only_the_budget_has_no_default() -> None:
         "max_batch_size": None,
         "num_samples": None,
         "method": "dp_grape",
+        "learning_rate": 1e-3,
         "update_rule": "adam",
         "learning_rate_factors": None,
         "gradient_factors": None,
@@ -88,6 +89,25 @@ def test_only_the_budget_has_no_default() -> None:
         "eval_data_is_public": False,
     }
     assert args.private
+    assert not args.chooses
+
+
+def test_without_a_rate_what_is_not_given_is_chosen() -> None:
+    args = make()
+    assert args.chooses
+    assert args.expected_batch_size is None  # until N is known
+    chosen = args.update_rule, args.projection_rank, args.clipping, args.max_grad_norm
+    assert chosen == ("momentum", 4, "automatic", 1.0)
+    given = make(update_rule="adam", r=8, max_grad_norm=0.1, gradient_accumulation_steps=2)
+    kept = given.update_rule, given.projection_rank, given.clipping, given.expected_batch_size
+    assert kept == ("adam", 8, "flat", 16)
+
+
+@pytest.mark.parametrize("changes", [NO_NOISE, {"method": "adam", "target_epsilon": None}])
+def test_without_noise_there_is_nothing_to_choose_by(changes: dict[str, Any]) -> None:
+    args = make(**changes)
+    assert not args.chooses
+    assert args.learning_rate == TrainingArguments(output_dir="unused").learning_rate
 
 
 @pytest.mark.parametrize(("short", "name"), ALIASES.items())
@@ -127,7 +147,8 @@ def test_the_expected_batch_is_what_users_of_the_trainer_expect(
 ) -> None:
     """Batch per device, times accumulation, times ranks; accumulation has then done its work."""
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: ranks))
-    args = make(per_device_train_batch_size=5, gradient_accumulation_steps=accumulation)
+    batch = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": accumulation}
+    args = make(**batch, learning_rate=1e-3)
     assert args.expected_batch_size == args.logical_batch_size == 5 * accumulation * ranks
     assert args.gradient_accumulation_steps == 1
 
@@ -359,7 +380,7 @@ def test_unnoised_statistics_contradict_a_budget() -> None:
 
 def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
     with pytest.raises(PrivacyError, match="expected_batch_size=0"):
-        make(per_device_train_batch_size=0)
+        make(per_device_train_batch_size=0, learning_rate=1e-3)
 
 
 # ---- Refused: options of the host ----

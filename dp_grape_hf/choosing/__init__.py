@@ -1,0 +1,31 @@
+"""What a user need not say: batch and steps, what is trained, where a new head reads, and rates.
+
+All of it follows from N, epsilon, delta, passes over the data, the model and inputs that are
+nobody's: no example has a say, so none of it costs privacy. The measure behind the rates is that
+the noise of a whole run is known before it begins. What it does alone to what a model makes of its
+inputs can be seen without data, and a rate is the largest at which that is bearable.
+"""
+
+from dp_grape_hf.choosing.parts import (
+    average_at_first,
+    body_share,
+    is_pretrained,
+    output_layer,
+    train_matrices_only,
+)
+from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, walk_of_noise
+from dp_grape_hf.choosing.sizes import batch_and_steps
+
+__all__ = [
+    "Group",
+    "Noise",
+    "Rates",
+    "average_at_first",
+    "batch_and_steps",
+    "body_share",
+    "is_pretrained",
+    "measure",
+    "output_layer",
+    "train_matrices_only",
+    "walk_of_noise",
+]

@@ -1,0 +1,186 @@
+"""Which parts of a model are trained, and where a new head reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs
+
+_SHARE_OF_BODY = 0.3
+_OVER_RESIDUAL = 10.0  # times what the first position had before
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether weights come from somewhere: a model that is made of a configuration has no name."""
+    return bool(getattr(model, "name_or_path", ""))
+
+
+@torch.no_grad()
+def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Module]:
+    """Returns name and module of the linear layer that runs last: logits come from it.
+
+    Args:
+        model: in evaluation mode.
+        batch: inputs that are no example's.
+
+    Raises:
+        ValueError: if none runs.
+    """
+    ran: list[tuple[str, nn.Module]] = []
+    hooks = [
+        module.register_forward_hook(lambda m, args, out, own=(name, module): ran.append(own))
+        for name, module in model.named_modules()
+        if isinstance(module, MATRIX_LAYERS)
+    ]
+    try:
+        on_inputs(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not ran:
+        raise ValueError(f"no linear layer of {type(model).__name__} ran")
+    return ran[-1]
+
+
+def train_matrices_only(model: Any, output: str) -> list[str]:
+    """Freezes all but the matrices of the linear layers and the layer that logits come from.
+
+    A table of embeddings is most of a model's numbers and of its noise, and few examples say
+    anything of it; the first principal directions of a matrix move its outputs as a bias would.
+    With all else frozen TREC has 89.9 %, with biases and norms 88.1, with embeddings in principal
+    directions 89.7.
+
+    A model of which the user froze anything is left as it is, and so is one without pretrained
+    weights, whose embeddings say nothing yet.
+
+    Args:
+        model: may have parameters that are frozen.
+        output: name of the layer that logits come from.
+
+    Returns:
+        The names of what was frozen.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    vocabulary = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kept: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, MATRIX_LAYERS) and module is not vocabulary:
+            own = module.parameters() if name == output else [module.weight]
+            kept.update(id(p) for p in own)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    frozen = [p for p in model.parameters() if id(p) not in kept - tables and p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return [names[id(p)] for p in frozen]
+
+
+def body_share(model: Any, output: str) -> dict[str, float]:
+    """Returns the gradient factors of a pretrained body beside a head: name pattern -> factor.
+
+    C is spent on the head mostly, whose gradient has more to say. TREC, epsilon 2: 85.7 % at 0.3,
+    80.1 at 0.2, 59.2 at 1.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix or not hasattr(model, prefix) or output.startswith(f"{prefix}."):
+        return {}
+    body = getattr(model, prefix)
+    return {prefix: _SHARE_OF_BODY} if any(p.requires_grad for p in body.parameters()) else {}
+
+
+# ---- Where a new head reads ----
+
+
+@torch.no_grad()
+def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """Lets a new head on the first position of a text encoder read an average over the text.
+
+    An encoder that was trained for something else has little of a text's meaning at its first
+    position, and bringing it there takes more of the body than an epsilon allows. So the last layer
+    becomes an average: with queries that are zero it attends to all positions alike, its values are
+    what it is given, and its feed-forward part adds nothing; a pooler behind it passes that on. The
+    model's class and configuration stay, and training may move all of it. A linear probe of MiniLM
+    has 71.4 % of TREC (73.8 of SST-2) at the first position as it was and 91.4 (79.4) then; at the
+    mean of the last layer's outputs, 88.4 (77.7).
+
+    Args:
+        model: in evaluation mode.
+        output: the layer that logits come from.
+        batch: inputs that are no example's.
+
+    Returns:
+        The name of that layer; None if the head is not new, does not read the first position of a
+        text encoder, or the layers are not made as those of BERT.
+    """
+    bias = getattr(output, "bias", None)
+    body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+    if body is None or bias is None or bias.any() or not is_pretrained(model):
+        return None
+    layers: Any = getattr(getattr(body, "encoder", None), "layer", None)
+    try:
+        last = layers[-1]
+        attention, mixed, after = (
+            last.attention.self,
+            last.attention.output,
+            last.output,
+        )
+        given = attention.query, attention.value, mixed.dense, after.dense
+        norms = mixed.LayerNorm, after.LayerNorm
+    except (AttributeError, IndexError, TypeError):
+        return None
+    if mixed.dense.in_features != mixed.dense.out_features or not _reads_first(
+        model, body, output, batch
+    ):
+        return None
+    for linear in given:
+        for parameter in linear.parameters():
+            parameter.zero_()
+    nn.init.eye_(attention.value.weight)
+    nn.init.eye_(mixed.dense.weight)
+    mixed.dense.weight.mul_(_OVER_RESIDUAL)
+    for norm in norms:
+        nn.init.ones_(norm.weight)
+        nn.init.zeros_(norm.bias)
+    pooler = getattr(getattr(body, "pooler", None), "dense", None)
+    if isinstance(pooler, nn.Linear) and pooler.in_features == pooler.out_features:
+        nn.init.eye_(pooler.weight)
+        nn.init.zeros_(pooler.bias)
+    return next(name for name, module in model.named_modules() if module is last)
+
+
+def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether logits depend on a whole text, but by its first position alone."""
+    ids = batch.get("input_ids")
+    if ids is None or ids.dim() != 2 or ids.shape[1] < 4:
+        return False
+    ids = ids[:2]
+    seen: list[Tensor] = []
+
+    def read(ids: Tensor, *, blank: bool = False) -> Tensor:
+        def alter(module: nn.Module, args: Any, found: Any) -> None:
+            if blank:
+                found[0][:, 1:] = 0
+
+        hooks = [
+            output.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone())),
+            body.register_forward_hook(alter),
+        ]
+        try:
+            on_inputs(
+                model,
+                {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen[-1]
+
+    other = ids.clone()
+    other[:, -2] = ids[:, 1]
+    as_it_is = read(ids)
+    blanked, changed = read(ids, blank=True), read(other)
+    whole = as_it_is.dim() == 2 and not torch.equal(as_it_is, changed)
+    return whole and torch.equal(as_it_is, blanked)

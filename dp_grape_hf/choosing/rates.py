@@ -1,0 +1,233 @@
+"""Rates from noise alone: the largest at which a whole run's noise leaves a model what it knows.
+
+Before a run begins its noise is known: the standard deviation of each release, the steps, the rule
+that makes moves of releases, the schedule of the rate. So one can add to the weights what the noise
+of all steps will have added at the end, and look how far that takes what the last layer is given,
+on inputs that are nobody's. What it does to those it does to real ones, nearly.
+
+Larger rates carry more signal and more noise, alike. So the rate is not a matter of the task: it is
+what the model bears. For a new head that is a noise in its logits of the size of 1, which is what a
+label is worth there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.optimizers import UPDATE_RULES, Term
+from dp_grape_hf.projections import Projector, on_inputs
+
+DRIFT = 0.75
+"""Of a body: relative change of centred features, by noise alone, that a rate is chosen for."""
+LOGITS = 1.0
+"""Of a head: standard deviation of what noise alone adds to a logit."""
+
+_NUMBERS = 512  # that are walked, of which a standard deviation is taken
+_TRIES, _CLOSE = 12, 0.03
+_START = 1e-3  # of the norm of a weight: the first move that is tried
+
+
+def walk_of_noise(
+    rule: str,
+    settings: Mapping[str, Any],
+    std: float,
+    schedule: Sequence[float],
+    *,
+    corrected: bool = False,
+) -> float:
+    """Returns how far the noise of a run takes a number, as a standard deviation, at a rate of 1.
+
+    The rule itself is run, on noise.
+
+    Args:
+        rule: a name in ``UPDATE_RULES``.
+        settings: its own.
+        std: of the noise in each number of a private gradient.
+        schedule: what the rate is multiplied by at each step.
+        corrected: whether the variance of the noise is taken off the second moment.
+    """
+    own = UPDATE_RULES[rule]
+    generator = torch.Generator().manual_seed(0)
+    target = torch.zeros(_NUMBERS)
+    moments = tuple(torch.zeros(_NUMBERS) for _ in own.moments)
+    step, values = torch.zeros(()), own.checked(settings)
+    for factor in schedule:
+        noise = torch.randn(_NUMBERS, generator=generator) * std
+        term = Term(target, noise, moments, step, std if corrected else None)
+        own.apply([term], values, factor, 0.0)
+    return float(target.square().mean().sqrt())
+
+
+class Group(NamedTuple):
+    """What is known of some parameters before a run."""
+
+    name: str
+    numbers: int  # that meet noise
+    rate: float
+    noise: float  # norm of the noise in a release
+    most: float  # norm that the signal in a release can have at most
+    effect: float  # of the noise of the whole run: the drift of features, or in logits
+
+
+class Rates(NamedTuple):
+    """Rates by parameter name, and what the noise of the run does at these."""
+
+    by_name: dict[str, float]
+    body: Group | None
+    head: Group | None
+
+
+class Noise(NamedTuple):
+    """What a run will add to one parameter, and where."""
+
+    parameter: nn.Parameter
+    std: float  # of the noise in each number of a release
+    walk: float  # of each number over the run, at a rate of 1
+    projector: Projector | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers that meet noise."""
+        own = self.parameter.shape
+        return own if self.projector is None else self.projector.coordinate_shape(own)
+
+
+def measure(
+    model: nn.Module,
+    output: tuple[str, nn.Module],
+    batches: Iterable[Mapping[str, Any]],
+    noise: Mapping[str, Noise],
+    *,
+    most: float,
+    rates: Mapping[str, float] | None = None,
+    factors: Mapping[str, float] | None = None,
+    gradient_factors: Mapping[str, float] | None = None,
+) -> Rates:
+    """Chooses rates, or says what given ones do.
+
+    The weights are moved for that, and put back.
+
+    Args:
+        model: in evaluation mode.
+        output: name and module of the layer that logits come from.
+        batches: inputs that are no example's; a few suffice.
+        noise: parameter name -> its noise, of all that is trained.
+        most: the norm of the signal in a release at most, C.
+        rates: by parameter name, if they are given.
+        factors: parameter name -> factor on its rate, which is the user's.
+        gradient_factors: parameter name -> what its gradient is multiplied by before the clip.
+    """
+    factors, shares = factors or {}, gradient_factors or {}
+    inputs = list(batches)
+    name, layer = output
+    embeds = getattr(model, "get_output_embeddings", lambda: None)() is layer
+    of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
+    head = {n: own for n, own in noise.items() if n in of_head}
+    body = {n: own for n, own in noise.items() if n not in of_head}
+    before = _features(model, layer, inputs)
+
+    def drift(by_name: Mapping[str, float]) -> float:
+        with _Moved({n: (own, own.walk * by_name[n]) for n, own in body.items()}):
+            after = _features(model, layer, inputs)
+        moved, known = after - after.mean(0), before - before.mean(0)
+        found = float((moved - known).norm() / known.norm().clamp(min=1e-30))
+        return found if math.isfinite(found) else math.inf
+
+    def given(part: Mapping[str, Noise], rate: float) -> dict[str, float]:
+        return {n: rate * factors.get(n, 1.0) for n in part}
+
+    found: dict[str, float] = {}
+    groups: list[Group | None] = []
+    size = float(before.square().sum(1).mean().sqrt())
+    for part, title in ((body, "body"), (head, "head")):
+        if not part:
+            groups.append(None)
+            continue
+        walk = max(own.walk for own in part.values())
+        if rates is not None:
+            own_rates = {n: rates[n] for n in part}
+        elif title == "head":
+            own_rates = given(part, LOGITS / (walk * max(size, 1e-6)))
+        else:
+            start = _START * _root_mean_square(part) / walk
+            own_rates = given(part, _reaching(lambda rate: drift(given(body, rate)), start))
+        found |= own_rates
+        effect = drift(own_rates) if title == "body" else walk * max(own_rates.values()) * size
+        numbers = {n: math.prod(own.shape) for n, own in part.items()}
+        squared = sum(numbers[n] * own.std**2 for n, own in part.items())
+        share = min(shares.get(n, 1.0) for n in part)
+        rate = max(set(own_rates.values()), key=list(own_rates.values()).count)
+        groups.append(
+            Group(
+                title,
+                sum(numbers.values()),
+                rate,
+                math.sqrt(squared),
+                most / share,
+                effect,
+            )
+        )
+    return Rates(found, *groups)
+
+
+def _reaching(drift: Any, start: float) -> float:
+    """Returns the rate at which the drift is the one that is wanted."""
+    rate, low, high = start, 0.0, math.inf
+    for _ in range(_TRIES):
+        found = drift(rate)
+        if abs(found / DRIFT - 1) < _CLOSE:
+            break
+        low, high = (max(low, rate), high) if found < DRIFT else (low, min(high, rate))
+        step = rate * min(max(DRIFT / max(found, 1e-12), 0.1), 30)  # as small drifts are linear
+        rate = step if low < step < high else math.sqrt(low * high)
+    return rate
+
+
+def _root_mean_square(part: Mapping[str, Noise]) -> float:
+    total = sum(float(own.parameter.detach().float().square().sum()) for own in part.values())
+    return math.sqrt(total / sum(own.parameter.numel() for own in part.values())) or 1.0
+
+
+@torch.no_grad()
+def _features(model: nn.Module, layer: nn.Module, inputs: list[Mapping[str, Any]]) -> Tensor:
+    """Returns what a layer is given, (rows, n), float32."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
+    )
+    try:
+        for batch in inputs:
+            on_inputs(model, batch)
+    finally:
+        hook.remove()
+    return torch.cat(seen)
+
+
+class _Moved:
+    """Adds noise to weights for a while."""
+
+    def __init__(self, moves: Mapping[str, tuple[Noise, float]]) -> None:
+        self._moves = moves
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name, (own, std) in self._moves.items():
+            weight = own.parameter
+            self._kept[name] = weight.detach().to("cpu", copy=True)
+            move = (torch.randn(own.shape, generator=generator) * std).to(weight.device)
+            if own.projector is None:
+                weight.add_(move.to(weight.dtype))
+            else:
+                own.projector.add_lifted_(weight, move, 1.0)
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        for name, (own, _) in self._moves.items():
+            own.parameter.copy_(self._kept[name])

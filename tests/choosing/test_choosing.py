@@ -1,0 +1,273 @@
+"""What is chosen follows from public numbers, does what it says, and is left alone where it is
+given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    TrainerCallback,
+    set_seed,
+)
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
+from dp_grape_hf.choosing import (
+    average_at_first,
+    batch_and_steps,
+    output_layer,
+    train_matrices_only,
+    walk_of_noise,
+)
+from tests.support.trainers import Examples
+
+WORDS, WIDTH = 50, 16
+
+
+def config(**changes: Any) -> BertConfig:
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 3}
+    more = {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
+    return BertConfig(**sizes | more | changes)
+
+
+def pretrained(folder: Path, model: Any = None) -> Any:
+    """A model that was loaded from a folder."""
+    set_seed(0)
+    (model or BertForSequenceClassification(config())).save_pretrained(folder)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+
+
+def examples(count: int = 64) -> Examples:
+    ids = torch.randint(5, WORDS, (count, 10), generator=torch.Generator().manual_seed(0))
+    row = {"attention_mask": [1] * 10}
+    return Examples([{**row, "input_ids": x.tolist(), "labels": int(x[0] % 3)} for x in ids])
+
+
+def text(size: int = 4, length: int = 8) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(5, WORDS, (size, length))}
+
+
+def arguments(folder: Path, **changes: Any) -> DPGrapeTrainingArguments:
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "accountant": "rdp",
+    }
+    budget = {"eps": 8.0, "delta": 1e-3, "num_train_epochs": 2}
+    return DPGrapeTrainingArguments(output_dir=str(folder), **quiet | budget | changes)
+
+
+def trainer_for(folder: Path, model: Any, **changes: Any) -> DPGrapeTrainer:
+    return DPGrapeTrainer(model, arguments(folder / "out", **changes), train_dataset=examples())
+
+
+# ---- Batch and steps ----
+
+
+@pytest.mark.parametrize(("samples", "passes"), [(2635, 3), (60_000, 1), (1024, 10), (100_000, 30)])
+def test_batch_and_steps_read_what_the_passes_leave(samples: int, passes: float) -> None:
+    batch, steps = batch_and_steps(samples, passes)
+    assert samples * passes <= batch * steps < samples * passes + batch
+    more = batch_and_steps(samples, 4 * passes)
+    assert more[0] == pytest.approx(2 * batch, rel=0.02)
+
+
+def test_a_given_half_decides_the_other() -> None:
+    assert batch_and_steps(1000, 2, steps=50) == (40, 50)
+    assert batch_and_steps(1000, 2, batch=100) == (100, 20)
+    assert batch_and_steps(10, 1000)[0] == 10  # no more than there are
+
+
+# ---- The walk of the noise ----
+
+
+def test_the_walk_of_momentum_is_that_of_its_sum() -> None:
+    """A noise n at step k has moved a number by (1 - b^(T-k)) / (1 - b) at the end."""
+    beta, steps = 0.9, 40
+    weights = [(1 - beta ** (steps - k)) / (1 - beta) for k in range(steps)]
+    expected = 0.3 * sum(w**2 for w in weights) ** 0.5
+    found = walk_of_noise("momentum", {"momentum": beta}, 0.3, [1.0] * steps)
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_the_walk_of_sgd_follows_the_schedule() -> None:
+    schedule = [1.0, 0.5, 0.25]
+    expected = 2.0 * sum(s**2 for s in schedule) ** 0.5
+    assert walk_of_noise("sgd", {}, 2.0, schedule) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_walk_of_adam_does_not_depend_on_the_size_of_the_noise() -> None:
+    small, large = (walk_of_noise("adam", {}, std, [1.0] * 50) for std in (0.01, 10.0))
+    assert small == pytest.approx(large, rel=1e-3)
+
+
+# ---- Parts ----
+
+
+def test_the_layer_that_runs_last_is_found(tmp_path: Path) -> None:
+    model = pretrained(tmp_path)
+    assert output_layer(model, text()) == ("classifier", model.classifier)
+
+
+def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path: Path) -> None:
+    model = pretrained(tmp_path)
+    train_matrices_only(model, "classifier")
+    left = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {"classifier.weight", "classifier.bias"} <= left
+    assert all(
+        ".weight" in n and "Norm" not in n and "embeddings" not in n
+        for n in left - {"classifier.bias"}
+    )
+    assert "bert.encoder.layer.0.output.dense.weight" in left
+
+
+@torch.no_grad()
+def test_a_new_head_reads_the_average_of_what_the_last_layer_is_given(
+    tmp_path: Path,
+) -> None:
+    model, batch = pretrained(tmp_path), text()
+    assert average_at_first(model, model.classifier, batch) == "bert.encoder.layer.2"
+    out = model.bert(**batch, output_hidden_states=True)
+    given = out.hidden_states[2]
+    average = given[:, 0] + 10 * given.mean(1)
+    expected = nn.functional.layer_norm(average, (WIDTH,), eps=model.config.layer_norm_eps)
+    torch.testing.assert_close(out.last_hidden_state[:, 0], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.pooler_output, expected.tanh(), rtol=1e-3, atol=1e-3)
+
+
+def test_another_head_is_left_alone(tmp_path: Path) -> None:
+    trained = pretrained(tmp_path / "trained")
+    trained.classifier.bias.data.fill_(0.1)
+    set_seed(0)
+    fresh = BertForSequenceClassification(config())  # no weights that say anything
+    decoder = GPT2ForSequenceClassification(
+        GPT2Config(
+            vocab_size=WORDS,
+            n_embd=WIDTH,
+            n_layer=2,
+            n_head=2,
+            num_labels=3,
+            pad_token_id=0,
+        )
+    )
+    for model, head in (
+        (trained, "classifier"),
+        (fresh, "classifier"),
+        (decoder, "score"),
+    ):
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        assert average_at_first(model.eval(), getattr(model, head), text()) is None
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+# ---- A run ----
+
+
+class StopAt4(TrainerCallback):
+    """Ends training where its checkpoint is."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 4
+
+
+def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", logging_steps=1)
+    model = pretrained(tmp_path / "base")
+    trainer = DPGrapeTrainer(model, args, train_dataset=examples())
+    trainer.train()
+    assert trainer.rates is not None
+    assert trainer.rates.body is not None
+    assert trainer.rates.head is not None
+    assert trainer.rates.body.effect == pytest.approx(0.75, rel=0.1)
+    assert trainer.rates.head.effect == pytest.approx(1, rel=1e-3)
+    assert trainer.plan.mechanism.gradient_factors == '{"bert": 0.3}'
+    assert trainer.plan.mechanism.clipping == "automatic"
+    assert trainer.plan.mechanism.expected_batch_size == round(0.8 * 128**0.5)
+    assert trainer.privacy_spent().epsilon <= 8
+    groups = {group["lr"] for group in trainer.optimizer.param_groups}  # type: ignore[union-attr]
+    assert groups == {0.0}  # the linear schedule has ended, in both
+    assert (args.learning_rate, args.expected_batch_size) == (None, None)  # the user's own
+
+
+def test_measuring_leaves_weights_and_random_numbers_as_they_were(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    state = torch.get_rng_state()
+    trainer._choose_rates()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+
+def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "max_grad_norm": 0.5,
+        "r": 2,
+        "update_rule": "adam",
+        "max_steps": 3,
+    }
+    given |= {
+        "gradient_factors": {"bert": 2.0},
+        "learning_rate_factors": {"classifier": 3.0},
+    }
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), expected_batch_size=7, **given)
+    own = trainer.plan.mechanism
+    assert (own.max_grad_norm, own.clipping, own.expected_batch_size) == (
+        0.5,
+        "flat",
+        7,
+    )
+    assert own.factors_by_pattern == {"bert": 2.0}
+    assert trainer.args.update_rule == "adam"
+    assert {*trainer.private_run.ranks.values()} == {2}
+
+
+def test_with_a_rate_nothing_is_chosen(tmp_path: Path) -> None:
+    model = pretrained(tmp_path / "base")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = trainer_for(tmp_path, model, learning_rate=1e-3)
+    assert all(p.requires_grad for p in trainer.model.parameters())
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    own = trainer.plan.mechanism
+    assert (own.clipping, own.expected_batch_size, own.projection_rank) == (
+        "flat",
+        8,
+        16,
+    )
+
+
+def test_a_run_is_resumed_with_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    made = trainer_for(tmp_path, pretrained(base), save_steps=4, save_strategy="steps")
+    made.add_callback(StopAt4())
+    made.train()
+    again = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    resumed = trainer_for(tmp_path, again, save_steps=4, save_strategy="steps")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    rates = [
+        [group["initial_lr"] for group in t.optimizer.param_groups]  # type: ignore[union-attr]
+        for t in (made, resumed)
+    ]
+    assert rates[0] == rates[1]
+
+
+def test_a_model_that_reads_nothing_known_needs_a_rate(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {"logits": self.linear(x)}
+
+    data = Examples([{"x": torch.ones(4), "labels": 0}] * 8)
+    with pytest.raises(PrivacyError, match="Give learning_rate"):
+        DPGrapeTrainer(Plain(), arguments(tmp_path, projection="gaussian"), train_dataset=data)
