@@ -6,6 +6,7 @@ the noise of a whole run is known before it begins. What it does alone to what a
 inputs can be seen without data, and a rate is the largest at which that is bearable.
 """
 
+from dp_grape_hf.choosing.hopeless import objections
 from dp_grape_hf.choosing.parts import (
     average_at_first,
     body_share,
@@ -13,7 +14,7 @@ from dp_grape_hf.choosing.parts import (
     output_layer,
     train_matrices_only,
 )
-from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, walk_of_noise
+from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, push_of_signal, walk_of_noise
 from dp_grape_hf.choosing.sizes import batch_and_steps
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "body_share",
     "is_pretrained",
     "measure",
+    "objections",
     "output_layer",
+    "push_of_signal",
     "train_matrices_only",
     "walk_of_noise",
 ]

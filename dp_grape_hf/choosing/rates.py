@@ -13,7 +13,7 @@ label is worth there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +51,41 @@ def walk_of_noise(
         schedule: what the rate is multiplied by at each step.
         corrected: whether the variance of the noise is taken off the second moment.
     """
-    own = UPDATE_RULES[rule]
     generator = torch.Generator().manual_seed(0)
-    target = torch.zeros(_NUMBERS)
-    moments = tuple(torch.zeros(_NUMBERS) for _ in own.moments)
-    step, values = torch.zeros(()), own.checked(settings)
-    for factor in schedule:
-        noise = torch.randn(_NUMBERS, generator=generator) * std
-        term = Term(target, noise, moments, step, std if corrected else None)
-        own.apply([term], values, factor, 0.0)
-    return float(target.square().mean().sqrt())
+    noise = (torch.randn(_NUMBERS, generator=generator) * std for _ in schedule)
+    return _moved(rule, settings, noise, schedule, std if corrected else None)
+
+
+def push_of_signal(
+    rule: str, settings: Mapping[str, Any], size: float, schedule: Sequence[float]
+) -> float:
+    """Returns how far a run takes a number whose gradient is the same at each step, at a rate of 1.
+
+    Args:
+        rule: a name in ``UPDATE_RULES``.
+        settings: its own.
+        size: of the gradient.
+        schedule: what the rate is multiplied by at each step.
+    """
+    same = torch.full((1,), size)
+    return _moved(rule, settings, (same for _ in schedule), schedule, None)
+
+
+def _moved(
+    rule: str,
+    settings: Mapping[str, Any],
+    gradients: Iterable[Tensor],
+    schedule: Sequence[float],
+    std: float | None,
+) -> float:
+    """Returns how far gradients move numbers, root mean square."""
+    own, step = UPDATE_RULES[rule], torch.zeros(())
+    values = own.checked(settings)
+    state: tuple[Tensor, ...] = ()
+    for gradient, factor in zip(gradients, schedule, strict=True):
+        state = state or tuple(torch.zeros_like(gradient) for _ in range(1 + len(own.moments)))
+        own.apply([Term(state[0], gradient, state[1:], step, std)], values, factor, 0.0)
+    return float(state[0].square().mean().sqrt()) if state else 0.0
 
 
 class Group(NamedTuple):
@@ -72,6 +97,7 @@ class Group(NamedTuple):
     noise: float  # norm of the noise in a release
     most: float  # norm that the signal in a release can have at most
     effect: float  # of the noise of the whole run: the drift of features, or in logits
+    reach: float | None = None  # of a head: how far signal can move a logit, if all is signal
 
 
 class Rates(NamedTuple):
@@ -104,6 +130,7 @@ def measure(
     noise: Mapping[str, Noise],
     *,
     most: float,
+    push: Callable[[float], float],
     rates: Mapping[str, float] | None = None,
     factors: Mapping[str, float] | None = None,
     gradient_factors: Mapping[str, float] | None = None,
@@ -118,6 +145,7 @@ def measure(
         batches: inputs that are no example's; a few suffice.
         noise: parameter name -> its noise, of all that is trained.
         most: the norm of the signal in a release at most, C.
+        push: how far a gradient that stays moves a number, at a rate of 1.
         rates: by parameter name, if they are given.
         factors: parameter name -> factor on its rate, which is the user's.
         gradient_factors: parameter name -> what its gradient is multiplied by before the clip.
@@ -162,16 +190,12 @@ def measure(
         squared = sum(numbers[n] * own.std**2 for n, own in part.items())
         share = min(shares.get(n, 1.0) for n in part)
         rate = max(set(own_rates.values()), key=list(own_rates.values()).count)
-        groups.append(
-            Group(
-                title,
-                sum(numbers.values()),
-                rate,
-                math.sqrt(squared),
-                most / share,
-                effect,
-            )
-        )
+        reach = None
+        if title == "head":  # a gradient along what the layer is given
+            width = math.sqrt(before.shape[1])
+            reach = max(own_rates.values()) * push(most / share / width) * width * size
+        noise_norm, count = math.sqrt(squared), sum(numbers.values())
+        groups.append(Group(title, count, rate, noise_norm, most / share, effect, reach))
     return Rates(found, *groups)
 
 

@@ -46,6 +46,7 @@ from dp_grape_hf.choosing import (
     batch_and_steps,
     body_share,
     is_pretrained,
+    objections,
     output_layer,
     train_matrices_only,
 )
@@ -404,7 +405,14 @@ class DPGrapeMixin(_Host):
         args, row = self.args, METHODS[self.args.method]
         if not args.private or row.zeroth_order or not row.private:
             return
+        if args.world_size > 1:
+            if not args.chooses:
+                return  # the weights of other processes may not be there yet
+            self.private_run.projectors_at(0)  # which all of them measure together
         self.rates = from_first(self._rates)
+        if self.rates is not None:
+            for objection in objections(self.rates, chosen=args.chooses):
+                logger.warning("%s", objection)
         if args.chooses and self.rates is not None:
             self._use_rates(self.rates)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
-from dp_grape_hf.choosing import Noise, Rates, measure, walk_of_noise
+from dp_grape_hf.choosing import Noise, Rates, measure, push_of_signal, walk_of_noise
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
@@ -231,9 +231,9 @@ class Run:
         assert args.update_rule is not None
         assert args.max_grad_norm is not None
         stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
-        corrected, settings = args.noise_correction, _rule_settings(args)
+        rule, corrected, settings = args.update_rule, args.noise_correction, _rule_settings(args)
         walks = {
-            s: walk_of_noise(args.update_rule, settings, s, schedule, corrected=corrected)
+            s: walk_of_noise(rule, settings, s, schedule, corrected=corrected)
             for s in set(stds.values())
         }
         projectors = self.projectors_at(0)  # a state that is loaded later brings its own
@@ -250,6 +250,7 @@ class Run:
                     for n, s in stds.items()
                 },
                 most=args.max_grad_norm,
+                push=lambda size: push_of_signal(rule, settings, size, schedule),
                 rates=given,
                 factors=self._rate_factors,
                 gradient_factors=self._gradient_factors,

@@ -22,6 +22,7 @@ from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
     output_layer,
+    push_of_signal,
     train_matrices_only,
     walk_of_noise,
 )
@@ -257,6 +258,35 @@ def test_a_run_is_resumed_with_the_rates_of_its_checkpoint(tmp_path: Path) -> No
         for t in (made, resumed)
     ]
     assert rates[0] == rates[1]
+
+
+HOPELESS = [
+    ({"learning_rate": 1e-6}, "if all examples agreed, a logit would move by"),
+    ({"learning_rate": 100.0}, "the model loses what it knows"),
+    ({"learning_rate": 100.0}, "to a logit at a rate of"),
+    ({"eps": 0.001}, "too few examples for this epsilon"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), HOPELESS)
+def test_hopeless_settings_are_told_before_the_first_step(
+    changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), **changes)
+    trainer.start()
+    assert any(said in record.message for record in caplog.records)
+
+
+def test_of_what_is_chosen_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=100.0).start()
+    assert not [r for r in caplog.records if r.name.startswith("dp_grape_hf")]
+
+
+def test_signal_that_stays_moves_a_number_by_all_of_the_schedule() -> None:
+    assert push_of_signal("sgd", {}, 2.0, [1.0, 0.5]) == pytest.approx(3)
+    assert push_of_signal("adam", {}, 7.0, [1.0] * 5) == pytest.approx(5, rel=1e-3)
 
 
 def test_a_model_that_reads_nothing_known_needs_a_rate(tmp_path: Path) -> None:
