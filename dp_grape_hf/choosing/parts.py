@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs
+from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs, output_embeddings
 
 _SHARE_OF_BODY = 0.3
 _OVER_RESIDUAL = 10.0  # times what the first position had before
@@ -65,7 +65,7 @@ def train_matrices_only(model: Any, output: str) -> list[str]:
         The names of what was frozen.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    vocabulary = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    vocabulary = output_embeddings(model)
     kept: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, MATRIX_LAYERS) and module is not vocabulary:
@@ -122,11 +122,7 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     layers: Any = getattr(getattr(body, "encoder", None), "layer", None)
     try:
         last = layers[-1]
-        attention, mixed, after = (
-            last.attention.self,
-            last.attention.output,
-            last.output,
-        )
+        attention, mixed, after = last.attention.self, last.attention.output, last.output
         given = attention.query, attention.value, mixed.dense, after.dense
         norms = mixed.LayerNorm, after.LayerNorm
     except (AttributeError, IndexError, TypeError):
@@ -169,10 +165,7 @@ def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[
             body.register_forward_hook(alter),
         ]
         try:
-            on_inputs(
-                model,
-                {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            )
+            on_inputs(model, {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)})
         finally:
             for hook in hooks:
                 hook.remove()

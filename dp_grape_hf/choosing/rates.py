@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
-from dp_grape_hf.projections import Projector, on_inputs
+from dp_grape_hf.projections import Projector, on_inputs, output_embeddings
 
 DRIFT = 0.75
 """Of a body: relative change of centred features, by noise alone, that a rate is chosen for."""
@@ -153,7 +154,7 @@ def measure(
     factors, shares = factors or {}, gradient_factors or {}
     inputs = list(batches)
     name, layer = output
-    embeds = getattr(model, "get_output_embeddings", lambda: None)() is layer
+    embeds = output_embeddings(model) is layer
     of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
     head = {n: own for n, own in noise.items() if n in of_head}
     body = {n: own for n, own in noise.items() if n not in of_head}
@@ -189,7 +190,7 @@ def measure(
         numbers = {n: math.prod(own.shape) for n, own in part.items()}
         squared = sum(numbers[n] * own.std**2 for n, own in part.items())
         share = min(shares.get(n, 1.0) for n in part)
-        rate = max(set(own_rates.values()), key=list(own_rates.values()).count)
+        rate = mode(own_rates.values())
         reach = None
         if title == "head":  # a gradient along what the layer is given
             width = math.sqrt(before.shape[1])

@@ -36,6 +36,7 @@ from dp_grape_hf.projections.targets import (
     default_targets,
     feature_dimensions,
     input_dimensions,
+    output_embeddings,
     projection_targets,
     shared_parameters,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "first_matches",
     "input_dimensions",
     "on_inputs",
+    "output_embeddings",
     "placements",
     "principal_directions",
     "projection",

@@ -79,7 +79,7 @@ def _matching(
 
 def _vocabulary(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
     names = {id(parameter): name for name, parameter in trainable.items()}
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = output_embeddings(model)
     weights: list[Any] = [
         module.weight
         for module in model.modules()
@@ -96,7 +96,7 @@ def default_targets(model: Any) -> list[str]:
     embeddings and a head whose output is one number per label stay unprojected, as in the paper
     (Appendix, experimental details): their gradients have low rank already.
     """
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = output_embeddings(model)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
     shared = shared_parameters(model)
     targets = []
@@ -108,6 +108,12 @@ def default_targets(model: Any) -> list[str]:
         if weight.requires_grad and not is_head and id(weight) not in shared:
             targets.append(f"{name}.weight" if name else "weight")
     return targets
+
+
+def output_embeddings(model: Any) -> nn.Module | None:
+    """Returns the layer that gives a logit for each word of a vocabulary, if the model has one."""
+    found: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return found
 
 
 def shared_parameters(model: nn.Module) -> set[int]:

@@ -394,11 +394,8 @@ class DPGrapeMixin(_Host):
         args = self.args
         if args.expected_batch_size is None:
             steps = args.max_steps if args.max_steps > 0 else None
-            args.expected_batch_size = batch_and_steps(
-                args.num_samples or self._dataset_size,
-                args.num_train_epochs,
-                steps=steps,
-            )[0]
+            size = args.num_samples or self._dataset_size
+            args.expected_batch_size = batch_and_steps(size, args.num_train_epochs, steps=steps)[0]
 
     def _choose_rates(self) -> None:
         """Chooses rates by the noise of the run, or warns of given ones that are hopeless."""
@@ -425,15 +422,10 @@ class DPGrapeMixin(_Host):
         assert args.max_grad_norm is not None
         std = mechanism.noise_multiplier * args.max_grad_norm / mechanism.expected_batch_size
         try:
-            with keeping_random_state():
-                with evaluating(self.model):
-                    output = self._output_layer()
-                return self.private_run.rates(
-                    output,
-                    self._public_inputs(),
-                    std,
-                    schedule_of(args, self.plan.steps),
-                )
+            with keeping_random_state(), evaluating(self.model):
+                schedule = schedule_of(args, self.plan.steps)
+                inputs = self._public_inputs()
+                return self.private_run.rates(self._output_layer(), inputs, std, schedule)
         except Exception:
             if args.chooses:
                 raise

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
@@ -219,7 +220,9 @@ class Run:
         std: float,
         schedule: Sequence[float],
     ) -> Rates:
-        """Returns the rates that the noise allows, and takes them; or says what given ones do.
+        """Returns the rates that the noise allows, or what it does at given ones.
+
+        The model is in evaluation mode.
 
         Args:
             output: name and module of the layer that logits come from.
@@ -240,27 +243,22 @@ class Run:
         given = None
         if args.learning_rate is not None and not args.chooses:
             given = {n: args.learning_rate * self._rate_factors.get(n, 1.0) for n in stds}
-        with evaluating(self._model):
-            found = measure(
-                self._model,
-                output,
-                islice(batches(), _READ),
-                {
-                    n: Noise(self.trainable[n], s, walks[s], projectors.get(n))
-                    for n, s in stds.items()
-                },
-                most=args.max_grad_norm,
-                push=lambda size: push_of_signal(rule, settings, size, schedule),
-                rates=given,
-                factors=self._rate_factors,
-                gradient_factors=self._gradient_factors,
-            )
-        return found
+        return measure(
+            self._model,
+            output,
+            islice(batches(), _READ),
+            {n: Noise(self.trainable[n], s, walks[s], projectors.get(n)) for n, s in stds.items()},
+            most=args.max_grad_norm,
+            push=lambda size: push_of_signal(rule, settings, size, schedule),
+            rates=given,
+            factors=self._rate_factors,
+            gradient_factors=self._gradient_factors,
+        )
 
     def use_rates(self, by_name: Mapping[str, float]) -> float:
         """Makes optimizers with these rates, by parameter name; returns that of most."""
         cls, options = self.optimizer_cls_and_kwargs
-        most = max(set(by_name.values()), key=list(by_name.values()).count)
+        most = mode(by_name.values())
         self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
         self._rate_factors = {n: rate / most for n, rate in by_name.items() if rate != most}
         return most
