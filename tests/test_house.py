@@ -19,7 +19,7 @@ PACKAGE = "dp_grape_hf"
 # A room (a folder of the package, or a module beside them) imports only from the lines above its
 # own, and enters another by its face: what the room's __init__ names, and nothing else.
 FLOORS = (
-    ("errors", "phases"),  # the ground
+    ("errors", "phases", "tables"),  # the ground
     ("distributed",),
     ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
@@ -34,10 +34,11 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The libraries that only some places know, so that the rest can be read and tested without them.
 ONLY_IN = {
-    "torch": {*FLOOR_OF} - {"accounting", "errors", "phases"},
+    "torch": {*FLOOR_OF} - {"accounting", "errors", "phases", "tables"},
     "transformers": {
         *("per_sample.layerwise.rules", "per_sample.functorch", "per_sample.selfcheck"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory", "cli.memory"),
+        "cli.suggest",
     },
     "trl": {"trainer.sft", "trainer.preferences"},
     "datasets": set[str](),

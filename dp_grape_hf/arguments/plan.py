@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from dp_grape_hf.accounting import (
     expected_steps_per_epoch,
     find_noise_multiplier,
     refuse_large_delta,
+    rounded_up,
     smallest_batch_cap,
 )
 from dp_grape_hf.arguments.arguments import DPGrapeArguments
@@ -36,6 +38,8 @@ from dp_grape_hf.ledger import (
     refuse_used_folder,
     require_same_neighbours,
 )
+
+logger = logging.getLogger(__name__)
 
 # What the record of a mechanism takes from arguments of the same name.
 _RECORDED = {f.name for f in fields(Mechanism)} & {f.name for f in fields(DPGrapeArguments)}
@@ -112,6 +116,23 @@ class PrivacyPlan:
             if earlier is not None and (earlier.same_data or earlier.resumed):
                 require_same_neighbours(self._mechanism, earlier.runs)
             self._curve = self._curve_after(self._spent_before)
+            if self._spent_before and args.target_epsilon is not None:
+                self._say_what_is_left()
+
+    def _say_what_is_left(self) -> None:
+        assert self._curve is not None
+        spent, own = self._curve.epsilon(0), self._mechanism
+        logger.warning(
+            "earlier_data='same': target_epsilon=%g is for all runs on the data, and earlier ones "
+            "spent %.4g of it. That leaves %.4g for the %d steps of this run, whose noise "
+            "multiplier is %.4g (that of the last run: %.4g).",
+            self._args.target_epsilon,
+            rounded_up(spent),
+            max(0.0, (self._args.target_epsilon or 0.0) - spent),
+            self.steps,
+            own.noise_multiplier,
+            self._spent_before[-1].noise_multiplier,
+        )
 
     def _noise_multiplier(self) -> float:
         """Returns the noise that the budget asks for."""
@@ -253,6 +274,7 @@ class PrivacyPlan:
             recorded = Ledger.load(copy)
             self._require_same_runs_before(copy, recorded)
             self._keep_noise(recorded.mechanism.noise_multiplier)
+            self.note_choice(recorded.mechanism.chosen)  # those rates are in the checkpoint
             ledger = Ledger.resume(live, copy, self.mechanism, updates=updates)
         elif before is not None and before.steps:
             raise PrivacyError(
@@ -276,6 +298,10 @@ class PrivacyPlan:
                 "checkpoint itself is private as it is; so are later ones of the same run."
             )
         return ledger
+
+    def note_choice(self, chosen: str | None) -> None:
+        """Has the ledger say what was chosen; call it before the ledger is started."""
+        self._mechanism = replace(self._mechanism, chosen=chosen)
 
     def use_noise_of(self, ledger: Ledger) -> None:
         """Takes over the noise that the first process found or resumed: it alone adds any."""

@@ -16,6 +16,7 @@ from dp_grape_hf.choosing.parts import (
 )
 from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, push_of_signal, walk_of_noise
 from dp_grape_hf.choosing.sizes import batch_and_steps
+from dp_grape_hf.choosing.words import described, tabulated
 
 __all__ = [
     "Group",
@@ -24,11 +25,13 @@ __all__ = [
     "average_at_first",
     "batch_and_steps",
     "body_share",
+    "described",
     "is_pretrained",
     "measure",
     "objections",
     "output_layer",
     "push_of_signal",
+    "tabulated",
     "train_matrices_only",
     "walk_of_noise",
 ]

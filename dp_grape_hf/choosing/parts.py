@@ -85,7 +85,8 @@ def body_share(model: Any, output: str) -> dict[str, float]:
     80.1 at 0.2, 59.2 at 1.
     """
     prefix = getattr(model, "base_model_prefix", "")
-    if not prefix or not hasattr(model, prefix) or output.startswith(f"{prefix}."):
+    beside = prefix and hasattr(model, prefix) and not output.startswith(f"{prefix}.")
+    if not beside or not is_pretrained(model):
         return {}
     body = getattr(model, prefix)
     return {prefix: _SHARE_OF_BODY} if any(p.requires_grad for p in body.parameters()) else {}

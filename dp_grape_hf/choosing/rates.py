@@ -93,6 +93,7 @@ class Group(NamedTuple):
     """What is known of some parameters before a run."""
 
     name: str
+    parameters: tuple[str, ...]
     numbers: int  # that meet noise
     rate: float
     noise: float  # norm of the noise in a release
@@ -107,6 +108,11 @@ class Rates(NamedTuple):
     by_name: dict[str, float]
     body: Group | None
     head: Group | None
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that there are."""
+        return [group for group in (self.body, self.head) if group is not None]
 
 
 class Noise(NamedTuple):
@@ -196,7 +202,9 @@ def measure(
             width = math.sqrt(before.shape[1])
             reach = max(own_rates.values()) * push(most / share / width) * width * size
         noise_norm, count = math.sqrt(squared), sum(numbers.values())
-        groups.append(Group(title, count, rate, noise_norm, most / share, effect, reach))
+        groups.append(
+            Group(title, tuple(part), count, rate, noise_norm, most / share, effect, reach)
+        )
     return Rates(found, *groups)
 
 

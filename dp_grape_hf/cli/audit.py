@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, fields
 
 from dp_grape_hf.auditing import AuditResult, AuditSettings, audit
-from dp_grape_hf.cli.tables import table
+from dp_grape_hf.tables import table
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:

@@ -17,8 +17,8 @@ from dp_grape_hf.accounting import (
     refuse_large_delta,
     rounded_up,
 )
-from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.tables import table
 
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import AccountantFailure, EpsilonCurve, rounded_up
-from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import (
     KIND_OF,
@@ -27,6 +26,7 @@ from dp_grape_hf.ledger import (
     Start,
     Weights,
 )
+from dp_grape_hf.tables import table
 
 _POINTS = 40  # of the curve
 
@@ -73,6 +73,8 @@ def _mechanism(own: Mechanism) -> str:
         rows["declared public"] = own.public_dataset
     if own.gradient_factors is not None:
         rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
+    if own.chosen is not None:
+        rows["chosen without the data"] = own.chosen
     if own.trials is not None:
         rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     return table(rows.items())

@@ -12,7 +12,6 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.memory import (
@@ -44,6 +43,7 @@ from dp_grape_hf.memory import (
     turn_until_it_fits,
 )
 from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.tables import table
 
 
 def run(args: argparse.Namespace) -> str:

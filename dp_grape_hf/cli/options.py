@@ -7,7 +7,39 @@ The names and defaults that options state are those of the package; the tests co
 import argparse
 from pathlib import Path
 
+_HEAD = "an AutoModelFor... in small letters, as causal-lm (default: config's)"
 _CLIPPING = ("flat", "per_layer", "automatic")
+
+# ---- suggest ----
+
+_SUGGEST = """\
+Show what a run chooses where you give no learning_rate: batch, steps, noise, what is trained, the
+rate of each group, and what the noise of the whole run does alone. Nothing is trained, and no data
+is needed but how many examples there are. Give a learning_rate to see what is wrong with it.
+"""
+
+_SUGGEST_EXAMPLES = """\
+  $ dp-grape suggest sentence-transformers/all-MiniLM-L6-v2 --num_labels 6 \\
+      --num_samples 2635 --eps 2 --delta 1e-5 --epochs 3
+"""
+
+
+def add_suggest(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape suggest``: what a run would choose."""
+    parser.description, parser.epilog = _SUGGEST, _SUGGEST_EXAMPLES
+    add = parser.add_argument
+    add("model", help="name of a model, or its folder")
+    add("--num_samples", type=_positive, required=True, metavar="N", help="examples")
+    add("--target_epsilon", "--eps", type=float, required=True, metavar="eps")
+    add("--target_delta", "--delta", type=float, required=True, metavar="delta")
+    add("--num_train_epochs", "--epochs", type=float, metavar="E", help="passes (default: 3)")
+    add("--head", metavar="head", help=_HEAD)
+    add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
+    add("--method", metavar="method", help="default: dp_grape")
+    add("--learning_rate", type=float, metavar="rate", help="a rate of yours, which is measured")
+    add("--expected_batch_size", type=_positive, metavar="B", help="default: chosen")
+    add("--max_steps", type=_positive, metavar="T", help="instead of passes")
+
 
 # ---- calibrate ----
 
@@ -187,7 +219,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add(
         "--head",
         metavar="head",
-        help="an AutoModelFor... in small letters, as causal-lm (default: config's)",
+        help=_HEAD,
     )
     add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
     add("--batch_size", type=_positive, required=True, metavar="B", help="the physical batch")

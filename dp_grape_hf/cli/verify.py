@@ -9,10 +9,10 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from dp_grape_hf.cli.tables import table
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.publishing import ABSENT, MISMATCH, verify
+from dp_grape_hf.tables import table
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:

@@ -41,7 +41,7 @@ MAY_CHANGE_ON_RESUME = {
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
 _OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset", "gradient_factors")
+LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset", "gradient_factors", "chosen")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -110,6 +110,7 @@ class Mechanism:
     examples no epsilon protects.
     ``gradient_factors`` says, as text, what gradients were multiplied by before the clip and
     divided by after the noise, by patterns of parameters' names.
+    ``chosen`` says, in words, which rates were chosen without the data, and by what.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)
@@ -142,6 +143,7 @@ class Mechanism:
     noise: str | None = field(default=None, metadata=_NOISE)
     public_dataset: str | None = None
     gradient_factors: str | None = field(default=None, metadata=_FACTORS)
+    chosen: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -9,6 +9,7 @@ several releases it stands out of the spread of |n|^2.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,20 +26,36 @@ class Strength(NamedTuple):
     noise: float
 
 
+class _Energy:
+    """Of some parameters' releases, and of the noise in these."""
+
+    noise = variance = 0.0
+    found: Tensor | float = 0.0
+
+    def strength(self, count: int) -> Strength:
+        """Returns what so many releases held."""
+        beyond = float(self.found) - self.noise
+        sure = beyond > _SURE * math.sqrt(self.variance)
+        return Strength(*(math.sqrt(e / count) for e in (beyond if sure else 0.0, self.noise)))
+
+
 class Signal:
     """Adds up the energy of releases, and of their noise.
+
+    Attributes:
+        groups: parameter name -> the group that it is also counted in.
 
     Guarantee:
         A function of releases and of public numbers alone.
     """
 
     def __init__(self) -> None:
+        self.groups: Mapping[str, str] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._count = 0
-        self._noise = self._variance = 0.0
-        self._energy: Tensor | float = 0.0
+        self._energies: defaultdict[str, _Energy] = defaultdict(_Energy)
 
     def add(
         self, private_grads: Mapping[str, Tensor], std: float, factors: Mapping[str, float]
@@ -50,22 +67,28 @@ class Signal:
             std: of the noise in each of its numbers, where no factor divides it.
             factors: parameter name -> what divides it.
         """
-        norm = torch.nn.utils.get_total_norm(list(private_grads.values()))
         self._count += 1
-        self._energy += norm.detach().double().square()
-        for name, value in private_grads.items():
-            variance = (std / factors.get(name, 1.0)) ** 2
-            self._noise += value.numel() * variance
-            self._variance += 2 * value.numel() * variance**2
-        return norm
+        parts: defaultdict[str, list[str]] = defaultdict(list)
+        for name in private_grads:
+            parts[self.groups.get(name, "")].append(name)
+        total: Tensor | float = 0.0
+        for group, names in parts.items():
+            norm = torch.nn.utils.get_total_norm([private_grads[n] for n in names])
+            square = norm.detach().double().square()
+            total = total + square
+            for energy in (self._energies[g] for g in {"", group}):
+                energy.found += square
+                for n in names:
+                    variance = (std / factors.get(n, 1.0)) ** 2
+                    energy.noise += private_grads[n].numel() * variance
+                    energy.variance += 2 * private_grads[n].numel() * variance**2
+        return torch.as_tensor(total).sqrt()
 
-    def take(self) -> Strength | None:
-        """Returns what the releases held since the last call, or None if there were none."""
-        if not self._count:
-            return None
-        found = float(self._energy) - self._noise
-        sure = found > _SURE * math.sqrt(self._variance)
-        squares = (found if sure else 0.0, self._noise)
-        strength = Strength(*(math.sqrt(square / self._count) for square in squares))
+    def take(self) -> dict[str, Strength]:
+        """Returns what the releases since the last call held: by group, and "" for all.
+
+        Empty if there were none.
+        """
+        found = {name: own.strength(self._count) for name, own in self._energies.items()}
         self._forget()
-        return strength
+        return found

@@ -25,7 +25,7 @@ from dp_grape_hf.memory.fit import (
     turn_each,
     turn_until_it_fits,
 )
-from dp_grape_hf.memory.from_config import ModelOfConfig
+from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class
 from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
@@ -74,6 +74,7 @@ __all__ = [
     "Step",
     "Timeline",
     "Turned",
+    "auto_class",
     "choices",
     "compared",
     "every_method",

@@ -89,7 +89,12 @@ def _from_architecture(config: Any) -> Callable[[torch.dtype], nn.Module]:
     return lambda dtype: cls._from_config(config, dtype=dtype)
 
 
-def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
+def auto_class(head: str) -> Any:
+    """Returns the class ``AutoModelFor...`` of a head, as ``causal-lm``.
+
+    Raises:
+        PrivacyError: if there is none.
+    """
     wanted = "automodelfor" + head.replace("-", "")
     name = next((name for name in dir(transformers) if name.lower() == wanted), None)
     if name is None:
@@ -97,13 +102,19 @@ def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
             f"{head=} is the end of no AutoModelFor... in Transformers; an example of one is "
             "sequence-classification."
         )
-    auto_class = getattr(transformers, name)
+    return getattr(transformers, name)
+
+
+def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
+    cls = auto_class(head)
 
     def make(dtype: torch.dtype) -> nn.Module:
         try:
-            model: nn.Module = auto_class.from_config(config, dtype=dtype)
+            model: nn.Module = cls.from_config(config, dtype=dtype)
         except ValueError as error:
-            raise PrivacyError(f"{type(config).__name__} makes no {name}: {error}") from error
+            raise PrivacyError(
+                f"{type(config).__name__} makes no {cls.__name__}: {error}"
+            ) from error
         return model
 
     return make

@@ -115,6 +115,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Noise"] = f"{mechanism.noise}, four float64 draws for each number"
     if mechanism.gradient_factors is not None:
         rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
+    if mechanism.chosen is not None:
+        rows["Chosen without the data"] = mechanism.chosen
     if mechanism.trials is not None:
         each = f"of {mechanism.steps_of_trial} releases each"
         rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 PRIVATE_LOGS = {
     *("epsilon", "learning_rate", "epoch", "step"),
-    *("grad_norm", "signal", "noise"),  # of what is released
+    "grad_norm",
+    *("signal", "signal_body", "signal_head", "noise", "noise_body", "noise_head"),  # of releases
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
 """What a private run may log, beside metrics of evaluation data."""
@@ -106,17 +107,35 @@ class SeeIterates(TrainerCallback):
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer; behind it, epsilon spent, and signal and noise as logged."""
+    """The progress bar of the Trainer; behind it, epsilon spent, and signal and noise as logged.
 
-    def __init__(self, privacy_spent: Callable[[], PrivacySpent]) -> None:
+    Args:
+        privacy_spent: returns what was.
+        opening: returns what is written above the bar.
+    """
+
+    def __init__(
+        self, privacy_spent: Callable[[], PrivacySpent], opening: Callable[[], str] = lambda: ""
+    ) -> None:
         super().__init__()
-        self._privacy_spent = privacy_spent
+        self._privacy_spent, self._opening = privacy_spent, opening
         self._strength = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Says what was chosen, and makes the bar."""
+        super().on_train_begin(args, state, control, **kwargs)
+        bar: Any = self.training_bar
+        if bar is not None and (text := self._opening()):
+            bar.write(text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keeps what was found beside noise."""
         if logs and "signal" in logs:
-            self._strength = f", signal {logs['signal']:.2g} in noise {logs['noise']:.2g}"
+            groups = [g for g in ("_head", "_body") if f"signal{g}" in logs] or [""]
+            self._strength = ", signal/noise " + " ".join(
+                f"{g.removeprefix('_')} {logs[f'signal{g}']:.2g}/{logs[f'noise{g}']:.2g}".strip()
+                for g in groups
+            )
         super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -55,6 +55,18 @@ def require_whole_checkpoint(folder: str | Path) -> None:
         )
 
 
+def refuse_longer_run(folder: str | Path, steps: int) -> None:
+    """Refuses to resume a run with a budget for more steps than its noise was calibrated for."""
+    planned = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME)).max_steps
+    if steps > planned:
+        raise PrivacyError(
+            f"This run would take {steps} steps (max_steps, or num_train_epochs), and the one in "
+            f"{folder} was begun for {planned}: with its noise more steps would spend more than "
+            f"target_epsilon. Resume with max_steps={planned}; or make a new run from its weights, "
+            "with a larger target_epsilon and earlier_data='same'."
+        )
+
+
 def fault_of_checkpoint(folder: str | Path) -> str:
     """Says why a checkpoint cannot be resumed from; empty if it is whole.
 

@@ -45,9 +45,11 @@ from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
     body_share,
+    described,
     is_pretrained,
     objections,
     output_layer,
+    tabulated,
     train_matrices_only,
 )
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
@@ -119,6 +121,7 @@ from dp_grape_hf.trainer.callbacks import (
 )
 from dp_grape_hf.trainer.checkpoints import (
     last_whole_checkpoint,
+    refuse_longer_run,
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
@@ -205,6 +208,7 @@ class DPGrapeMixin(_Host):
     _repository: Repository | None = None  # once something is to be published
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
+    _refused: bool = False  # whether the last train() was, before it released anything
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
     _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
     _sharding: Sharding | None = None  # how weights are to be spread over processes
@@ -289,7 +293,7 @@ class DPGrapeMixin(_Host):
             self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
-            self.add_callback(PrivacyProgress(lambda: me.privacy_spent()))
+            self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         if self.args.released_iterate != "last":
             self.add_callback(SeeIterates(lambda: me.private_run.iterate.update()))
@@ -407,11 +411,9 @@ class DPGrapeMixin(_Host):
                 return  # the weights of other processes may not be there yet
             self.private_run.projectors_at(0)  # which all of them measure together
         self.rates = from_first(self._rates)
-        if self.rates is not None:
-            for objection in objections(self.rates, chosen=args.chooses):
-                logger.warning("%s", objection)
         if args.chooses and self.rates is not None:
             self._use_rates(self.rates)
+            self.plan.note_choice(described(self.rates))
 
     def _use_rates(self, rates: Rates) -> None:
         self.args.learning_rate = self.private_run.use_rates(rates.by_name)
@@ -586,8 +588,12 @@ class DPGrapeMixin(_Host):
         try:
             with self._keeping_state(resumes=bool(resume_from_checkpoint)):
                 output = super().train(resume_from_checkpoint, *args, **kwargs)
+        except PrivacyError:
+            self._refused = self.ledger is None or not self.ledger.steps
+            raise
         finally:
             self.private_run.stop()
+        self._refused = False
         keep = self.args.log_unnoised_statistics
         return output if keep else output._replace(training_loss=Withheld())
 
@@ -627,6 +633,9 @@ class DPGrapeMixin(_Host):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         moved = was_trained(self.model) or self.state.global_step > 0
+        self._make_ready()
+        for objection in self._objections():
+            logger.warning("%s", objection)
         self._start_run(self._start_ledger(resume_from_checkpoint))
         if self._known_streams is None:
             forget_the_seed()
@@ -678,6 +687,8 @@ class DPGrapeMixin(_Host):
         return super()._finalize_training(*args, **kwargs)
 
     def _start_ledger(self, checkpoint: str | None) -> Ledger:
+        if checkpoint is not None and self.args.target_epsilon is not None:
+            refuse_longer_run(checkpoint, self.plan.steps)
         before, updates = self.ledger if self.model_init is None else None, self.state.global_step
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
@@ -689,15 +700,55 @@ class DPGrapeMixin(_Host):
             self.ledger.mark_not_private("un-noised training statistics were logged")
         return remember(self.model, self.ledger)
 
+    def suggestion(self) -> str:
+        """Returns tables of the run as it would begin, and what is wrong with it, in words.
+
+        Rates are chosen, or measured if they are given; nothing is trained. The training data are
+        not looked at, only their number. Not where several processes share a model.
+        """
+        self._make_ready()
+        if self.rates is None:
+            raise PrivacyError(
+                f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
+                "be run on inputs that are not the data; pass public_dataset= then."
+            )
+        return self._table() + "".join(f"\n{objection}\n" for objection in self._objections())
+
+    def _objections(self) -> list[str]:
+        return [] if self.rates is None else objections(self.rates, chosen=self.args.chooses)
+
+    def _opening(self) -> str:
+        """Returns what is shown before the first step; empty where nothing was chosen."""
+        return self._table() if self.args.chooses and self.rates is not None else ""
+
+    def _table(self) -> str:
+        assert self.rates is not None
+        notes = []
+        if self._averages is not None:
+            notes.append(f"The head is new: {self._averages}, which it reads, is made an average.")
+        frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
+        if frozen:
+            count = sum(1 for _ in self.model.parameters())
+            notes.append(f"{len(frozen)} of {count} parameters stay as they are.")
+        rule = self.args.update_rule or ""
+        return tabulated(self.rates, self.plan.mechanism, self.plan.steps, rule, notes)
+
+    def _make_ready(self) -> None:
+        """Makes the parts of a run for the model as it is now, and chooses rates.
+
+        Anew: ``model_init`` may have made another, and parameters may have been frozen since.
+        """
+        if is_sharded(self.model):
+            return
+        self._freeze_unused()
+        self._choose_parts()
+        self.private_run = self._make_run()
+        self._make_adapter()
+        self._choose_rates()
+
     def _start_run(self, ledger: Ledger) -> None:
         args = self.args
-        # Anew: model_init may have made another model, and parameters may have been frozen since.
         if not is_sharded(self.model):
-            self._freeze_unused()
-            self._choose_parts()
-            self.private_run = self._make_run()
-            self._make_adapter()
-            self._choose_rates()
             self._spread_model()
         if is_sharded(self.model):
             reshard(self.model)
@@ -705,6 +756,8 @@ class DPGrapeMixin(_Host):
             if args.chooses and self.rates is not None:
                 self._use_rates(self.rates)
         run = self.private_run
+        if self.rates is not None:
+            run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
         generators = self._known_streams
         noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
         run.start(ledger, noise)
@@ -904,8 +957,14 @@ class DPGrapeMixin(_Host):
         from to the bit, holds the weights as they are.
 
         Raises:
-            PrivacyError: an adapter is asked for, and nothing was trained yet.
+            PrivacyError: an adapter is asked for, and nothing was trained yet; or ``train()`` was
+                refused: what is saved there already stays as it was.
         """
+        if self._refused:
+            raise PrivacyError(
+                "save_model() after a train() that was refused: nothing was trained, and a model "
+                "that was saved before would be overwritten. Train first."
+            )
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
         if is_sharded(self.model):
@@ -982,8 +1041,9 @@ class DPGrapeMixin(_Host):
         """Adds epsilon, signal and noise; ``OnlyPrivateLogs`` takes out what is not private."""
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon
-            if (strength := self.private_run.signal.take()) is not None:
-                logs |= strength._asdict()
+            for group, strength in self.private_run.signal.take().items():
+                of = f"_{group}" if group else ""
+                logs |= {f"{what}{of}": value for what, value in strength._asdict().items()}
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -26,6 +27,8 @@ from dp_grape_hf.choosing import (
     train_matrices_only,
     walk_of_noise,
 )
+from dp_grape_hf.cli.main import main
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from tests.support.trainers import Examples
 
 WORDS, WIDTH = 50, 16
@@ -301,3 +304,69 @@ def test_a_model_that_reads_nothing_known_needs_a_rate(tmp_path: Path) -> None:
     data = Examples([{"x": torch.ones(4), "labels": 0}] * 8)
     with pytest.raises(PrivacyError, match="Give learning_rate"):
         DPGrapeTrainer(Plain(), arguments(tmp_path, projection="gaussian"), train_dataset=data)
+
+
+# ---- It says what it chose ----
+
+
+def test_a_run_begins_with_a_table_of_what_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), disable_tqdm=False)
+    table = trainer.suggestion()
+    assert "64 examples, epsilon 8 at delta 0.001" in table
+    assert "bert.encoder.layer.2, which it reads, is made an average" in table
+    trainer.train()
+    shown = capsys.readouterr()
+    assert table in shown.out + shown.err
+
+
+def test_ledger_and_card_say_which_rates_were_chosen(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
+    trainer.train()
+    trainer.save_model()
+    rates = trainer.rates
+    assert rates is not None
+    assert rates.head is not None
+    said = Ledger.load(tmp_path / "out" / LEDGER_NAME).mechanism.chosen
+    assert said is not None
+    assert f"head: learning rate {rates.head.rate:.4g}" in said
+    assert said in (tmp_path / "out" / CARD_NAME).read_text()
+    verify = ["verify", str(tmp_path / "out")]
+    assert main(verify) == 0
+
+
+def test_signal_is_logged_of_body_and_head(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), logging_steps=1, eps=1000.0)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    parts = [logs[f"noise_{group}"] for group in ("body", "head")]
+    assert sum(part**2 for part in parts) == pytest.approx(logs["noise"] ** 2, rel=1e-3)
+    assert logs["signal_head"] > 0
+    assert trainer.rates is not None
+    assert trainer.rates.head is not None
+    assert logs["noise_head"] == pytest.approx(trainer.rates.head.noise, rel=1e-4)
+
+
+def test_suggest_chooses_what_a_run_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    args, model = arguments(tmp_path / "out", accountant="least"), pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    expected = DPGrapeTrainer(
+        model, args, train_dataset=examples(), processing_class=tokenizer
+    ).suggestion()
+    options = "--num_labels 3 --num_samples 64 --eps 8 --delta 1e-3 --epochs 2"
+    assert main(["suggest", str(tmp_path / "base"), *options.split()]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["suggest", str(tmp_path / "base"), *options.split(), "--learning_rate=9"]) == 0
+    assert "where a label is worth about 1" in capsys.readouterr().out
+
+
+def test_suggest_refuses_a_model_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--num_samples 64 --eps 8 --delta 1e-3"
+    assert main(["suggest", str(tmp_path / "none"), *options.split()]) == 2
+    assert "has no config" in capsys.readouterr().err

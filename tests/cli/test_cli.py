@@ -23,10 +23,10 @@ from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.cli import options
 from dp_grape_hf.cli.calibrate import DEFAULT_EPSILONS
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.cli.tables import WIDTH, table
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Clipping
 from dp_grape_hf.memory import COMPARED, KINDS, TITLES, Setting
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
+from dp_grape_hf.tables import WIDTH, table
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"

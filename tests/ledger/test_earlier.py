@@ -18,7 +18,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from dp_grape_hf.accounting import Releases, compose_epsilon, compute_epsilon, find_noise_multiplier
+from dp_grape_hf.accounting import (
+    Releases,
+    compose_epsilon,
+    compute_epsilon,
+    find_noise_multiplier,
+    rounded_up,
+)
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
@@ -282,7 +288,9 @@ def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path: Path) -> None:
 # ---- Counting ----
 
 
-def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Path) -> None:
+def test_on_the_same_data_the_budget_covers_both_runs(
+    first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = Ledger.load(first / LEDGER_NAME)
     spent = before.epsilon()
     target = spent + 2.0
@@ -296,6 +304,10 @@ def test_on_the_same_data_the_budget_covers_both_runs(first: Path, tmp_path: Pat
     )
     assert second.privacy_spent().epsilon == pytest.approx(spent)
     assert second.plan.mechanism.noise_multiplier > 1.02 * alone
+    said = next(r.getMessage() for r in caplog.records if "That leaves" in r.getMessage())
+    assert f"target_epsilon={target:g} is for all runs" in said
+    assert f"spent {rounded_up(spent):.4g} of it. That leaves 2 for the 4 steps" in said
+    assert f"whose noise multiplier is {second.plan.mechanism.noise_multiplier:.4g}" in said
     second.train()
     now = second.privacy_spent().epsilon
     assert target * (1 - 1e-3) <= now <= target
@@ -421,6 +433,13 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
     assert live.read_text() == before
     answers = {"earlier_ledger": str(live), "earlier_data": "same"}
     assert all(f"{name}={value!r}" in text for name, value in answers.items())
+    weights = {path: path.read_bytes() for path in first.glob("*.safetensors")}
+    refused = _trainer(first, only(NAME).model())
+    with pytest.raises(PrivacyError, match="is that of another run"):
+        refused.train()
+    with pytest.raises(PrivacyError, match=r"save_model\(\) after a train\(\) that was refused"):
+        refused.save_model()
+    assert weights == {path: path.read_bytes() for path in first.glob("*.safetensors")}
     second = _trainer(tmp_path / "second", only(NAME).model(), **answers)
     second.train()
     assert [run.steps for run in second.ledger.composed_runs] == [4, 4]

@@ -458,6 +458,7 @@ OTHER_VALUES: dict[str, Any] = {
     "steps_of_trial": 200,
     "noise": "secure",
     "gradient_factors": '{"head": 4.0}',
+    "chosen": "head: learning rate 0.1",
 }
 
 

@@ -37,12 +37,11 @@ def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
         norm = signal.add(release, std, factors)
         own = math.sqrt(sum(float(value.square().sum()) for value in release.values()))
         assert float(norm) == pytest.approx(own)
-    found = signal.take()
-    assert found is not None
+    found = signal.take()[""]
     assert found.signal == pytest.approx(0.5, rel=0.05)
     energy = sum(math.prod(s) * (std / factors.get(n, 1.0)) ** 2 for n, s in SIZES.items())
     assert found.noise == pytest.approx(math.sqrt(energy))
-    assert signal.take() is None
+    assert signal.take() == {}
 
 
 def test_noise_alone_is_no_signal() -> None:
@@ -51,16 +50,14 @@ def test_noise_alone_is_no_signal() -> None:
     for number, release in enumerate(releases(norm=0.0, std=0.3, count=1000, factors={}), 1):
         signal.add(release, 0.3, {})
         if number % 5 == 0:
-            found = signal.take()
-            assert found is not None
-            taken += found.signal > 0
+            taken += signal.take()[""].signal > 0
     assert taken <= 12  # of 200; exceeded by chance: below 0.001
 
 
 def test_without_noise_the_signal_is_the_norm() -> None:
     signal = Signal()
     signal.add({"x": torch.tensor([3.0, 4.0])}, 0.0, {})
-    assert signal.take() == (5.0, 0.0)
+    assert signal.take() == {"": (5.0, 0.0)}
 
 
 def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:

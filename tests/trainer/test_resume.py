@@ -315,7 +315,7 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
     """More steps need more noise, and the first steps had less."""
     settings = {"target_epsilon": 4.0, "callbacks": [Watch(stop_at=3)]}
     make_trainer(tmp_path, **SAVING | settings).train()
-    with pytest.raises(PrivacyError, match="noise_multiplier="):
+    with pytest.raises(PrivacyError, match="would take 16 steps"):
         make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"max_steps": 16}).train(
             resume_from_checkpoint=True
         )

@@ -1,4 +1,4 @@
-"""Tables of text, as every command prints them."""
+"""Tables of text, as commands and runs print them."""
 
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,70 @@
+"""What was chosen, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dp_grape_hf.choosing.rates import Group, Rates
+from dp_grape_hf.ledger import Mechanism
+from dp_grape_hf.tables import table
+
+
+def described(rates: Rates) -> str:
+    """Returns what a ledger says of chosen rates: a line."""
+    return "; ".join(
+        f"{own.name}: learning rate {own.rate:.4g}, at which noise alone {_effect(own)}"
+        for own in rates.groups
+    )
+
+
+def tabulated(
+    rates: Rates, mechanism: Mechanism, steps: int, rule: str, notes: Iterable[str] = ()
+) -> str:
+    """Returns tables of a run that is to begin: its numbers, and what is trained at which rate.
+
+    Args:
+        rates: and what the noise of the run does at these.
+        mechanism: of the run.
+        steps: T.
+        rule: that makes moves of releases.
+        notes: sentences below.
+    """
+    own = mechanism
+    promise = ""
+    if own.target_epsilon is not None:
+        promise = f", epsilon {own.target_epsilon:g} at delta {own.target_delta:g}"
+    run = {
+        "B": f"{own.expected_batch_size:g}",
+        "q": f"{own.sample_rate:.4g}",
+        "steps": f"{steps}",
+        "sigma": f"{own.noise_multiplier:.4g}",
+        "C": f"{own.max_grad_norm:g}, {own.clipping}",
+        "rule": rule,
+        "P": own.projection_in_words,
+    }
+    header = ("", "numbers", "rate", "noise", "signal at most", "noise of the whole run alone")
+    rows = [
+        (
+            group.name,
+            f"{group.numbers:,}",
+            f"{group.rate:.3g}",
+            f"{group.noise:.3g}",
+            f"{group.most:.3g}",
+            _effect(group)
+            + ("" if group.reach is None else f"; signal can move it by {group.reach:.3g}"),
+        )
+        for group in rates.groups
+    ]
+    return (
+        f"{own.num_samples:,} {own.privacy_unit}s{promise}\n\n"
+        + table([tuple(run), tuple(run.values())])
+        + "\n"
+        + table([header, *rows], "<>>>><")
+        + "".join(f"\n{note}\n" for note in notes)
+    )
+
+
+def _effect(group: Group) -> str:
+    if group.reach is None:
+        return f"changes features by {group.effect:.2g} of their size"
+    return f"adds {group.effect:.2g} to a logit"

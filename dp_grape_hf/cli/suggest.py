@@ -1,0 +1,78 @@
+"""``dp-grape suggest``: what a run would choose, before there is one."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
+
+from dp_grape_hf.arguments import DPGrapeTrainingArguments
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.memory import auto_class
+from dp_grape_hf.trainer import DPGrapeTrainer
+
+_GIVEN = ("target_epsilon", "target_delta", "num_train_epochs", "method", "learning_rate")
+_SIZES = ("expected_batch_size", "max_steps")
+
+
+class _Rows:
+    """As many examples as there are, none of which is looked at."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Returns the tables of the run."""
+    logging.set_verbosity_error()  # that a head is new goes without saying
+    model, tokenizer = _model(args)
+    options = {name: getattr(args, name) for name in (*_GIVEN, *_SIZES)}
+    with tempfile.TemporaryDirectory() as folder:
+        asked = DPGrapeTrainingArguments(
+            output_dir=folder,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        trainer = DPGrapeTrainer(
+            model, asked, train_dataset=_Rows(args.num_samples), processing_class=tokenizer
+        )
+        return trainer.suggestion()
+
+
+def _model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the model with a head, and its tokenizer if it has one."""
+    name = args.model
+    labels = {} if args.num_labels is None else {"num_labels": args.num_labels}
+    try:
+        config = AutoConfig.from_pretrained(name, **labels)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(
+            f"model={name!r} has no config that Transformers can read: {error}"
+        ) from error
+    own = next(iter(config.architectures or []), "")
+    if args.head is not None:
+        cls = auto_class(args.head)
+    elif "For" in own or own.endswith("HeadModel"):
+        cls = getattr(transformers, own)
+    else:
+        cls = transformers.AutoModelForSequenceClassification
+    try:
+        model = cls.from_pretrained(name, config=config)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(f"model={name!r} cannot be loaded: {error}") from error
+    try:
+        return model, AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        return model, None
