@@ -19,6 +19,7 @@ from dp_grape_hf.arguments.refusals import (
     refuse_host_options,
     refuse_machine,
 )
+from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
 from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
@@ -38,7 +39,7 @@ ALIASES = {
 }
 NORM_DIRECTIONS = 64
 UPDATE_STEPS = 100
-RANK, CHOSEN_RANK = 16, 4
+RANK = 16
 HOST_RATE = 5e-5  # the default of transformers
 
 BOUND = (
@@ -258,8 +259,8 @@ class DPGrapeArguments(_Host):
     update_rule: Annotated[str | None, one_of(sorted(UPDATE_RULES))] = field(
         default=None,
         metadata={
-            "help": "How private gradients move weights. Default: that of the method; momentum in "
-            "principal directions where learning_rate is chosen."
+            "help": "How private gradients move weights. Default: that of the method; chosen for "
+            "principal directions where learning_rate is."
         },
     )
     learning_rate_factors: dict[str, Any] | str | None = field(
@@ -345,8 +346,8 @@ class DPGrapeArguments(_Host):
         default=None,
         metadata={
             "help": "r: the rank of the projected gradients. A layer whose projected dimension is "
-            f"not above r is not projected. Default: {RANK}; {CHOSEN_RANK} of principal directions "
-            "where learning_rate is chosen.",
+            f"not above r is not projected. Default: {RANK}; chosen for principal directions where "
+            "learning_rate is.",
             **short_name("r"),
         },
     )
@@ -483,6 +484,12 @@ class DPGrapeArguments(_Host):
         """Whether what is not given is chosen, by the noise of the run (``choosing``)."""
         return self._chooses
 
+    def suit_fresh_weights(self) -> None:
+        """Chooses rule and rank anew, for weights that are not pretrained."""
+        chosen = rule_and_rank(pretrained=False)
+        for name in self._open:
+            setattr(self, name, chosen[name])
+
     @property
     def logical_batch_size(self) -> int:
         """The expected size of the logical batch, q N, which is known when a trainer is made."""
@@ -550,11 +557,13 @@ class DPGrapeArguments(_Host):
         )
         if self.learning_rate is None and not self._chooses:
             self.learning_rate = HOST_RATE
+        defaults = {"update_rule": row.update_rule, "projection_rank": RANK}
         follows = self._chooses and principal
-        if self.update_rule is None:
-            self.update_rule = "momentum" if follows else row.update_rule
-        if self.projection_rank is None:
-            self.projection_rank = CHOSEN_RANK if follows else RANK
+        chosen = rule_and_rank(pretrained=True) if follows else {}
+        self._open = {name for name in chosen if getattr(self, name) is None}
+        for name, value in (defaults | chosen).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.clipping is None:
             scaled = self._chooses and self.max_grad_norm is None and not row.norm_estimates
             self.clipping = (Clipping.AUTOMATIC if scaled else Clipping.FLAT).value

@@ -12,6 +12,7 @@ from dp_grape_hf.choosing.parts import (
     body_share,
     is_pretrained,
     output_layer,
+    rule_and_rank,
     train_matrices_only,
 )
 from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, push_of_signal, walk_of_noise
@@ -31,6 +32,7 @@ __all__ = [
     "objections",
     "output_layer",
     "push_of_signal",
+    "rule_and_rank",
     "tabulated",
     "train_matrices_only",
     "walk_of_noise",

@@ -19,7 +19,7 @@ def objections(rates: Rates, *, chosen: bool) -> list[str]:
     found = []
     body, head = rates.body, rates.head
     leave = "Leave learning_rate out, which is then chosen."
-    if not chosen and body is not None and body.effect > _DESTROYED:
+    if not (chosen or rates.fresh) and body is not None and body.effect > _DESTROYED:
         found.append(
             f"Noise alone will change what the last layer is given by {body.effect:.2g} of its "
             f"size: at a rate of {body.rate:.2g} the model loses what it knows. {leave}"

@@ -8,6 +8,9 @@ on inputs that are nobody's. What it does to those it does to real ones, nearly.
 Larger rates carry more signal and more noise, alike. So the rate is not a matter of the task: it is
 what the model bears. For a new head that is a noise in its logits of the size of 1, which is what a
 label is worth there.
+
+A model without pretrained weights knows nothing that noise could take from it. One rate serves all
+of it, and has two bounds: what noise adds to weights over the run, and how far a step may go.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
-from dp_grape_hf.projections import Projector, on_inputs, output_embeddings
+from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
 DRIFT = 0.75
 """Of a body: relative change of centred features, by noise alone, that a rate is chosen for."""
 LOGITS = 1.0
 """Of a head: standard deviation of what noise alone adds to a logit."""
+
+FRESH_WALK, FRESH_STEP = 2.7, 0.15
+"""Of a model without pretrained weights, in units of weights that pass on what they are given at
+its size: the most that the noise of a run adds to a number, and that a step of nothing but signal
+moves all."""
 
 _NUMBERS = 512  # that are walked, of which a standard deviation is taken
 _TRIES, _CLOSE = 12, 0.03
@@ -108,6 +116,7 @@ class Rates(NamedTuple):
     by_name: dict[str, float]
     body: Group | None
     head: Group | None
+    fresh: bool  # whether the weights come from nowhere
 
     @property
     def groups(self) -> list[Group]:
@@ -138,7 +147,9 @@ def measure(
     *,
     most: float,
     push: Callable[[float], float],
+    steps: float,
     rates: Mapping[str, float] | None = None,
+    fresh: bool = False,
     factors: Mapping[str, float] | None = None,
     gradient_factors: Mapping[str, float] | None = None,
 ) -> Rates:
@@ -153,7 +164,9 @@ def measure(
         noise: parameter name -> its noise, of all that is trained.
         most: the norm of the signal in a release at most, C.
         push: how far a gradient that stays moves a number, at a rate of 1.
+        steps: of the run, each counted as the schedule has it.
         rates: by parameter name, if they are given.
+        fresh: whether the weights come from nowhere.
         factors: parameter name -> factor on its rate, which is the user's.
         gradient_factors: parameter name -> what its gradient is multiplied by before the clip.
     """
@@ -177,15 +190,16 @@ def measure(
         return {n: rate * factors.get(n, 1.0) for n in part}
 
     found: dict[str, float] = {}
-    groups: list[Group | None] = []
+    groups: dict[str, Group] = {}
     size = float(before.square().sum(1).mean().sqrt())
     for part, title in ((body, "body"), (head, "head")):
         if not part:
-            groups.append(None)
             continue
         walk = max(own.walk for own in part.values())
         if rates is not None:
             own_rates = {n: rates[n] for n in part}
+        elif fresh:
+            own_rates = given(part, _of_fresh(model, noise.values(), most, push, steps))
         elif title == "head":
             own_rates = given(part, LOGITS / (walk * max(size, 1e-6)))
         else:
@@ -202,10 +216,10 @@ def measure(
             width = math.sqrt(before.shape[1])
             reach = max(own_rates.values()) * push(most / share / width) * width * size
         noise_norm, count = math.sqrt(squared), sum(numbers.values())
-        groups.append(
-            Group(title, tuple(part), count, rate, noise_norm, most / share, effect, reach)
+        groups[title] = Group(
+            title, tuple(part), count, rate, noise_norm, most / share, effect, reach
         )
-    return Rates(found, *groups)
+    return Rates(found, groups.get("body"), groups.get("head"), fresh)
 
 
 def _reaching(drift: Any, start: float) -> float:
@@ -219,6 +233,28 @@ def _reaching(drift: Any, start: float) -> float:
         step = rate * min(max(DRIFT / max(found, 1e-12), 0.1), 30)  # as small drifts are linear
         rate = step if low < step < high else math.sqrt(low * high)
     return rate
+
+
+def _of_fresh(
+    model: nn.Module,
+    noise: Iterable[Noise],
+    most: float,
+    push: Callable[[float], float],
+    steps: float,
+) -> float:
+    """Returns the one rate of a model without pretrained weights.
+
+    Its measure is not what the weights are at the start, which may be too small for a few noisy
+    steps, but the usual 1 / sqrt(n) of weights with n inputs.
+    """
+    owns = list(noise)
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, MATRIX_LAYERS)]
+    outputs = sum(m.out_features if isinstance(m, nn.Linear) else m.nf for m in layers)
+    norm = math.sqrt(outputs)  # m n numbers of variance 1 / n
+    size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
+    root = math.sqrt(sum(math.prod(own.shape) for own in owns))
+    step = push(most / root) * root / steps  # at a rate of 1, if all is signal
+    return min(FRESH_WALK * size / max(own.walk for own in owns), FRESH_STEP * norm / step)
 
 
 def _root_mean_square(part: Mapping[str, Noise]) -> float:

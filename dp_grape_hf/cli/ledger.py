@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 
-from tqdm import tqdm
-
-from dp_grape_hf.accounting import AccountantFailure, EpsilonCurve, rounded_up
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.accounting import AccountantFailure, rounded_up
+from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import (
     KIND_OF,
     LEDGER_NAME,
@@ -28,15 +24,13 @@ from dp_grape_hf.ledger import (
 )
 from dp_grape_hf.tables import table
 
-_POINTS = 40  # of the curve
-
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the ledger in words, and draws the curve if that was asked for."""
+    """Returns the ledger in words."""
     place: Path = args.place
     ledger = Ledger.load(place / LEDGER_NAME if place.is_dir() else place)
     delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
-    text = "\n".join(
+    return "\n".join(
         [
             f"run {ledger.run_id}, started {ledger.started_at}",
             "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
@@ -47,10 +41,6 @@ def run(args: argparse.Namespace) -> str:
             "",
         ]
     )
-    if args.plot is not None:
-        _plot(ledger, delta, args.plot)
-        text += f"\nWrote {args.plot}.\n"
-    return text
 
 
 def _mechanism(own: Mechanism) -> str:
@@ -126,80 +116,3 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
             yield f"  {name}  {epsilon}" + (
                 ", the run's own" * (name == ledger.mechanism.accountant)
             )
-
-
-# ---- The plot ----
-
-
-def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
-    """Returns numbers of releases, over all runs that add up, and epsilon after each."""
-    blocks, accountant = ledger.composed, ledger.mechanism.accountant
-    ends = list(accumulate(block.steps for block in blocks))
-    steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
-    curves = []
-    for n, block in enumerate(blocks):
-        own = EpsilonCurve(block, delta, accountant, blocks[:n])
-        curves.append((own, block.num_trials is not None))
-    epsilons = []
-    for done in tqdm(steps, disable=None):
-        n = bisect_left(ends, done)
-        (curve, tuned), before = curves[n], ends[n] - blocks[n].steps
-        # Of a trial among several, all counts from the start.
-        epsilons.append(curve.epsilon(blocks[n].steps if tuned and done else done - before))
-    return steps, epsilons
-
-
-def _plot(ledger: Ledger, delta: float | None, path: Path) -> None:
-    require(ledger.private, f"--plot {path}: epsilon is infinite, there is nothing to draw.")
-    require(delta is not None, f"--plot {path}: the ledger has no delta. Pass --delta.")
-    require(ledger.composed != [], f"--plot {path}: nothing was released yet.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PrivacyError(
-            f"--plot {path} needs matplotlib, which is not installed; run `pip install matplotlib`."
-        ) from error
-    assert delta is not None
-    steps, epsilons = _curve(ledger, delta)
-    spent = rounded_up(epsilons[-1], 3)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, epsilons, color="C0", zorder=3)
-    target = ledger.mechanism.target_epsilon
-    if target is not None:
-        axes.axhline(target, color="C3", linestyle="--", label=f"promised, {target:g}")
-    for label, color, style, at in _events(ledger):
-        for n, step in enumerate(at):
-            once = label if n == 0 else "_again"  # a legend leaves out what begins so
-            axes.axvline(step, color=color, linestyle=style, linewidth=0.8, label=once)
-    axes.set(
-        xlabel="releases",
-        ylabel="epsilon, upper bound",
-        title=f"{spent:.3f} spent at delta {delta:g}, by {ledger.mechanism.accountant}",
-        xlim=(0, steps[-1]),
-        ylim=(0, None),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise PrivacyError(f"--plot {path} cannot be written: {error}") from error
-
-
-def _events(ledger: Ledger) -> Iterator[tuple[str, str, str, list[int]]]:
-    """Returns what else happened: a label, a colour, a style, and after which releases."""
-    ids = {run.start.run_id for run in ledger.composed_runs}
-    at: dict[type[object], list[int]] = {Weights: [], Resume: [], Start: []}
-    total, counts = 0, False
-    for entry, _ in ledger.links:
-        if isinstance(entry, Start):
-            counts = entry.run_id in ids
-        if isinstance(entry, Release) and counts:
-            total += entry.count
-        elif counts and type(entry) in at:
-            at[type(entry)].append(total)
-    yield "weights saved", "0.8", "-", at[Weights]
-    yield "resumed", "C1", ":", at[Resume]
-    yield "another run continues", "C2", "-.", at[Start][1:]

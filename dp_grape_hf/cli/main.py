@@ -15,6 +15,7 @@ COMMANDS = {
     "card": "the model card of a saved model, from its ledger",
     "audit": "attack a training run, and compare with the epsilon it claims",
     "verify": "check a saved or published model against its privacy ledger",
+    "report": "a run on one page: epsilon, signal beside noise, rates, metrics",
     "ledger": "show what a run recorded, and the epsilon it spent",
 }
 """By name: a line of help. ``options.add_NAME`` has the options; ``run`` of the module runs it.

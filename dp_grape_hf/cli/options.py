@@ -401,7 +401,16 @@ reach of whoever keeps the ledger, and dp-grape verify --head tells later whethe
 """
 
 _LEDGER_EXAMPLES = """\
-  $ dp-grape ledger runs/digits --plot epsilon.png
+  $ dp-grape ledger runs/digits
+"""
+
+_REPORT = """\
+Draw a run: epsilon by releases, signal of the releases beside their noise, the learning rate, and
+metrics of evaluations; report.png and report.md are written into the folder of the run.
+"""
+
+_REPORT_EXAMPLES = """\
+  $ dp-grape report runs/digits
 """
 
 
@@ -418,9 +427,13 @@ def add_ledger(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape ledger``: a ledger for people."""
     parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
     parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw epsilon against the releases"
-    )
+    _add_delta(parser)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape report``: a run on one page."""
+    parser.description, parser.epilog = _REPORT, _REPORT_EXAMPLES
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output_dir of the run")
     _add_delta(parser)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.trainer.adapters import principal_adapter
 from dp_grape_hf.trainer.callbacks import PrivacyProgress
+from dp_grape_hf.trainer.checkpoints import logged
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.trainers import (
     DPGrapeSeq2SeqTrainer,
@@ -32,6 +33,7 @@ __all__ = [
     "DPGrapeTrainer",
     "PrivacyProgress",
     "Run",
+    "logged",
     "principal_adapter",
 ]
 

@@ -45,6 +45,24 @@ def last_whole_checkpoint(output_dir: str) -> str | None:
     return None
 
 
+def logged(output_dir: str | Path) -> list[dict[str, float]]:
+    """Returns what a run logged: of the end of training, or of its last checkpoint.
+
+    Raises:
+        PrivacyError: if there is none of both.
+    """
+    places = [Path(output_dir)]
+    if places[0].is_dir():
+        places += map(Path, reversed(sort_checkpoints(str(output_dir))))
+    for place in places:
+        if (path := place / TRAINER_STATE_NAME).is_file():
+            return TrainerState.load_from_json(str(path)).log_history
+    raise PrivacyError(
+        f"{output_dir} holds no {TRAINER_STATE_NAME}, where what a run logged stands. It is "
+        "written when training ends, and into checkpoints."
+    )
+
+
 def require_whole_checkpoint(folder: str | Path) -> None:
     """Refuses to resume from a checkpoint that is not whole."""
     fault = fault_of_checkpoint(folder)

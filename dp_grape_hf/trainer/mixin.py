@@ -358,6 +358,8 @@ class DPGrapeMixin(_Host):
         args = self.args
         if not args.chooses or self.train_dataset is None:
             return
+        if not is_pretrained(self.model):
+            args.suit_fresh_weights()
         frozen, self._averages, factors = from_first(self._parts_to_choose)
         for name in frozen:
             self.model.get_parameter(name).requires_grad_(False)
@@ -684,7 +686,9 @@ class DPGrapeMixin(_Host):
         self.private_run.stop()
         if self.private_run.iterate is not None:
             self.private_run.iterate.release_()
-        return super()._finalize_training(*args, **kwargs)
+        output = super()._finalize_training(*args, **kwargs)
+        self.save_state()  # with all that was logged
+        return output
 
     def _start_ledger(self, checkpoint: str | None) -> Ledger:
         if checkpoint is not None and self.args.target_epsilon is not None:

@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
-from dp_grape_hf.choosing import Noise, Rates, measure, push_of_signal, walk_of_noise
+from dp_grape_hf.choosing import (
+    Noise,
+    Rates,
+    is_pretrained,
+    measure,
+    push_of_signal,
+    walk_of_noise,
+)
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
@@ -250,7 +257,9 @@ class Run:
             {n: Noise(self.trainable[n], s, walks[s], projectors.get(n)) for n, s in stds.items()},
             most=args.max_grad_norm,
             push=lambda size: push_of_signal(rule, settings, size, schedule),
+            steps=sum(schedule),
             rates=given,
+            fresh=not is_pretrained(self._model),
             factors=self._rate_factors,
             gradient_factors=self._gradient_factors,
         )

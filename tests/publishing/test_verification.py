@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from transformers import (
 
 from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
-from dp_grape_hf.cli import ledger as ledger_command
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import (
@@ -1014,31 +1012,8 @@ def test_a_run_without_a_guarantee_is_shown_as_such(
     _saved(tmp_path, private=False, reason="the baseline")
     assert main(["ledger", str(tmp_path)]) == 0
     assert "epsilon after 10 releases is infinite: the baseline" in capsys.readouterr().out
-    assert main(["ledger", str(tmp_path), "--plot", str(tmp_path / "epsilon.png")]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "epsilon is infinite" in capsys.readouterr().err
-
-
-def test_the_plot_ends_at_what_was_spent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = _saved(tmp_path / "first", replace(MECHANISM, accountant="rdp"), steps=30)
-    both = _saved(
-        tmp_path / "both",
-        replace(MECHANISM, accountant="rdp", noise_multiplier=2.0),
-        continues=first,
-    )
-    steps, epsilons = ledger_command._curve(both, 1e-5)
-    assert (steps[0], epsilons[0], steps[-1]) == (0, 0.0, 40)
-    assert epsilons == sorted(epsilons)
-    assert epsilons[-1] == pytest.approx(both.epsilon())
-    assert epsilons[steps.index(30)] == pytest.approx(first.epsilon())
-    picture = tmp_path / "epsilon.png"
-    assert main(["ledger", str(tmp_path / "both"), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["ledger", str(tmp_path / "both"), "--plot", str(picture)]) == 2
-    assert "needs matplotlib" in capsys.readouterr().err
 
 
 def test_the_state_of_a_trainer_that_cannot_be_read_is_no_evidence(run: Path) -> None:

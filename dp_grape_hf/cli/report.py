@@ -1,0 +1,161 @@
+"""``dp-grape report``: a run on one page, with a picture."""
+
+from __future__ import annotations
+
+import argparse
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dp_grape_hf.accounting import EpsilonCurve, rounded_up
+from dp_grape_hf.cli import ledger as ledger_command
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Release, Resume, Start, Weights
+from dp_grape_hf.trainer import logged
+
+PAGE, PICTURE = "report.md", "report.png"
+_POINTS = 40  # of the curve
+_GROUPS = {"": "all", "_head": "head", "_body": "body"}
+_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Writes page and picture into the folder; returns where they are."""
+    folder: Path = args.folder
+    ledger = Ledger.load(folder / LEDGER_NAME)
+    require(ledger.private, f"{folder}: epsilon is infinite, there is nothing to draw.")
+    delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
+    require(delta is not None, f"{folder}: the ledger has no delta. Pass --delta.")
+    require(ledger.composed != [], f"{folder}: nothing was released yet.")
+    lines = logged(folder)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PrivacyError(
+            "dp-grape report needs matplotlib, which is not installed; run `pip install "
+            "matplotlib`."
+        ) from error
+    panels: list[Any] = [_draw_epsilon]
+    draw = {
+        _draw_signal: "signal",
+        _draw_rate: "learning_rate",
+        _draw_metrics: "eval_",
+    }
+    panels += [
+        panel
+        for panel, start in draw.items()
+        if any(name.startswith(start) for line in lines for name in line)
+    ]
+    figure = Figure(figsize=(7, 3 * len(panels)), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        panel(axes, ledger, delta, lines)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    words = ledger_command.run(argparse.Namespace(place=folder, target_delta=delta))
+    page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n```text\n{words}```\n"
+    try:
+        figure.savefig(folder / PICTURE, dpi=120)
+        (folder / PAGE).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PrivacyError(f"{folder} cannot be written to: {error}") from error
+    return f"Wrote {folder / PAGE} and {folder / PICTURE}.\n"
+
+
+_Lines = Sequence[Mapping[str, float]]
+
+
+def _draw_epsilon(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
+    steps, epsilons = _curve(ledger, delta)
+    axes.plot(steps, epsilons, color="C0", zorder=3)
+    target = ledger.mechanism.target_epsilon
+    if target is not None:
+        axes.axhline(target, color="C3", linestyle="--", label=f"promised, {target:g}")
+    for label, color, style, at in _events(ledger):
+        for n, step in enumerate(at):
+            once = label if n == 0 else "_again"  # a legend leaves out what begins so
+            axes.axvline(step, color=color, linestyle=style, linewidth=0.8, label=once)
+    spent, own = rounded_up(epsilons[-1], 3), ledger.mechanism
+    axes.set(
+        xlabel="releases",
+        ylabel="epsilon, upper bound",
+        title=f"{spent:.3f} spent at delta {delta:g}, by {own.accountant}",
+        xlim=(0, steps[-1]),
+        ylim=(0, None),
+    )
+
+
+def _draw_signal(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
+    groups = {n: g for n, g in _GROUPS.items() if any(f"signal{n}" in line for line in lines)}
+    if len(groups) > 1:
+        del groups[""]
+    for color, (name, group) in zip(_COLOURS, groups.items(), strict=False):
+        for what, style in (("signal", "-"), ("noise", ":")):
+            _line(axes, lines, f"{what}{name}", f"{what}, {group}", color=color, linestyle=style)
+    axes.set(xlabel="step", ylabel="norm", title="Signal of releases beside their noise")
+    axes.set_yscale("symlog", linthresh=1e-3)
+
+
+def _draw_rate(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
+    _line(axes, lines, "learning_rate", None)
+    axes.set(xlabel="step", ylabel="rate", title="Learning rate of most", ylim=(0, None))
+
+
+def _draw_metrics(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
+    left_out = ("runtime", "per_second", "jit_compilation_time")
+    names = dict.fromkeys(
+        name
+        for line in lines
+        for name in line
+        if name.startswith("eval_") and not name.endswith(left_out)
+    )
+    for name in names:
+        _line(axes, lines, name, name.removeprefix("eval_"), marker="o")
+    axes.set(xlabel="step", title="Metrics of evaluation data, which epsilon does not cover")
+
+
+def _line(axes: Any, lines: _Lines, name: str, label: str | None, **style: Any) -> None:
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    axes.plot(*zip(*points, strict=True), label=label, **style)
+
+
+# ---- Epsilon ----
+
+
+def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
+    """Returns numbers of releases, over all runs that add up, and epsilon after each."""
+    blocks, accountant = ledger.composed, ledger.mechanism.accountant
+    ends = list(accumulate(block.steps for block in blocks))
+    steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
+    curves = []
+    for n, block in enumerate(blocks):
+        own = EpsilonCurve(block, delta, accountant, blocks[:n])
+        curves.append((own, block.num_trials is not None))
+    epsilons = []
+    for done in tqdm(steps, disable=None):
+        n = bisect_left(ends, done)
+        (curve, tuned), before = curves[n], ends[n] - blocks[n].steps
+        # Of a trial among several, all counts from the start.
+        epsilons.append(curve.epsilon(blocks[n].steps if tuned and done else done - before))
+    return steps, epsilons
+
+
+def _events(ledger: Ledger) -> Iterator[tuple[str, str, str, list[int]]]:
+    """Returns what else happened: a label, a colour, a style, and after which releases."""
+    ids = {run.start.run_id for run in ledger.composed_runs}
+    at: dict[type[object], list[int]] = {Weights: [], Resume: [], Start: []}
+    total, counts = 0, False
+    for entry, _ in ledger.links:
+        if isinstance(entry, Start):
+            counts = entry.run_id in ids
+        if isinstance(entry, Release) and counts:
+            total += entry.count
+        elif counts and type(entry) in at:
+            at[type(entry)].append(total)
+    yield "weights saved", "0.8", "-", at[Weights]
+    yield "resumed", "C1", ":", at[Resume]
+    yield "another run continues", "C2", "-.", at[Start][1:]

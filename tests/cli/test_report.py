@@ -1,0 +1,64 @@
+"""A run on one page: the curve ends at what was spent, and what was logged is drawn."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dp_grape_hf.cli import report
+from dp_grape_hf.cli.main import main
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.trainer import logged
+from tests.support.ledgers import MECHANISM
+from tests.support.trainers import make_trainer
+
+SETTINGS = {"accountant": "rdp", "logging_steps": 1, "max_steps": 6}
+
+
+def test_the_curve_ends_at_what_was_spent(tmp_path: Path) -> None:
+    own = replace(MECHANISM, accountant="rdp")
+    first = Ledger.start(own, tmp_path / "first.json")
+    first.record(30)
+    both = Ledger.start(
+        replace(own, noise_multiplier=2.0), tmp_path / "both.json", continues=first, same_data=True
+    )
+    both.record(10)
+    steps, epsilons = report._curve(both, 1e-5)
+    assert (steps[0], epsilons[0], steps[-1]) == (0, 0.0, 40)
+    assert epsilons == sorted(epsilons)
+    assert epsilons[-1] == pytest.approx(both.epsilon())
+    assert epsilons[steps.index(30)] == pytest.approx(first.epsilon())
+
+
+def test_a_run_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path, **SETTINGS)
+    trainer.train()
+    assert [line["step"] for line in logged(tmp_path) if "signal" in line] == [1, 2, 3, 4, 5, 6]
+    drawn: list[str] = []
+    line = report._line
+    monkeypatch.setattr(
+        report, "_line", lambda *args, **style: (drawn.append(args[2]), line(*args, **style))
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    assert {"signal", "noise", "learning_rate"} == {*drawn}
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.md").read_text()
+    assert "![The run](report.png)" in page
+    assert f"epsilon after {trainer.ledger.steps} releases" in page
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_log_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path, **SETTINGS)
+    trainer.train()
+    (tmp_path / "trainer_state.json").unlink()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no trainer_state.json" in capsys.readouterr().err
