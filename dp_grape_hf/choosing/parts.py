@@ -129,7 +129,8 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     """
     bias = getattr(output, "bias", None)
     body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-    if body is None or bias is None or bias.any() or not is_pretrained(model):
+    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
+    if body is None or not is_new or not is_pretrained(model):
         return None
     layers: Any = getattr(getattr(body, "encoder", None), "layer", None)
     try:
@@ -164,6 +165,7 @@ def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[
     ids = batch.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] < 4:
         return False
+    batch = {n: v[:2] if isinstance(v, Tensor) and v.dim() else v for n, v in batch.items()}
     ids = ids[:2]
     seen: list[Tensor] = []
 

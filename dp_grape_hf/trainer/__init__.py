@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.trainer.adapters import principal_adapter
-from dp_grape_hf.trainer.callbacks import PrivacyProgress
 from dp_grape_hf.trainer.checkpoints import logged
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.trainers import (
@@ -31,7 +30,6 @@ __all__ = [
     "DPGrapeSeq2SeqTrainer",
     "DPGrapeSeq2SeqTrainingArguments",
     "DPGrapeTrainer",
-    "PrivacyProgress",
     "Run",
     "logged",
     "principal_adapter",

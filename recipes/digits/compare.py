@@ -2,8 +2,9 @@
 
     python -m recipes.digits.compare --output_dir runs/compare --jobs 2
 
-What is run stands in ``recipes/digits/compare.yaml``. For each row a small grid of learning
-rates is searched once, at one budget and with a seed of its own, on a part of the training data
+What is run stands in ``recipes/digits/compare.yaml``, and in ``chosen.yaml`` (``--config``) a row
+for which nothing is searched. For each row a small grid of learning rates, if it has one, is
+searched once, at one budget and with a seed of its own, on a part of the training data
 that is held out; the final runs train on all of it and are tested once. The search is not covered
 by epsilon: its cost in runs is printed. Each finished run is a line of ``runs.jsonl``; started
 again, the recipe goes on where it was stopped. Hardware: two CPU cores, half an hour.
@@ -49,7 +50,7 @@ class Run:
     """One training run: a row of the configuration, a budget (None: not private) and a seed."""
 
     row: str
-    learning_rate: float
+    learning_rate: float | None
     epsilon: float | None
     seed: int
     tuning: bool
@@ -96,23 +97,23 @@ def _private(config: dict[str, Any], row: str) -> bool:
 def _search(config: dict[str, Any]) -> Iterator[Run]:
     epsilon, seed = config["tuning"]["epsilon"], config["tuning"]["seed"]
     for row, options in config["rows"].items():
-        for rate in options["grid"]:
+        for rate in options.get("grid", ()):
             yield Run(row, rate, epsilon if _private(config, row) else None, seed, tuning=True)
 
 
-def _final(config: dict[str, Any], best: dict[str, float]) -> Iterator[Run]:
+def _final(config: dict[str, Any], best: dict[str, float | None]) -> Iterator[Run]:
     for row in config["rows"]:
         for epsilon in config["epsilons"] if _private(config, row) else (None,):
             for seed in config["seeds"]:
                 yield Run(row, best[row], epsilon, seed, tuning=False)
 
 
-def best_rates(config: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Returns for each row the learning rate with the best accuracy in the search."""
-    best: dict[str, tuple[float, float]] = {}
+def best_rates(config: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+    """Returns for each row the learning rate that was best in the search, if it had one."""
+    best: dict[str, tuple[float, float | None]] = dict.fromkeys(config["rows"], (-1.0, None))
     for run in _search(config):
         accuracy = tuned[run.key]["accuracy"]
-        if run.row not in best or accuracy > best[run.row][0]:
+        if accuracy > best[run.row][0]:
             best[run.row] = accuracy, run.learning_rate
     return {row: rate for row, (_, rate) in best.items()}
 
@@ -202,7 +203,7 @@ def train(config: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def summary(
-    config: dict[str, Any], best: dict[str, float], results: dict[str, dict[str, Any]]
+    config: dict[str, Any], best: dict[str, float | None], results: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns what was found by row and budget: means, and standard errors over the seeds."""
     rows: dict[str, Any] = {}
@@ -241,8 +242,9 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
     for name, row in record["rows"].items():
         cells = [row["accuracy"].get(budget) for budget in budgets]
         shown = ["" if c is None else f"{100 * c[0]:.1f} ± {100 * c[1]:.1f}" for c in cells]
+        rate = row["learning_rate"]
         lines.append(
-            f"| {name} | {row['learning_rate']:g} | {' | '.join(shown)} | "
+            f"| {name} | {'chosen' if rate is None else f'{rate:g}'} | {' | '.join(shown)} | "
             f"{row['release_bytes'] / 1024:.1f} KiB | {row['state_bytes'] / 1024:.1f} KiB | "
             f"{row['seconds']:.1f} |"
         )
@@ -252,8 +254,7 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
             *lines,
             "",
             f"Test accuracy in percent, mean and standard error over {len(config['seeds'])} seeds; "
-            f"{shared['max_steps']} steps, expected batch {shared['expected_batch_size']}, δ = "
-            f"{shared['target_delta']:g}, r = {shared['projection_rank']}. Release: numbers that "
+            f"{_length(shared)}, δ = {shared['target_delta']:g}. Release: numbers that "
             "noise is added to. State: the optimizer's. Seconds: of a processor, median of the "
             f"runs. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
             "on held-out training data, which no ε here covers; the final ones are "
@@ -261,6 +262,13 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _length(shared: dict[str, Any]) -> str:
+    if "max_steps" not in shared:
+        return f"{shared['num_train_epochs']} passes"
+    size, rank = shared["expected_batch_size"], shared["projection_rank"]
+    return f"{shared['max_steps']} steps, expected batch {size}, r = {rank}"
 
 
 def panels_of(rows: Sequence[str]) -> dict[str, list[str]]:

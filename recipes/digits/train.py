@@ -39,7 +39,6 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
     per_sample_gradients,
 )
-from dp_grape_hf.trainer import PrivacyProgress
 from recipes.common.provenance import settings, spent_as_json, versions
 
 CONFIG = Path(__file__).with_name("config.yaml")
@@ -62,9 +61,6 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     set_seed(args.seed)  # the initial weights; sampling and noise have no seed
     train, test = load_data(script_args.split_seed)
     trainer = DPGrapeTrainer(build_model(script_args), args, train_dataset=train)
-    if not args.disable_tqdm:
-        trainer.remove_callback(PrivacyProgress)
-        trainer.add_callback(ProgressOnly(trainer.privacy_spent))
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
@@ -91,13 +87,6 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     (Path(args.output_dir) / "results.json").write_text(text, encoding="utf-8")
     sys.stdout.write(report(results))
     return results
-
-
-class ProgressOnly(PrivacyProgress):
-    """The bar without a line per log entry: the closing table has what matters."""
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prints nothing."""
 
 
 # ---- Model and data ----

@@ -338,6 +338,8 @@ def notes(
         return found
     paper = USUAL | preset_for(preset_path("roberta", "paper"), args.method, script.task)
     settings = recorded(args) | {"frozen": script.frozen}
+    if args.chooses:
+        settings |= dict.fromkeys(("learning_rate", "expected_batch_size"), "chosen")
     if not METHODS[args.method].private:
         del paper["accountant"]
     found += [

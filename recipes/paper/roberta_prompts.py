@@ -277,10 +277,12 @@ def logits_at_mask(
         self: the model.
         input_ids: (B, T).
         attention_mask: (B, T).
-        mask_pos: where the mask is, (B,).
+        mask_pos: where the mask is, (B,); where nothing says so, as in inputs that are no prompts,
+            the first position is taken.
         token_type_ids: (B, T).
     """
-    assert mask_pos is not None
+    if mask_pos is None:
+        mask_pos = torch.zeros_like(input_ids[:, 0])
     types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
     encoded = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types)
     hidden = torch.take_along_dim(encoded[0], mask_pos[:, None, None], 1)  # (B, 1, h)

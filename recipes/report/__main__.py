@@ -45,8 +45,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     return sweep.Sweep(_json(folder / "sweep.json")["config"], folder).summary()
 
 
-def _digits(root: Path) -> str:
-    record = _json(root / "recipes/digits/results/compare.json")
+def _digits(root: Path, name: str = "compare") -> str:
+    record = _json(root / f"recipes/digits/results/{name}.json")
     return compare.table(record["config"], record)
 
 
@@ -86,7 +86,7 @@ def _first(text: str) -> str:
 
 
 OF_THE_PAPER = ("text", "text_rte", "text_trec", "vision")
-TESTED = (*OF_THE_PAPER, "text_principal", "vision_principal")
+TESTED = (*OF_THE_PAPER, "text_principal", "vision_principal", "text_chosen", "vision_chosen")
 ABLATION = "text_ablation"  # a search alone
 SWEEPS = (*TESTED, ABLATION)
 
@@ -96,6 +96,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
     "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),
+    "digits-chosen": lambda root: _first(_digits(root, "chosen")),
     "membership": lambda root: _first(_membership(root)),
     "memory-principal": lambda root: memory.as_markdown(_measured(root, "memory")),
     "memory-packed": lambda root: memory.of_few_bits(_measured(root, "packed")),

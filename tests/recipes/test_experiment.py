@@ -256,7 +256,7 @@ def test_every_file_of_settings_is_tested() -> None:
     """Those of sweeps in test_sweep, those of the digits in test_recipes and below."""
     others = {path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "sweeps"}
     assert others == {*PRESETS}
-    assert len(PRESETS) == 11
+    assert len(PRESETS) == 13
 
 
 @pytest.mark.slow
