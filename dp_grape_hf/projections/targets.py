@@ -98,13 +98,14 @@ def default_targets(model: Any) -> list[str]:
     """
     output = output_embeddings(model)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
-    shared = shared_parameters(model)
+    shared, body = shared_parameters(model), getattr(model, "base_model_prefix", "")
     targets = []
     for name, module in model.named_modules():
         if not isinstance(module, MATRIX_LAYERS) or module is output:
             continue
         weight: Any = module.weight
-        is_head = "." not in name and name and labels in tuple(weight.shape)
+        outside = f".{body}." not in f".{name}." if body else "." not in name
+        is_head = outside and name and labels in tuple(weight.shape)
         if weight.requires_grad and not is_head and id(weight) not in shared:
             targets.append(f"{name}.weight" if name else "weight")
     return targets

@@ -12,8 +12,13 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
+    MPNetConfig,
+    RobertaConfig,
     TrainerCallback,
     set_seed,
 )
@@ -144,6 +149,34 @@ def test_a_new_head_reads_the_average_of_what_the_last_layer_is_given(
     expected = nn.functional.layer_norm(average, (WIDTH,), eps=model.config.layer_norm_eps)
     torch.testing.assert_close(out.last_hidden_state[:, 0], expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(out.pooler_output, expected.tanh(), rtol=1e-3, atol=1e-3)
+
+
+SHAPE: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
+ENCODERS = {
+    "distilbert": DistilBertConfig(
+        vocab_size=WORDS, dim=WIDTH, hidden_dim=32, n_layers=2, n_heads=2, num_labels=3
+    ),
+    "mpnet": MPNetConfig(**SHAPE),
+    "roberta": RobertaConfig(**SHAPE),
+    "electra": ElectraConfig(**SHAPE, embedding_size=WIDTH),
+    "deberta": DebertaV2Config(**SHAPE),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_of_other_families_read_the_average_too(name: str, tmp_path: Path) -> None:
+    """But for the biases of positions, which MPNet adds to its attention and are small."""
+    set_seed(0)
+    model = pretrained(tmp_path, AutoModelForSequenceClassification.from_config(ENCODERS[name]))
+    batch, output = text(2, 8), output_layer(model, text())[1]
+    assert average_at_first(model, output, batch) is not None
+    out = model.base_model(**batch, output_hidden_states=True)
+    given = out.hidden_states[-2]
+    expected = nn.functional.layer_norm(given[:, 0] + 10 * given.mean(1), (WIDTH,))
+    found = out.last_hidden_state[:, 0]
+    assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
 def test_another_head_is_left_alone(tmp_path: Path) -> None:

@@ -454,7 +454,10 @@ def test_presets_know_the_methods_of_the_paper(preset: str) -> None:
             size = vit.SOURCES[task.removesuffix(vit.FINE_TUNE)].sizes["train"]
             assert args.target_delta < 1 / size or script.held_out
             assert args.target_delta < 1 / (size * (1 - vit.HELD_OUT))
-            assert script.from_scratch != task.endswith(vit.FINE_TUNE) or preset in ("small", "chosen")
+            assert script.from_scratch != task.endswith(vit.FINE_TUNE) or preset in (
+                "small",
+                "chosen",
+            )
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
