@@ -92,6 +92,8 @@ USERS = RUN | {
 }
 ROBERTA = {"projection_rank": 8, "expected_batch_size": 4, "max_steps": 3}
 PRINCIPAL = ROBERTA | {"projection": "principal", "projection_update_steps": 2}
+CHOSEN = dict.fromkeys(("learning_rate", "expected_batch_size", "max_grad_norm", "projection_rank"))
+CHOSEN |= {"projection": "principal", "projection_update_steps": None, "max_steps": 3}
 
 
 def roberta() -> dict[str, Any]:
@@ -151,6 +153,10 @@ def equal_roberta(folder: Path) -> Any:
 
 def equal_principal(folder: Path) -> Any:
     return trained(folder / "equal-principal-2", **PRINCIPAL, **roberta())
+
+
+def equal_chosen(folder: Path) -> Any:
+    return trained(folder / "equal-chosen-2", **CHOSEN, **roberta())
 
 
 def uneven(folder: Path) -> Any:
@@ -363,7 +369,17 @@ def sums(folder: Path) -> Any:
 
 SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
     2: [
-        *(equal, equal_roberta, equal_principal, uneven, users, every_method, noise, initial),
+        *(
+            equal,
+            equal_roberta,
+            equal_principal,
+            equal_chosen,
+            uneven,
+            users,
+            every_method,
+            noise,
+            initial,
+        ),
         *(private_bytes, plain_bytes),
         *(save, resume, resume_with_default_batch_size),
         *(broken_data, refused_model, unwritable_ledger, damaged_ledger),

@@ -45,6 +45,7 @@ from tests.trainer.distributed.processes import (
     seen,
 )
 from tests.trainer.distributed.run import (
+    CHOSEN,
     NOISE_ALONE,
     PRINCIPAL,
     ROBERTA,
@@ -81,6 +82,7 @@ def one(folder: Path) -> dict[str, Any]:
         "equal": trained(folder / "equal", **RUN),
         "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
         "equal_principal": trained(folder / "equal-principal", **PRINCIPAL, **roberta()),
+        "equal_chosen": trained(folder / "equal-chosen", **CHOSEN, **roberta()),
         "uneven": trained(folder / "uneven", **UNEVEN),
         "users": trained(folder / "users", **USERS),
         "every_method": every_method(folder),
@@ -114,7 +116,9 @@ def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["equal", "equal_roberta", "equal_principal", "users"])
+@pytest.mark.parametrize(
+    "run", ["equal", "equal_roberta", "equal_principal", "equal_chosen", "users"]
+)
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
 
