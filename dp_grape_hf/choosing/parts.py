@@ -15,8 +15,17 @@ _OVER_RESIDUAL = 10.0  # times what the first position had before
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether weights come from somewhere: a model that is made of a configuration has no name."""
-    return bool(getattr(model, "name_or_path", ""))
+    """Whether weights come from somewhere.
+
+    Weights of norms begin as a constant, and training moves them. The name that a model was loaded
+    by says less: one that is made of a configuration from the Hub has it too. It counts where there
+    are no norms.
+    """
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__]
+    weights = [weight for m in norms if isinstance(weight := getattr(m, "weight", None), Tensor)]
+    if not weights:
+        return bool(getattr(model, "name_or_path", ""))
+    return any(bool((weight != weight.flatten()[0]).any()) for weight in weights)
 
 
 def rule_and_rank(*, pretrained: bool) -> dict[str, Any]:

@@ -358,7 +358,7 @@ class DPGrapeMixin(_Host):
         args = self.args
         if not args.chooses or self.train_dataset is None:
             return
-        if not is_pretrained(self.model):
+        if not from_first(lambda: is_pretrained(self.model)):
             args.suit_fresh_weights()
         frozen, self._averages, factors = from_first(self._parts_to_choose)
         for name in frozen:
@@ -635,10 +635,16 @@ class DPGrapeMixin(_Host):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         moved = was_trained(self.model) or self.state.global_step > 0
+        before = self.private_run, self._adapter
         self._make_ready()
         for objection in self._objections():
             logger.warning("%s", objection)
-        self._start_run(self._start_ledger(resume_from_checkpoint))
+        try:
+            ledger = self._start_ledger(resume_from_checkpoint)
+        except PrivacyError:
+            self.private_run, self._adapter = before  # what was trained can be saved
+            raise
+        self._start_run(ledger)
         if self._known_streams is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -27,6 +28,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
+    is_pretrained,
     output_layer,
     push_of_signal,
     train_matrices_only,
@@ -45,10 +47,20 @@ def config(**changes: Any) -> BertConfig:
     return BertConfig(**sizes | more | changes)
 
 
+@torch.no_grad()
+def trained(model: Any) -> Any:
+    """The model with norms that are not as they were made."""
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.weight.uniform_(0.9, 1.1)
+    return model
+
+
 def pretrained(folder: Path, model: Any = None) -> Any:
     """A model that was loaded from a folder."""
     set_seed(0)
-    (model or BertForSequenceClassification(config())).save_pretrained(folder)
+    model = trained(model or BertForSequenceClassification(config()))
+    model.save_pretrained(folder)
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
 
 
@@ -202,6 +214,54 @@ def test_another_head_is_left_alone(tmp_path: Path) -> None:
         before = {n: p.clone() for n, p in model.named_parameters()}
         assert average_at_first(model.eval(), getattr(model, head), text()) is None
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_weights_are_known_by_their_norms_and_not_by_a_name(tmp_path: Path) -> None:
+    saved = pretrained(tmp_path)
+    assert is_pretrained(saved)
+    fresh = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert fresh.name_or_path == str(tmp_path)
+    assert not is_pretrained(fresh)
+    fresh.load_state_dict(saved.state_dict())
+    assert is_pretrained(fresh)
+
+
+def test_a_model_without_pretrained_weights_has_one_rate_and_is_trained_whole(
+    tmp_path: Path,
+) -> None:
+    set_seed(0)
+    model = BertForSequenceClassification(config())
+    trainer = trainer_for(tmp_path, model)
+    trainer.suggestion()
+    assert all(p.requires_grad for p in model.parameters())
+    assert trainer.plan.mechanism.gradient_factors is None
+    assert (trainer.args.update_rule, trainer.args.projection_rank) == ("sgd", 16)
+    rates = trainer.rates
+    assert rates is not None
+    assert rates.fresh
+    assert len({*rates.by_name.values()}) == 1
+
+
+@pytest.mark.parametrize(("eps", "bound"), [(0.5, "noise"), (1000.0, "step")])
+def test_the_rate_of_a_fresh_model_is_what_noise_or_steps_allow(
+    eps: float, bound: str, tmp_path: Path
+) -> None:
+    set_seed(0)
+    trainer = trainer_for(tmp_path, BertForSequenceClassification(config()), eps=eps)
+    trainer.suggestion()
+    assert trainer.rates is not None
+    assert trainer.rates.body is not None
+    layers = [m for m in trainer.model.modules() if isinstance(m, nn.Linear)]
+    norm = sum(layer.out_features for layer in layers) ** 0.5
+    size = norm / sum(layer.weight.numel() for layer in layers) ** 0.5
+    steps = trainer.plan.steps
+    linear = [1 - step / steps for step in range(steps)]
+    std = trainer.rates.body.noise / trainer.rates.body.numbers**0.5
+    by_noise = 2.7 * size / walk_of_noise("sgd", {}, std, linear)
+    by_steps = 0.15 * norm  # C is 1, and SGD moves by the rate
+    expected = {"noise": by_noise, "step": by_steps}
+    assert min(expected, key=lambda name: expected[name]) == bound
+    assert trainer.rates.body.rate == pytest.approx(expected[bound], rel=1e-3)
 
 
 # ---- A run ----
