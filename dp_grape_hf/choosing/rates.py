@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
-DRIFT = 0.75
+DRIFT = 0.6
 """Of a body: relative change of centred features, by noise alone, that a rate is chosen for."""
 LOGITS = 1.0
 """Of a head: standard deviation of what noise alone adds to a logit."""
