@@ -82,7 +82,7 @@ class Signal:
                     variance = (std / factors.get(n, 1.0)) ** 2
                     energy.noise += private_grads[n].numel() * variance
                     energy.variance += 2 * private_grads[n].numel() * variance**2
-        return torch.as_tensor(total).sqrt()
+        return torch.as_tensor(total).sqrt().float()
 
     def take(self) -> dict[str, Strength]:
         """Returns what the releases since the last call held: by group, and "" for all.

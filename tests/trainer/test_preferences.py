@@ -223,7 +223,9 @@ def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_
     before = weights_of(trainer.model)
     trainer.train()
     assert trainer.ledger.steps == 4
-    allowed = {"grad_norm", "signal", "noise", "learning_rate", "epsilon", "epoch", "train_runtime"}
+    allowed = {"grad_norm", "learning_rate", "epsilon", "epoch", "train_runtime"}
+    groups = ["", *(f"_{group.name}" for group in trainer.rates.groups)]
+    allowed |= {f"{what}{of}" for what in ("signal", "noise") for of in groups}
     allowed |= {"train_samples_per_second", "train_steps_per_second"}
     assert {name for logs in watch.logs for name in logs} == allowed
     assert not any(trainer._metrics["train"].values())

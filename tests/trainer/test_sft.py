@@ -161,7 +161,9 @@ def test_nothing_of_the_training_data_is_logged(tmp_path: Path) -> None:
         eval_steps=2,
     )
     trainer.train()
-    allowed = {"grad_norm", "signal", "noise", "learning_rate", "epsilon", "epoch", "train_runtime"}
+    allowed = {"grad_norm", "learning_rate", "epsilon", "epoch", "train_runtime"}
+    groups = ["", *(f"_{group.name}" for group in trainer.rates.groups)]
+    allowed |= {f"{what}{of}" for what in ("signal", "noise") for of in groups}
     allowed |= {"train_samples_per_second", "train_steps_per_second"}
     evaluated = {"loss", "runtime", "samples_per_second", "steps_per_second", "entropy"}
     evaluated |= {"mean_token_accuracy"}
