@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,15 +130,23 @@ class AnswerScorer(nn.Module):
         return state
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, answer_mask: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        answer_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Returns ``scores`` (B, O), the mean log-probabilities of the answers' tokens, float32.
 
         Args:
             input_ids: (B, O, T), padded on the left: all rows end with the last token of an answer.
             attention_mask: (B, O, T), 0 for padding.
-            answer_mask: (B, O, K), which of the last columns are an answer's, at least one.
+            answer_mask: (B, O, K), which of the last columns are an answer's, at least one. Without
+                it ``input_ids`` are texts, (B, T), of which all is one.
         """
+        if answer_mask is None or attention_mask is None:
+            input_ids = input_ids[:, None]
+            attention_mask = torch.ones_like(input_ids)
+            answer_mask = attention_mask[..., 1:]
         ids, mask, answers = (x.flatten(0, 1) for x in (input_ids, attention_mask, answer_mask))
         last = answers.shape[1]
         seen = mask[:, :-1]  # the last token is only predicted
