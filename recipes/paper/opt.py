@@ -146,7 +146,7 @@ class AnswerScorer(nn.Module):
         if answer_mask is None or attention_mask is None:
             input_ids = input_ids[:, None]
             attention_mask = torch.ones_like(input_ids)
-            answer_mask = attention_mask[..., 1:]
+            answer_mask = attention_mask[..., 1:].bool()
         ids, mask, answers = (x.flatten(0, 1) for x in (input_ids, attention_mask, answer_mask))
         last = answers.shape[1]
         seen = mask[:, :-1]  # the last token is only predicted
