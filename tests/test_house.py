@@ -37,7 +37,7 @@ ONLY_IN = {
     "torch": {*FLOOR_OF} - {"accounting", "errors", "phases", "tables"},
     "transformers": {
         *("per_sample.layerwise.rules", "per_sample.functorch", "per_sample.selfcheck"),
-        *("projections.targets", "arguments", "publishing", "trainer", "memory", "cli.memory"),
+        *("projections.targets", "arguments", "publishing", "trainer", "memory"),
         "cli.suggest",
     },
     "trl": {"trainer.sft", "trainer.preferences"},

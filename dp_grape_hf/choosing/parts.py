@@ -145,10 +145,10 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
     if body is None or not is_new or not is_pretrained(model):
         return None
-    last = _last_layer(body)
-    if last is None or not _reads_first(model, body, output, batch):
+    last, names = _last_layer(body)
+    if not names or not _reads_first(model, body, output, batch):
         return None
-    query, value, mixed, after, *norms = (last.get_submodule(name) for name in _names_in(last))
+    query, value, mixed, after, *norms = (last.get_submodule(name) for name in names)
     for linear in (query, value, mixed, after):
         for parameter in linear.parameters():
             parameter.zero_()
@@ -190,13 +190,13 @@ _NAMES = (
 )
 
 
-def _last_layer(body: Any) -> Any:
-    """Returns the last layer of a text encoder, if it is made as one of those above."""
+def _last_layer(body: Any) -> tuple[Any, tuple[str, ...]]:
+    """Returns the last layer of a text encoder and the names in it, if it is one of those above."""
     for stack in (getattr(body, "encoder", None), getattr(body, "transformer", None)):
         layers = getattr(stack, "layer", None)
-        if isinstance(layers, nn.ModuleList) and len(layers) and _names_in(layers[-1]):
-            return layers[-1]
-    return None
+        if isinstance(layers, nn.ModuleList) and len(layers) and (names := _names_in(layers[-1])):
+            return layers[-1], names
+    return None, ()
 
 
 def _names_in(layer: nn.Module) -> tuple[str, ...]:

@@ -192,14 +192,15 @@ def measure(
     found: dict[str, float] = {}
     groups: dict[str, Group] = {}
     size = float(before.square().sum(1).mean().sqrt())
+    one = _of_fresh(model, noise.values(), most, push, steps) if fresh and rates is None else None
     for part, title in ((body, "body"), (head, "head")):
         if not part:
             continue
         walk = max(own.walk for own in part.values())
         if rates is not None:
             own_rates = {n: rates[n] for n in part}
-        elif fresh:
-            own_rates = given(part, _of_fresh(model, noise.values(), most, push, steps))
+        elif one is not None:
+            own_rates = given(part, one)
         elif title == "head":
             own_rates = given(part, LOGITS / (walk * max(size, 1e-6)))
         else:

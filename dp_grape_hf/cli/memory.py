@@ -10,7 +10,6 @@ from functools import cache
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
@@ -37,6 +36,7 @@ from dp_grape_hf.memory import (
     every_method,
     footprint,
     largest_batch,
+    read_config,
     simulate_all,
     sizes_of_model,
     turn_each,
@@ -97,15 +97,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _model(args: argparse.Namespace) -> ModelOfConfig:
-    name = args.model_name_or_path
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise PrivacyError(
-            f"model_name_or_path={name!r} has no config that Transformers can read: {error}"
-        ) from error
-    if args.num_labels is not None:
-        config.num_labels = args.num_labels
+    config = read_config("model_name_or_path", args.model_name_or_path, args.num_labels)
     return ModelOfConfig(config, args.head, args.seq_len)
 
 

@@ -20,7 +20,6 @@ from dp_grape_hf.trainer import logged
 PAGE, PICTURE = "report.md", "report.png"
 _POINTS = 40  # of the curve
 _GROUPS = {"": "all", "_head": "head", "_body": "body"}
-_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5")
 
 
 def run(args: argparse.Namespace) -> str:
@@ -93,9 +92,9 @@ def _draw_signal(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None
     groups = {n: g for n, g in _GROUPS.items() if any(f"signal{n}" in line for line in lines)}
     if len(groups) > 1:
         del groups[""]
-    for color, (name, group) in zip(_COLOURS, groups.items(), strict=False):
+    for n, (name, group) in enumerate(groups.items()):
         for what, style in (("signal", "-"), ("noise", ":")):
-            _line(axes, lines, f"{what}{name}", f"{what}, {group}", color=color, linestyle=style)
+            _line(axes, lines, f"{what}{name}", f"{what}, {group}", color=f"C{n}", linestyle=style)
     axes.set(xlabel="step", ylabel="norm", title="Signal of releases beside their noise")
     axes.set_yscale("symlog", linthresh=1e-3)
 

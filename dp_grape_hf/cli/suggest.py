@@ -7,12 +7,12 @@ import tempfile
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.memory import auto_class
+from dp_grape_hf.memory import auto_class, read_config
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 _GIVEN = ("target_epsilon", "target_delta", "num_train_epochs", "method", "learning_rate")
@@ -54,13 +54,7 @@ def run(args: argparse.Namespace) -> str:
 def _model(args: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the model with a head, and its tokenizer if it has one."""
     name = args.model
-    labels = {} if args.num_labels is None else {"num_labels": args.num_labels}
-    try:
-        config = AutoConfig.from_pretrained(name, **labels)
-    except (OSError, ValueError) as error:
-        raise PrivacyError(
-            f"model={name!r} has no config that Transformers can read: {error}"
-        ) from error
+    config = read_config("model", name, args.num_labels)
     own = next(iter(config.architectures or []), "")
     if args.head is not None:
         cls = auto_class(args.head)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,16 @@ class _Energy:
 
     noise = variance = 0.0
     found: Tensor | float = 0.0
+
+    @classmethod
+    def sum(cls, parts: Iterable[_Energy]) -> _Energy:
+        """Returns that of all together."""
+        whole = cls()
+        for part in parts:
+            whole.found = whole.found + part.found
+            whole.noise += part.noise
+            whole.variance += part.variance
+        return whole
 
     def strength(self, count: int) -> Strength:
         """Returns what so many releases held."""
@@ -55,7 +65,7 @@ class Signal:
 
     def _forget(self) -> None:
         self._count = 0
-        self._energies: defaultdict[str, _Energy] = defaultdict(_Energy)
+        self._energies: dict[str, _Energy] = defaultdict(_Energy)
 
     def add(
         self, private_grads: Mapping[str, Tensor], std: float, factors: Mapping[str, float]
@@ -76,12 +86,12 @@ class Signal:
             norm = torch.nn.utils.get_total_norm([private_grads[n] for n in names])
             square = norm.detach().double().square()
             total = total + square
-            for energy in (self._energies[g] for g in {"", group}):
-                energy.found += square
-                for n in names:
-                    variance = (std / factors.get(n, 1.0)) ** 2
-                    energy.noise += private_grads[n].numel() * variance
-                    energy.variance += 2 * private_grads[n].numel() * variance**2
+            energy = self._energies[group]
+            energy.found += square
+            for n in names:
+                variance = (std / factors.get(n, 1.0)) ** 2
+                energy.noise += private_grads[n].numel() * variance
+                energy.variance += 2 * private_grads[n].numel() * variance**2
         return torch.as_tensor(total).sqrt().float()
 
     def take(self) -> dict[str, Strength]:
@@ -89,6 +99,9 @@ class Signal:
 
         Empty if there were none.
         """
-        found = {name: own.strength(self._count) for name, own in self._energies.items()}
+        energies = self._energies
+        if energies:
+            energies = {**energies, "": _Energy.sum(energies.values())}
+        found = {name: own.strength(self._count) for name, own in energies.items()}
         self._forget()
         return found

@@ -25,7 +25,7 @@ from dp_grape_hf.memory.fit import (
     turn_each,
     turn_until_it_fits,
 )
-from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class
+from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, read_config
 from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
@@ -82,6 +82,7 @@ __all__ = [
     "footprint",
     "largest_batch",
     "prepared",
+    "read_config",
     "simulate",
     "simulate_all",
     "sizes_of_model",

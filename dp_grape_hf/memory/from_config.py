@@ -89,6 +89,28 @@ def _from_architecture(config: Any) -> Callable[[torch.dtype], nn.Module]:
     return lambda dtype: cls._from_config(config, dtype=dtype)
 
 
+def read_config(option: str, name: str, num_labels: int | None) -> Any:
+    """Returns the configuration of a model.
+
+    Args:
+        option: that names the model, for the error.
+        name: of the model, or its folder or file.
+        num_labels: of a classifier; None for what the configuration says.
+
+    Raises:
+        PrivacyError: if there is none.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(
+            f"{option}={name!r} has no config that Transformers can read: {error}"
+        ) from error
+    if num_labels is not None:
+        config.num_labels = num_labels
+    return config
+
+
 def auto_class(head: str) -> Any:
     """Returns the class ``AutoModelFor...`` of a head, as ``causal-lm``.
 

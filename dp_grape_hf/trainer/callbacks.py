@@ -115,7 +115,7 @@ class PrivacyProgress(ProgressCallback):
     """
 
     def __init__(
-        self, privacy_spent: Callable[[], PrivacySpent], opening: Callable[[], str] = lambda: ""
+        self, privacy_spent: Callable[[], PrivacySpent], opening: Callable[[], str]
     ) -> None:
         super().__init__()
         self._privacy_spent, self._opening = privacy_spent, opening
