@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +160,7 @@ class AuditSettings:
         tables: how many tensors each canary has coordinates in, beside the projected one.
         gradient_factors: as the trainer takes them, by patterns of the names ``body`` and
             ``tables.0``, ...
+        noise: ``independent`` or ``banded``, which needs ``target_epsilon`` and q below 1.
 
     Raises:
         PrivacyError: an argument is out of range. What the trainer refuses, it refuses.
@@ -179,6 +180,7 @@ class AuditSettings:
     projection_rank: int = 2
     tables: int = 3
     gradient_factors: dict[str, float] | str | None = None
+    noise: str = "independent"
 
     def __post_init__(self) -> None:
         require(
@@ -266,18 +268,53 @@ def guess(evidence: Tensor, guesses: int) -> tuple[Tensor, Tensor]:
     return guessed, evidence[guessed] > 0
 
 
-def log_likelihood_ratio(seen: Tensor, noise_multiplier: float, sample_rate: float) -> Tensor:
+def evidence_of(
+    seen: Tensor, noise_multiplier: float, sample_rate: float, bands: Sequence[float] = (1.0,)
+) -> Tensor:
+    """Returns what all releases say about canaries: log P[seen | in] - log P[seen | out], (m,).
+
+    With b bands the attacker takes the correlation out of the noise, whose coefficients are public:
+    a canary that is drawn then shows itself in b steps, by the coefficients. Its group is one of b,
+    each as likely as the others.
+
+    Args:
+        seen: each release along the unit vector of each canary, in units of C, (T, m).
+        noise_multiplier: sigma.
+        sample_rate: q.
+        bands: the coefficients of the noise.
+    """
+    count, steps = len(bands), len(seen)
+    padded = torch.cat([seen, seen.new_zeros(count - 1, seen.shape[1])])
+    plain = torch.zeros_like(padded)  # C r, whose noise is independent; nothing after the last step
+    for back, coefficient in enumerate(bands):
+        plain[back:steps] += coefficient * seen[: steps - back]
+    shown, lengths = torch.zeros_like(seen), torch.zeros(steps, 1)
+    for ahead, coefficient in enumerate(bands):
+        shown += coefficient * plain[ahead : ahead + steps]
+        lengths[: steps - ahead] += coefficient**2
+    each = log_likelihood_ratio(
+        shown / lengths, noise_multiplier / lengths.sqrt(), min(1.0, count * sample_rate)
+    )
+    groups = torch.stack([each[group::count].sum(0) for group in range(min(count, steps))])
+    empty = groups.new_zeros(max(0, count - steps), seen.shape[1])  # groups that had no turn
+    return torch.cat([groups, empty]).logsumexp(0) - math.log(count)
+
+
+def log_likelihood_ratio(
+    seen: Tensor, noise_multiplier: float | Tensor, sample_rate: float
+) -> Tensor:
     """Returns what a release says about canaries: log P[seen | in] - log P[seen | out].
 
     A canary that is in is drawn with probability q, and what is seen of it is then N(1, sigma^2);
     otherwise N(0, sigma^2).
 
     Args:
-        seen: the release along the unit vector of each canary, in units of C, (m,).
-        noise_multiplier: sigma.
+        seen: the release along the unit vector of each canary, in units of C, (..., m).
+        noise_multiplier: sigma, of each release if there are several, (..., 1).
         sample_rate: q.
     """
-    drawn = (2 * seen - 1) / (2 * max(noise_multiplier, 1e-6) ** 2)
+    sigma = torch.as_tensor(noise_multiplier, dtype=seen.dtype).clamp(min=1e-6)
+    drawn = (2 * seen - 1) / (2 * sigma**2)
     if sample_rate == 1:
         return drawn
     rate = torch.tensor(sample_rate, dtype=drawn.dtype)
@@ -331,6 +368,7 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
         method=settings.method,
         projection=settings.projection,
         clipping=settings.clipping,
+        noise=settings.noise,
         update_rule="sgd",
         learning_rate=1.0,
         lr_scheduler_type="constant",
@@ -360,13 +398,12 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
 
 
 class _Auditor(DPGrapeTrainer):
-    """Looks at the weights before each step and after the last one, and adds the evidence up."""
+    """Looks at the weights before each step and after the last one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._before: dict[str, Tensor] | None = None
-        model: Any = self.model
-        self.evidence = torch.zeros(model.canaries)
+        self._seen: list[Tensor] = []
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Sees the weights that the last step left."""
@@ -391,7 +428,14 @@ class _Auditor(DPGrapeTrainer):
         per_layer = self.args.clipping == Clipping.PER_LAYER
         factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
         seen = along_canaries(released, public, self.args.max_grad_norm, per_layer, factors)
-        self.evidence += log_likelihood_ratio(seen, own.noise_multiplier, own.sample_rate)
+        self._seen.append(seen)
+
+    @property
+    def evidence(self) -> Tensor:
+        """What was seen says about canaries, (m,)."""
+        own = self.plan.mechanism
+        seen = torch.stack(self._seen)
+        return evidence_of(seen, own.noise_multiplier, own.sample_rate, own.bands)
 
 
 def along_canaries(

@@ -12,6 +12,14 @@ from dp_grape_hf.accounting.accountants import (
     is_installed,
     rounded_up,
 )
+from dp_grape_hf.accounting.banded import (
+    Bands,
+    correlated,
+    find_bands,
+    noise_left,
+    released_noise,
+    what_arrives,
+)
 from dp_grape_hf.accounting.calibration import (
     EpsilonCurve,
     blocks_of,
@@ -30,6 +38,7 @@ __all__ = [
     "LEAST",
     "AccountantFailure",
     "Adjacency",
+    "Bands",
     "EpsilonCurve",
     "Releases",
     "Trials",
@@ -37,10 +46,15 @@ __all__ = [
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",
+    "correlated",
     "expected_steps_per_epoch",
+    "find_bands",
     "find_noise_multiplier",
     "is_installed",
+    "noise_left",
     "refuse_large_delta",
+    "released_noise",
     "rounded_up",
     "smallest_batch_cap",
+    "what_arrives",
 ]

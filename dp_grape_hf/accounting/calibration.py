@@ -21,6 +21,9 @@ Guarantee:
     With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
     in a single example. Its contribution then moves by up to 2C; see `replace_one`.
 
+    With ``bands`` noise is correlated over so many steps, and each example is drawn at one of them,
+    with a probability that is so much larger; see `banded`.
+
     With ``num_trials`` all these steps are one run, and the published one is the best of a random
     number of such runs; `trials` says on what terms. RDP answers, whichever accountant is asked.
 """
@@ -92,12 +95,12 @@ def compute_epsilon(
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
         variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``,
-            ``num_trials`` and ``trials_distribution``, as `Releases` says.
+            ``num_trials``, ``trials_distribution`` and ``bands``, as `Releases` says.
 
     Raises:
         PrivacyError: An argument is out of range, the cap is below the mean batch size,
-            ``num_samples`` is missing, or a cap, estimated norms and replace-one neighbours
-            are asked for together.
+            ``num_samples`` is missing, or two of a cap, estimated norms, replace-one neighbours and
+            bands are asked for together.
 
     >>> compute_epsilon(noise_multiplier=0.0, sample_rate=0.01, steps=10, delta=1e-5)
     inf
@@ -143,9 +146,9 @@ def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
     for equal in releases:
         block = equal.block()
         if block.trials is not None:
-            tuned.append((block, int(equal.steps)))
+            tuned.append((block, equal.counted))
         else:
-            counts[block] += int(equal.steps)
+            counts[block] += equal.counted
     pairs = [(block, count) for block, count in [*counts.items(), *tuned] if count]
     if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(

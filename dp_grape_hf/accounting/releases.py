@@ -11,6 +11,8 @@ from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
 from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import Choice, PrivacyError
 
+_ROUNDING = 1e-9
+
 
 class Adjacency(Choice):
     """The neighbours an ε can be about: one example added or removed, or one replaced."""
@@ -29,7 +31,8 @@ class Releases:
     directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
     is given where the releases are those of one run, and what is published is the best of a random
     number of such runs, of that mean, distributed as ``trials_distribution``, a
-    `TrialsDistribution`, says: see `trials`.
+    `TrialsDistribution`, says: see `trials`. ``bands`` is that of noise which is correlated over so
+    many steps, in each of which another group of the examples takes part: see `banded`.
     """
 
     noise_multiplier: float
@@ -41,6 +44,12 @@ class Releases:
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
     num_trials: float | None = None
     trials_distribution: str | None = None
+    bands: int = 1
+
+    @property
+    def counted(self) -> int:
+        """How many releases the steps are accounted as: those of one example."""
+        return -(-int(self.steps) // self.bands)
 
     def block(self) -> Block:
         """Checks all values, and returns what the accountants know of each release.
@@ -51,7 +60,7 @@ class Releases:
         _check_mechanism(self.noise_multiplier, self.sample_rate)
         if not _is_whole(self.steps, 0):
             raise PrivacyError(f"steps={self.steps!r} must be a whole number, not negative.")
-        for name in ("num_samples", "max_batch_size", "norm_directions"):
+        for name in ("num_samples", "max_batch_size", "norm_directions", "bands"):
             value = getattr(self, name)
             if value is not None and not _is_whole(value, 1):
                 raise PrivacyError(f"{name}={value!r} must be a whole number, at least 1.")
@@ -64,14 +73,15 @@ class Releases:
                 ("max_batch_size", self.max_batch_size is not None),
                 ("norm_directions", self.norm_directions is not None),
                 ("adjacency", replaces),
+                ("bands", self.bands > 1),
             )
             if given
         ]
         if len(unusual) > 1:
             raise PrivacyError(
                 f"{' and '.join(unusual)} have no joint analysis: use at most one of a cap "
-                "(sampling='truncated_poisson'), estimated norms (method='dp_jl') and "
-                "adjacency='replace_one'."
+                "(sampling='truncated_poisson'), estimated norms (method='dp_jl'), "
+                "adjacency='replace_one' and bands (noise='banded')."
             )
         trials = None
         if self.num_trials is not None:
@@ -82,7 +92,13 @@ class Releases:
                 f"trials_distribution={self.trials_distribution!r} needs num_trials, their mean; "
                 "got None."
             )
-        sigma, rate = float(self.noise_multiplier), float(self.sample_rate)
+        rate = float(self.sample_rate) * self.bands
+        if not rate <= 1 + _ROUNDING:
+            raise PrivacyError(
+                f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
+                f"most 1/{self.bands}; got {self.sample_rate!r}."
+            )
+        sigma, rate = float(self.noise_multiplier), min(1.0, rate)
         return Block(sigma, rate, self._law(), replaces, trials)
 
     def _law(self) -> Sensitivities:

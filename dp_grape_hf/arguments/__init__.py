@@ -10,7 +10,7 @@ from dp_grape_hf.arguments.arguments import (
     accepts_short_names,
 )
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected, refuse_model
-from dp_grape_hf.arguments.plan import PrivacyPlan, PrivacySpent, check_dataset
+from dp_grape_hf.arguments.plan import PrivacyPlan, PrivacySpent, check_dataset, schedule_of
 
 __all__ = [
     "METHODS",
@@ -23,4 +23,5 @@ __all__ = [
     "accepts_short_names",
     "check_dataset",
     "refuse_model",
+    "schedule_of",
 ]

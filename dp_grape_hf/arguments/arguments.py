@@ -15,13 +15,14 @@ from transformers import TrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
 from dp_grape_hf.arguments.methods import METHODS
 from dp_grape_hf.arguments.refusals import (
+    reason_against_bands,
     refuse_contradictions,
     refuse_host_options,
     refuse_machine,
 )
 from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Clipping, EarlierData, Sampling
+from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling
 from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import (
@@ -41,6 +42,7 @@ NORM_DIRECTIONS = 64
 UPDATE_STEPS = 100
 RANK = 16
 HOST_RATE = 5e-5  # the default of transformers
+INDEPENDENT = "independent"
 
 BOUND = (
     "greater than 0: it bounds what each sample contributes, which the noise is calibrated to. "
@@ -145,6 +147,17 @@ class DPGrapeArguments(_Host):
             "harder. automatic: every gradient is scaled to just below max_grad_norm, which then "
             "need not be tuned. Default: automatic where learning_rate is chosen and max_grad_norm "
             "not given, else flat."
+        },
+    )
+    noise: Annotated[str | None, one_of([INDEPENDENT, BANDED])] = field(
+        default=None,
+        metadata={
+            "help": "independent: of each step by itself. banded: correlated over as many steps as "
+            "leave the least noise in the trained weights at the same epsilon, which the budget, N "
+            "and the steps decide; later noise takes back a part of earlier noise. Each further "
+            "step costs memory of the size of a release. independent where nothing is gained. "
+            "Default: banded where learning_rate is chosen and that memory is at most half of the "
+            "model's, else independent."
         },
     )
     secure_noise: bool = field(
@@ -450,6 +463,8 @@ class DPGrapeArguments(_Host):
         refuse_host_options(self)
         super().__post_init__()
         refuse_machine(self)
+        if self.noise != INDEPENDENT:
+            self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
         if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
         if (
@@ -555,6 +570,8 @@ class DPGrapeArguments(_Host):
             and not row.zeroth_order
             and self.noise_multiplier != 0
         )
+        if self.noise is None and (not self._chooses or reason_against_bands(self)):
+            self.noise = INDEPENDENT
         if self.learning_rate is None and not self._chooses:
             self.learning_rate = HOST_RATE
         defaults = {"update_rule": row.update_rule, "projection_rank": RANK}

@@ -11,23 +11,29 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
+from transformers import get_scheduler
 from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
     Releases,
     expected_steps_per_epoch,
+    find_bands,
     find_noise_multiplier,
     refuse_large_delta,
     rounded_up,
     smallest_batch_cap,
 )
-from dp_grape_hf.arguments.arguments import DPGrapeArguments
+from dp_grape_hf.arguments.arguments import INDEPENDENT, DPGrapeArguments
+from dp_grape_hf.arguments.methods import METHODS
 from dp_grape_hf.distributed import require_agreement
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import (
+    BANDED,
     EXAMPLE,
     LEDGER_NAME,
     SECURE,
@@ -38,6 +44,7 @@ from dp_grape_hf.ledger import (
     refuse_used_folder,
     require_same_neighbours,
 )
+from dp_grape_hf.optimizers import UPDATE_RULES
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,8 @@ class PrivacyPlan:
         earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
             the same data is within the target, and in every epsilon.
         public_dataset: what the projection is measured on, described, if not on synthetic inputs.
+        most_bands: the most steps that noise may be correlated over where ``args.noise`` does not
+            say that it is to be.
 
     Attributes:
         steps: how many releases the run makes, and sigma was calibrated for.
@@ -88,8 +97,9 @@ class PrivacyPlan:
         dataset_size: int,
         earlier: Earlier | None = None,
         public_dataset: str | None = None,
+        most_bands: int | None = None,
     ) -> None:
-        self._args, self._public_dataset = args, public_dataset
+        self._args, self._public_dataset, self._most_bands = args, public_dataset, most_bands
         self._earlier = earlier
         self._spent_before = [] if earlier is None else earlier.releases
         self._units = "examples" if args.privacy_unit_column is None else "units"
@@ -110,7 +120,7 @@ class PrivacyPlan:
         self._mechanism = self._asked(num_samples)
         self.require_size(dataset_size)
         if args.noise_multiplier is None:
-            self._mechanism = replace(self._mechanism, noise_multiplier=self._noise_multiplier())
+            self._mechanism = self._calibrated()
         self._curve: EpsilonCurve | None = None
         if args.private and delta is not None:
             if earlier is not None and (earlier.same_data or earlier.resumed):
@@ -134,8 +144,8 @@ class PrivacyPlan:
             self._spent_before[-1].noise_multiplier,
         )
 
-    def _noise_multiplier(self) -> float:
-        """Returns the noise that the budget asks for."""
+    def _calibrated(self) -> Mechanism:
+        """Returns the mechanism with the noise that the budget asks for."""
         args = self._args
         assert args.target_epsilon is not None
         assert args.target_delta is not None
@@ -148,13 +158,48 @@ class PrivacyPlan:
                 "that run."
             )
         asked = asdict(self._mechanism.releases(self.steps))
-        del asked["noise_multiplier"]
-        return find_noise_multiplier(
-            target_epsilon=args.target_epsilon,
-            target_delta=args.target_delta,
-            accountant=args.accountant,
-            earlier=self._spent_before,
+        del asked["noise_multiplier"], asked["bands"]
+        budget: dict[str, Any] = {
+            "target_epsilon": args.target_epsilon,
+            "target_delta": args.target_delta,
+            "accountant": args.accountant,
+            "earlier": self._spent_before,
             **asked,
+        }
+        most = self._most_bands if args.noise is None else None
+        if args.noise == INDEPENDENT or most == 1:
+            return self._with_noise(find_noise_multiplier(**budget))
+        found = find_bands(most=most, **self._workload(), **budget)
+        several = len(found.coefficients) > 1
+        return self._with_noise(
+            found.noise_multiplier, json.dumps(found.coefficients) if several else None
+        )
+
+    def _workload(self) -> dict[str, Any]:
+        """Returns what the weights make of releases, as ``what_arrives`` takes it."""
+        args = self._args
+        assert args.update_rule is not None
+        averages = 1 in UPDATE_RULES[args.update_rule].moments.values()
+        every = None
+        if METHODS[args.method].projected is not None:
+            every = self._mechanism.projection_update_steps
+        if every is not None and every < self.steps:
+            logger.warning(
+                "noise='banded' with a projection that is made anew every %d steps: later noise "
+                "takes back earlier noise only between two of these. With projection='principal' "
+                "it does so over the whole run.",
+                every,
+            )
+        inertia = args.adam_beta1 if averages else 0.0
+        return {"schedule": schedule_of(args, self.steps), "inertia": inertia, "period": every}
+
+    def _with_noise(self, noise_multiplier: float, coefficients: str | None = None) -> Mechanism:
+        plain = SECURE if self._args.secure_noise else None
+        return replace(
+            self._mechanism,
+            noise_multiplier=noise_multiplier,
+            noise=plain if coefficients is None else BANDED,
+            coefficients=coefficients,
         )
 
     def _curve_after(self, earlier: Sequence[Releases]) -> EpsilonCurve:
@@ -209,7 +254,7 @@ class PrivacyPlan:
             "projection_ranks": None if ranks is None else json.dumps(ranks),
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
             "steps_of_trial": None if args.num_trials is None else self.steps,
-            "noise": SECURE if args.secure_noise else None,
+            "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,
             "gradient_factors": None
             if factors is None
@@ -241,7 +286,8 @@ class PrivacyPlan:
         self.require_size(dataset_size)
         facts: dict[str, object] = asdict(self.mechanism)
         # They follow from the others, and may depend on the kind of processor in the last digit.
-        del facts["noise_multiplier"], facts["accountant"]
+        for name in ("noise_multiplier", "coefficients", "noise", "accountant"):
+            del facts[name]
         names = repr([(name, tuple(weight.shape)) for name, weight in trainable.items()])
         facts |= {
             "the number of steps": self.steps,
@@ -273,7 +319,7 @@ class PrivacyPlan:
             copy = Path(checkpoint) / LEDGER_NAME
             recorded = Ledger.load(copy)
             self._require_same_runs_before(copy, recorded)
-            self._keep_noise(recorded.mechanism.noise_multiplier)
+            self._keep_noise(recorded.mechanism)
             self.note_choice(recorded.mechanism.chosen)  # those rates are in the checkpoint
             ledger = Ledger.resume(live, copy, self.mechanism, updates=updates)
         elif before is not None and before.steps:
@@ -305,19 +351,21 @@ class PrivacyPlan:
 
     def use_noise_of(self, ledger: Ledger) -> None:
         """Takes over the noise that the first process found or resumed: it alone adds any."""
-        self._use_noise(ledger.mechanism.noise_multiplier)
+        self._use_noise(ledger.mechanism)
 
-    def _use_noise(self, noise_multiplier: float) -> None:
-        if noise_multiplier != self._mechanism.noise_multiplier:
-            self._mechanism = replace(self._mechanism, noise_multiplier=noise_multiplier)
+    def _use_noise(self, of: Mechanism) -> None:
+        before, banded = self._mechanism, self._args.noise != INDEPENDENT
+        coefficients = of.coefficients if banded else None
+        self._mechanism = self._with_noise(of.noise_multiplier, coefficients)
+        if self._mechanism != before:
             self._curve = self._curve and self._curve_after(self._spent_before)
 
-    def _keep_noise(self, recorded: float) -> None:
+    def _keep_noise(self, recorded: Mechanism) -> None:
         """Goes on with the noise of a run that is resumed, where that keeps the budget.
 
         The accountants that found it may not be those that are here, and may say otherwise.
         """
-        target, found = self._args.target_epsilon, self._mechanism.noise_multiplier
+        target, found = self._args.target_epsilon, self._mechanism
         if target is not None:
             self._use_noise(recorded)
             if self._curve is None or self._curve.epsilon(self.steps) > target:
@@ -341,6 +389,7 @@ class PrivacyPlan:
         A trial of several counts whole from its start, as in ``Ledger.epsilon``.
         """
         steps = ledger.steps if ledger else 0
+        counted = self._mechanism.counted(ledger.sessions) if ledger else 0
         if ledger is None:
             private = self._earlier is None or not self._earlier.not_private_reasons
         else:
@@ -348,7 +397,7 @@ class PrivacyPlan:
         epsilon = math.inf
         if private and self._curve is not None:
             whole = self.steps if ledger and self._args.num_trials is not None else 0
-            epsilon = self._curve.epsilon(max(steps, whole))
+            epsilon = self._curve.epsilon(max(counted, whole))
         own = self._mechanism if ledger is None else ledger.mechanism
         return PrivacySpent(epsilon, self._args.target_delta, steps, own)
 
@@ -356,7 +405,32 @@ class PrivacyPlan:
         """Returns how many more releases the budget allows; infinite without a target epsilon."""
         if self._args.target_epsilon is None or ledger is None:
             return math.inf
-        return self.steps - ledger.steps
+        *before, now = ledger.sessions
+        own = self._mechanism
+        budget = own.counted([self.steps]) - own.counted(before)
+        return min(self.steps - ledger.steps, budget - now)
+
+
+def schedule_of(args: Any, steps: int) -> list[float]:
+    """Returns what the rate is multiplied by at each step, by the scheduler that arguments ask for.
+
+    One that follows a metric is taken for constant.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    factors = []
+    for _ in range(steps):
+        factors.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+    return factors
 
 
 def check_dataset(dataset: Any) -> None:

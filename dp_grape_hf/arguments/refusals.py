@@ -15,10 +15,10 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from dp_grape_hf.accounting import Trials
+from dp_grape_hf.accounting import Adjacency, Trials
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import EXAMPLE, Clipping, Sampling
+from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping, Sampling
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD, ProjectionSide
 
@@ -62,6 +62,8 @@ def refuse_contradictions(args: Any) -> None:
     _refuse_method(args)
     _refuse_units(args)
     _refuse_modes(args)
+    if args.noise == BANDED and (reason := reason_against_bands(args)) is not None:
+        raise PrivacyError(f"noise={args.noise!r} with {reason}")
     if args.save_as == "adapter":
         _refuse_adapter(args)
     if args.log_unnoised_statistics and args.target_epsilon is not None:
@@ -216,6 +218,36 @@ def _refuse_adapter(args: Any) -> None:
             f"load_best_model_at_end={args.load_best_model_at_end!r}: the adapter is that of the "
             f"last step. Leave these at 'last' and False, {instead}"
         )
+
+
+def reason_against_bands(args: Any) -> str | None:
+    """Returns why noise cannot be correlated, and what to do; None if it can.
+
+    It has no analysis then, or nothing that later noise could take back.
+    """
+    if args.target_epsilon is None:
+        return (
+            f"noise_multiplier={args.noise_multiplier!r}: the number of bands is found for a "
+            "budget, and so is the noise. Give target_epsilon instead."
+        )
+    if METHODS[args.method].zeroth_order:
+        return (
+            f"method={args.method!r}: each step has a direction of its own, along which no later "
+            "noise takes anything back. Leave noise out."
+        )
+    for name, value, plain in (
+        ("adjacency", args.adjacency, Adjacency.ADD_OR_REMOVE_ONE),
+        ("sampling", args.sampling, Sampling.POISSON),
+        ("norm_directions", args.norm_directions, None),
+    ):
+        if value != plain:
+            return f"{name}={value!r} have no joint analysis. Leave out one of them."
+    if args.secure_noise:
+        return (
+            "secure_noise=True: the noise of a step is a function of all before it, and its low "
+            "bits would be no longer those of a grid. Leave out one of them."
+        )
+    return None
 
 
 def _refuse_units(args: Any) -> None:

@@ -38,6 +38,7 @@ def tabulated(
         "q": f"{own.sample_rate:.4g}",
         "steps": f"{steps}",
         "sigma": f"{own.noise_multiplier:.4g}",
+        "noise": "independent" if own.noise is None else f"{own.noise}, {len(own.bands)} steps",
         "C": f"{own.max_grad_norm:g}, {own.clipping}",
         "rule": rule,
         "P": own.projection_in_words,

@@ -34,6 +34,7 @@ def _as_text(result: AuditResult) -> str:
     asked = {
         "projection": settings.projection,
         "gradient factors": settings.gradient_factors,
+        "noise": None if settings.noise == "independent" else settings.noise,
     }
     lines = {
         "method": f"{settings.method}, {settings.clipping} clipping",

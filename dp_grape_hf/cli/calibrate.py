@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import (
+    Bands,
     EpsilonCurve,
     Releases,
     Trials,
     TrialsDistribution,
     expected_steps_per_epoch,
+    find_bands,
     find_noise_multiplier,
     refuse_large_delta,
     rounded_up,
@@ -30,6 +32,8 @@ class _Row(NamedTuple):
     noise_std_on_mean_over_max_grad_norm: float | None
     accountant: str
     epsilon_of_one_run: float | None
+    coefficients: tuple[float, ...]
+    noise_left: float | None  # in the weights at the end, over that of independent noise
 
 
 def run(args: argparse.Namespace) -> str:
@@ -45,28 +49,36 @@ def run(args: argparse.Namespace) -> str:
     if trials is not None:
         variant["num_trials"] = trials.mean
         variant["trials_distribution"] = trials.distribution
+    workload = _workload(args, steps)
     rows: list[_Row] = []
     for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
-        sigma: float = asked
+        bands = Bands((1.0,), asked, 1.0)
         if noise is None:
-            found = find_noise_multiplier(
-                target_epsilon=asked,
-                target_delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=args.accountant,
+            budget = {
+                "target_epsilon": asked,
+                "target_delta": delta,
+                "sample_rate": sample_rate,
+                "steps": steps,
+                "accountant": args.accountant,
                 **variant,
-            )
-            sigma = rounded_up(found)
-        releases = Releases(sigma, sample_rate, steps, **variant)
+            }
+            if workload is None:
+                bands = bands._replace(noise_multiplier=find_noise_multiplier(**budget))
+            else:
+                bands = find_bands(**workload, **budget)
+            bands = bands._replace(noise_multiplier=rounded_up(bands.noise_multiplier))
+        sigma, number = bands.noise_multiplier, len(bands.coefficients)
+        releases = Releases(sigma, sample_rate, steps, **variant, bands=number)
         curve = EpsilonCurve(releases, delta, args.accountant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
         epsilon, one_run = curve.epsilon(steps), None
         if trials is not None:
-            alone = Releases(sigma, sample_rate, steps, **plain)
+            alone = Releases(sigma, sample_rate, steps, **plain, bands=number)
             one_run = EpsilonCurve(alone, delta, args.accountant).epsilon(steps)
-        rows.append(_Row(target, sigma, epsilon, on_mean, curve.accountant, one_run))
+        left = None if workload is None else bands.left
+        own = (target, sigma, epsilon, on_mean, curve.accountant, one_run)
+        rows.append(_Row(*own, bands.coefficients, left))
     drawn = trials.draw() if trials is not None and args.draw_num_trials else None
     if args.json:
         # JSON has no infinity; Python, R and JavaScript all read the string back.
@@ -75,6 +87,9 @@ def run(args: argparse.Namespace) -> str:
             for row in rows
         ]
         result = {"sample_rate": sample_rate, "steps": steps, "delta": delta, **variant}
+        if workload is None:
+            for row in dicts:
+                del row["coefficients"], row["noise_left"]
         if drawn is not None:
             result["num_trials_drawn"] = drawn
         return json.dumps({**result, "rows": dicts}, indent=2) + "\n"
@@ -95,6 +110,9 @@ def run(args: argparse.Namespace) -> str:
         columns["of one run"] = [
             f"{rounded_up(one):.4f}" for row in rows if (one := row.epsilon_of_one_run) is not None
         ]
+    if workload is not None:
+        columns["bands"] = [f"{len(row.coefficients)}" for row in rows]
+        columns["left"] = [f"{row.noise_left:.3f}" for row in rows]
     directions = args.norm_directions
     estimated = "" if directions is None else f", norms from {directions} directions"
     chosen = "" if trials is None else f"\n{trials}"
@@ -104,6 +122,23 @@ def run(args: argparse.Namespace) -> str:
         + table(zip(*([title, *cells] for title, cells in columns.items()), strict=True), ">")
     )
     return text if drawn is None else f"{text}\nSecret number of runs to make: {drawn}\n"
+
+
+def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:
+    """Returns what weights make of releases; None for independent noise."""
+    if args.noise != "banded":
+        if args.momentum is not None:
+            raise PrivacyError(f"momentum={args.momentum!r} matters with --noise banded only.")
+        return None
+    if args.noise_multiplier is not None:
+        raise PrivacyError(
+            f"noise='banded' with noise_multiplier={args.noise_multiplier!r}: the number of bands "
+            "is found for a budget; give --target_epsilon."
+        )
+    momentum = 0.9 if args.momentum is None else args.momentum
+    if not 0 <= momentum < 1:
+        raise PrivacyError(f"{momentum=} must be at least 0 and below 1.")
+    return {"schedule": [1 - step / steps for step in range(steps)], "inertia": momentum}
 
 
 def _trials(args: argparse.Namespace) -> Trials | None:

@@ -59,6 +59,8 @@ def _mechanism(own: Mechanism) -> str:
         else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
         "accountant": own.accountant,
     }
+    if own.noise is not None:
+        rows["noise"] = own.noise_in_words
     if own.public_dataset is not None:
         rows["declared public"] = own.public_dataset
     if own.gradient_factors is not None:

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> str:
         project_embeddings=args.project_embeddings,
         bits=args.bits,
         processes=args.processes,
+        bands=args.bands,
     )
     if args.all_methods:
         return _compare(model, setting, args)

@@ -99,6 +99,19 @@ And if the model published will be the best of several runs, 10 on average?
               2            8.5849            1.9995                 0.1341         rdp      0.8550
               6            2.9615            5.9984                0.04627         rdp      2.9016
 
+And with noise of which later steps take back a part?
+
+  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
+      --max_steps 200 --delta 1e-5 --eps 2 6 --noise banded
+  sample rate 0.0625, steps 200, delta 1e-05, adjacency add_or_remove_one
+
+  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  bands   left
+              2            3.2900            1.9993                0.05141         pld      3  0.959
+              6            2.4720            5.9979                0.03862         pld     12  0.743
+
+"Left" is what weights have of the noise at the end, over what independent noise of that eps leaves.
+Each band but the first takes memory of the size of a release.
+
 The guarantee covers everything computed from the noisy steps, however it is used, against someone
 who sees every step and knows every other example. Two datasets count as neighbours if one has one
 example more, or with --adjacency replace_one if one example of the one is another in the other; so
@@ -158,6 +171,19 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="k",
         help="random directions that dp_jl estimates norms from (default: norms are exact)",
+    )
+    parser.add_argument(
+        "--noise",
+        default="independent",
+        choices=["independent", "banded"],
+        help="banded: correlated over as many steps as leave the least noise in the weights at the "
+        "end, of a rate that falls to 0 in a straight line",
+    )
+    parser.add_argument(
+        "--momentum",
+        type=float,
+        metavar="m",
+        help="of the update rule, for --noise banded; 0 for SGD (default: 0.9)",
     )
     parser.add_argument(
         "--num_trials",
@@ -245,6 +271,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--clipping", choices=_CLIPPING, default="flat", help="default: flat")
     add("--project_embeddings", action="store_true", help="and vocabulary heads")
     add("--bits", type=int, choices=(4, 8), help="of linear layers, which have an adapter then")
+    add(
+        "--bands",
+        type=_positive,
+        default=1,
+        metavar="b",
+        help="of noise='banded' (dp-grape calibrate); what is kept counts as optimizer state",
+    )
     add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
@@ -352,6 +385,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
         ("--projection", "projection", str, "name", "of dp_grape, as gaussian", "principal"),
         ("--projection_rank", "projection_rank", int, "r", "of dp_grape, 1 to 3", "2"),
         ("--gradient_factors", "gradient_factors", str, "JSON", "of body, tables.0 ...", "none"),
+        ("--noise", "noise", str, "name", "independent or banded", "independent"),
     )
     for name, dest, kind, metavar, text, default in numbers:
         parser.add_argument(

@@ -45,11 +45,20 @@ from dp_grape_hf.ledger.model_files import (
     notes_of,
     tree,
 )
-from dp_grape_hf.ledger.record import EXAMPLE, SECURE, Clipping, Mechanism, Release, Sampling
+from dp_grape_hf.ledger.record import (
+    BANDED,
+    EXAMPLE,
+    SECURE,
+    Clipping,
+    Mechanism,
+    Release,
+    Sampling,
+)
 
 __all__ = [
     "ADAPTER",
     "ADAPTER_CONFIG",
+    "BANDED",
     "CARD_NAME",
     "EXAMPLE",
     "INDEX",

@@ -178,10 +178,15 @@ class Run:
 
     start: Start
     mechanism: Mechanism
-    steps: int = 0
+    sessions: list[int] = field(default_factory=lambda: [0])  # releases from one resumption on
     updates: int | None = None
     projection: str | None = None
     reasons: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many releases it made."""
+        return sum(self.sessions)
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -196,7 +201,7 @@ class Run:
         The other trials may have gone on where this one stopped.
         """
         own = self.mechanism
-        return own.releases(max(self.steps, own.steps_of_trial or 0))
+        return own.releases(max(own.counted(self.sessions), own.steps_of_trial or 0))
 
 
 def runs_of(entries: Iterable[Entry]) -> list[Run]:
@@ -250,7 +255,7 @@ def _read(entry: Entry, run: Run) -> None:
         for name in ("noise_multiplier", "sample_rate"):
             ours, theirs = getattr(run.mechanism, name), getattr(entry, name)
             require(ours == theirs, f"releases: {name}={theirs!r}, but the mechanism: {ours!r}.")
-        run.steps += entry.count
+        run.sessions[-1] += entry.count
     elif isinstance(entry, Weights | Resume):
         require(
             entry.updates <= run.steps,
@@ -258,6 +263,7 @@ def _read(entry: Entry, run: Run) -> None:
         )
         run.updates = entry.updates
         if isinstance(entry, Resume):
+            run.sessions.append(0)
             changes: dict[str, Any] = dict(entry.changes)
             run.mechanism = replace(run.mechanism, **changes)
     elif isinstance(entry, Projection):

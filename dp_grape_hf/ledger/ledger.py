@@ -298,6 +298,11 @@ class Ledger:
         return self._runs[-1].steps
 
     @property
+    def sessions(self) -> tuple[int, ...]:
+        """Number of releases of this run from its start, and from each resumption, to the next."""
+        return tuple(self._runs[-1].sessions)
+
+    @property
     def updates(self) -> int | None:
         """How many updates the weights contain that were last saved, or resumed from."""
         return self._runs[-1].updates
@@ -414,7 +419,7 @@ class Ledger:
         self.links = with_releases(
             self.links, Release(own.noise_multiplier, own.sample_rate, steps)
         )
-        self._runs[-1].steps += steps
+        self._runs[-1].sessions[-1] += steps
         self._persist()
 
     def mark_not_private(self, reason: str) -> None:

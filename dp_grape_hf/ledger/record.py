@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -11,7 +12,7 @@ from typing import Any, get_args, get_origin
 from dp_grape_hf.accounting import Adjacency, Releases, Trials, TrialsDistribution
 from dp_grape_hf.errors import Choice, require
 
-SECURE = "secure"
+SECURE, BANDED = "secure", "banded"
 EXAMPLE = "example"  # the privacy unit, where no column names another
 
 
@@ -41,7 +42,10 @@ MAY_CHANGE_ON_RESUME = {
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
 _OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (*_OF_TRIALS, "noise", "public_dataset", "gradient_factors", "chosen")
+LEFT_OUT_IF_NONE = (
+    *_OF_TRIALS,
+    *("noise", "coefficients", "public_dataset", "gradient_factors", "chosen"),
+)
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -50,8 +54,13 @@ _HINTS = {
     "noise_multiplier": "With target_epsilon it is found for max_steps by the accountants that are "
     "installed: those here, and with these steps, need more than was recorded. The run may have "
     "begun where `pip install dp_grape_hf[pld]` was.",
-    "noise": "It is 'secure' with secure_noise=True, and None without.",
+    "noise": "It is 'secure' with secure_noise=True, 'banded' with noise='banded' where that gains "
+    "anything, and None else.",
+    "coefficients": "They are found for the budget, the steps, the rule and the schedule: pass "
+    "those that the run began with.",
 }
+
+_ROUNDING = 1e-12
 
 # What float32 bears: further out, squares of gradients that count would be 0 or infinite.
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
@@ -72,6 +81,20 @@ def _are_factors(text: str) -> bool:
     )
 
 
+def _are_coefficients(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(found, list)
+        and len(found) > 1
+        and all(type(c) is float for c in found)
+        and found[0] > 0
+        and math.fsum(c * c for c in found) <= 1 + _ROUNDING
+    )
+
+
 _POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
 _COUNT = {"valid": ("at least 1 and at most 10**15", lambda x: 1 <= x <= 10**15)}
 _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
@@ -79,7 +102,10 @@ _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
 _TRIALS = {"valid": (f"one of {', '.join(TrialsDistribution)}", lambda x: x in TrialsDistribution)}
-_NOISE = {"valid": (SECURE, lambda x: x == SECURE)}
+_NOISE = {"valid": (f"{SECURE} or {BANDED}", lambda x: x in (SECURE, BANDED))}
+_COEFFICIENTS = {
+    "valid": ("JSON of two numbers or more, the first positive, of length 1", _are_coefficients)
+}
 _FACTORS = {
     "valid": (
         f"JSON that maps name patterns to factors from {_LEAST_FACTOR:g} to {_LARGEST_FACTOR:g}",
@@ -104,7 +130,9 @@ class Mechanism:
     ``norm_directions`` is the number of random directions that norms are estimated from, if any.
     With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
     each of which may have made ``steps_of_trial`` releases.
-    ``noise`` is ``secure`` where its low bits hide what it was added to.
+    ``noise`` is ``secure`` where its low bits hide what it was added to, and ``banded`` where it is
+    correlated over steps: ``coefficients`` are then those of its bands, as text
+    (``accounting.banded``), and at each step one group of the examples is drawn from.
     ``projection_update_steps`` is None with ``principal`` directions that are measured once; they
     are those of inputs that are synthetic, or of the ``public_dataset`` of that description, whose
     examples no epsilon protects.
@@ -141,6 +169,7 @@ class Mechanism:
     trials_distribution: str | None = field(default=None, metadata=_TRIALS)
     steps_of_trial: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
+    coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
     gradient_factors: str | None = field(default=None, metadata=_FACTORS)
     chosen: str | None = None
@@ -157,6 +186,10 @@ class Mechanism:
         require(
             capped == (self.max_batch_size is not None),
             f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
+        )
+        require(
+            (self.noise == BANDED) == (self.coefficients is not None),
+            f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
         )
         tuned = [getattr(self, name) is not None for name in _OF_TRIALS]
         require(
@@ -188,6 +221,23 @@ class Mechanism:
         found: dict[str, float] = json.loads(self.gradient_factors or "{}")
         return found
 
+    @property
+    def noise_in_words(self) -> str:
+        """What noise is like, for cards and tables."""
+        if self.noise == SECURE:
+            return f"{SECURE}, four float64 draws for each number"
+        if self.noise == BANDED:
+            return (
+                f"{BANDED}, {len(self.bands)} steps: an example is drawn at one of them, at "
+                f"{len(self.bands)} q"
+            )
+        return "independent"
+
+    @property
+    def bands(self) -> tuple[float, ...]:
+        """The coefficients c_0 ... c_(b-1) of the noise; 1 alone where it is independent."""
+        return tuple(json.loads(self.coefficients or "[1.0]"))
+
     def releases(self, steps: int) -> Releases:
         """Returns so many releases of this mechanism, as `accounting` wants them."""
         return Releases(
@@ -200,7 +250,16 @@ class Mechanism:
             adjacency=self.adjacency,
             num_trials=self.num_trials,
             trials_distribution=self.trials_distribution,
+            bands=len(self.bands),
         )
+
+    def counted(self, sessions: Iterable[int]) -> int:
+        """Returns how many steps are accounted for, of so many between a start and a resumption.
+
+        Where noise is correlated, each begins with new groups and no memory of noise.
+        """
+        bands = len(self.bands)
+        return sum(-(-steps // bands) * bands for steps in sessions)
 
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
@@ -216,7 +275,10 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Release:
-    """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism."""
+    """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism.
+
+    ``sample_rate`` is q, of all examples together; the mechanism says whether they have groups.
+    """
 
     noise_multiplier: float = field(metadata=_SIGMA)
     sample_rate: float = field(metadata=_RATE)

@@ -2,10 +2,12 @@
 
 ``sampling`` draws each logical batch (``units`` draws people instead of examples), ``collation``
 makes the rows of each of nothing else, ``clipping`` bounds what one of them adds, ``release`` adds
-it up and makes it private, and ``noise`` and ``streams`` are the randomness, which is secret.
+it up and makes it private, and ``noise`` and ``streams`` are the randomness, which is secret;
+``banded`` correlates noise over steps.
 ``signal`` tells how much of a release is more than noise.
 """
 
+from dp_grape_hf.mechanism.banded import INDEPENDENT, BandedNoise, Groups, Turn
 from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
 from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
@@ -34,11 +36,14 @@ from dp_grape_hf.mechanism.units import (
 )
 
 __all__ = [
+    "INDEPENDENT",
     "NOISE_SLICE",
     "STABILITY",
+    "BandedNoise",
     "BatchGradient",
     "EmptyDrawDataset",
     "Grid",
+    "Groups",
     "LogicalBatch",
     "LogicalBatchCollator",
     "OwnRows",
@@ -46,6 +51,7 @@ __all__ = [
     "PrivateMechanism",
     "Signal",
     "Streams",
+    "Turn",
     "UnitBatchSampler",
     "UnitCollator",
     "UnitDataset",

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from dp_grape_hf.distributed import give_up, hang_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Clipping, Ledger
+from dp_grape_hf.ledger import BANDED, Clipping, Ledger
+from dp_grape_hf.mechanism.banded import INDEPENDENT, BandedNoise, Turn
 from dp_grape_hf.mechanism.clipping import (
     EstimatedNorms,
     ExactNorms,
@@ -103,6 +104,10 @@ class PrivateMechanism:
         ``C |R_i| / M_i``, of which ``clipping`` tells the distribution. A sample whose norm is NaN
         or Inf contributes exactly zero, under ``per_layer`` to the modules where it is.
 
+    Noise:
+        That of each step by itself, or correlated over steps where ``ledger.mechanism`` has bands
+        (``banded``). Draws must then come by turns, as ``turn`` says.
+
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
         float32. Noise enters once, on the first rank, and every rank gets the same release.
@@ -129,6 +134,7 @@ class PrivateMechanism:
         )
         self.ledger = ledger
         self._noise_generator, self._noise_slice = noise_generator, noise_slice
+        self._banded = BandedNoise(own.bands) if own.noise == BANDED else None
         self._directions = (
             None
             if own.norm_directions is None
@@ -141,11 +147,22 @@ class PrivateMechanism:
 
     @property
     def noise_std(self) -> float:
-        """The standard deviation of the noise in each number of a release.
+        """The standard deviation of the noise in each number of the last release.
 
         Where a parameter has a gradient factor f, that of its numbers is this divided by f.
         """
-        return self._summed_noise_std / self.expected_batch_size
+        factor = 1.0 if self._banded is None else self._banded.factor
+        return factor * self._summed_noise_std / self.expected_batch_size
+
+    @property
+    def kept_noise(self) -> list[Tensor]:
+        """The tensors that hold the noise of earlier steps, if any does; secret."""
+        return [] if self._banded is None else self._banded.kept
+
+    @property
+    def turn(self) -> Turn:
+        """Which step is next, among the bands of the noise."""
+        return INDEPENDENT if self._banded is None else self._banded.turn
 
     @property
     def _summed_noise_std(self) -> float:
@@ -273,7 +290,8 @@ class PrivateMechanism:
         once = not self._distributed or dist.get_rank() == 0
         std = self._summed_noise_std if once else 0.0
         divisor = self.expected_batch_size
-        add_noise_(values, std, self._noise_generator, divisor, self._noise_slice)
+        add_ = add_noise_ if self._banded is None else self._banded.add_
+        add_(values, std, self._noise_generator, divisor, self._noise_slice)
         if self._distributed:
             sum_over_processes_(values)
         for name, factor in self.gradient_factors.items():

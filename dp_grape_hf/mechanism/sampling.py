@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.mechanism.banded import INDEPENDENT, Groups, Turns
 from dp_grape_hf.mechanism.collation import Grid, OwnRows, stacked, with_own_coins
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
@@ -39,6 +40,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: Number of these processes.
         max_batch_size: Most examples a draw keeps, over all ranks together; None for no cap.
             The accountant must be told of it.
+        turns: Says, when a pass begins, how many groups of examples take turns, and how many
+            releases were made since they were formed. Without, there is one group.
 
     Guarantee:
         In every draw each example is included independently with probability q, exact to 2**-53,
@@ -46,6 +49,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
         merged, dropped or padded, nor truncated without ``max_batch_size``: a draw may be empty,
         and so may be a rank's share of it. The shares of the ranks are disjoint, their union is
         the draw, their sizes differ by one at most, and every rank yields ``steps`` of them.
+        With b groups (``banded.Groups``) each example is included with probability b q in every
+        b-th draw, and in no other: that of release t is of group t mod b, also where a pass was
+        left early.
         Coins are never replayed: a second pass goes on where the first stopped. A pass that is
         left early may have drawn a few steps ahead (the workers of a data loader do); their
         coins are discarded unused.
@@ -69,6 +75,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         max_batch_size: int | None = None,
+        turns: Turns = lambda: INDEPENDENT,
     ) -> None:
         """Checks and keeps the arguments; no coin is tossed before the first draw."""
         require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
@@ -97,6 +104,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.max_batch_size = max_batch_size
+        self._turns = turns
+        self._groups: Groups | None = None
 
     def __len__(self) -> int:
         """Number of draws in one pass."""
@@ -104,8 +113,22 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's share of ``steps`` fresh draws, each in increasing order."""
-        for _ in range(self.steps):
-            yield self.share(self.draw())
+        return map(self.share, self.draws())
+
+    def draws(self) -> Iterator[list[int]]:
+        """Yields ``steps`` whole draws, each in increasing order; every rank has to make them."""
+        bands, made = self._turns()
+        if bands > 1 and self._groups is None:
+            self._groups = Groups(self.num_samples, bands, self.generator)
+        for number in range(made, made + self.steps):
+            yield self.draw() if self._groups is None else self._draw_of_group(number)
+
+    def _draw_of_group(self, number: int) -> list[int]:
+        assert self._groups is not None
+        members = self._groups.members(number)
+        coins = torch.rand(len(members), dtype=torch.float64, generator=self.generator)
+        drawn: list[int] = members[coins < self._groups.count * self.sample_rate].tolist()
+        return drawn
 
     def share(self, drawn: list[Drawn]) -> list[Drawn]:
         """Returns what this rank has of a draw, given all that was drawn, in the order drawn."""

@@ -203,9 +203,9 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
 
     def __iter__(self) -> Iterator[list[list[int]]]:
         """Yields this rank's units of fresh draws, each as the indices of its examples."""
-        for _ in range(len(self.draws)):
+        for whole in self.draws.draws():
             # Of all units, not of the share alone: ranks would go on with different coins.
-            drawn = [self._some_of(self.units.examples(unit)) for unit in self.draws.draw()]
+            drawn = [self._some_of(self.units.examples(unit)) for unit in whole]
             yield self.draws.share(drawn)
 
     def _some_of(self, examples: Tensor) -> list[int]:

@@ -13,6 +13,7 @@ inside a kernel.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.errors import require
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
+from dp_grape_hf.ledger import BANDED, Ledger
+from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch, PrivateMechanism
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.packed import pack_
 from dp_grape_hf.memory.processes import first_of
@@ -72,6 +73,7 @@ class Setting:
         grad_sample_mode: as ``LayerwiseEngine`` has it.
         bits: of the weights of linear layers, 4 or 8, beside which a method that trains an adapter
             then trains B alone, as in that of ``principal_adapter``; None: those of ``dtype``.
+        bands: over how many steps noise is correlated; what is kept of it is optimizer state.
         processes: how many share the weights (FSDP2), each with a physical batch of its own; the
             peak is that of one.
     """
@@ -88,6 +90,7 @@ class Setting:
     grad_sample_mode: str = GradSampleMode.AUTO
     bits: int | None = None
     processes: int = 1
+    bands: int = 1
 
 
 def compared(name: str, setting: Setting) -> Setting:
@@ -282,13 +285,19 @@ class Step:
         recompute: Any = {"recompute_activations": setting.recompute_activations}
         run = Run(args, self.model, self.loss, _Watch(timeline), **recompute)
         plan = PrivacyPlan(args, 2 * setting.batch_size)
-        ledger = Ledger.start(plan.mechanism, private=False, reason="a simulation")
+        mechanism = plan.mechanism
+        if setting.bands > 1 and METHODS[args.method].private:
+            some = json.dumps([setting.bands**-0.5] * setting.bands)
+            mechanism = replace(mechanism, noise=BANDED, coefficients=some)
+        ledger = Ledger.start(mechanism, private=False, reason="a simulation")
         noise = torch.Generator(run.per_sample.device)
         run.start(ledger, noise, self.noise_slice)
         optimizer = self.optimizer = run.make_optimizer()
         with timeline:  # which makes the state of the optimizer
             run.step(0, LogicalBatch([], []))
             optimizer.step()
+        if isinstance(run.mechanism, PrivateMechanism):
+            timeline.label(OPTIMIZER, run.mechanism.kept_noise)
         if not self.examines:
             run.per_sample.assume_probed(self.inputs)
         if is_sharded(self.model):

@@ -112,7 +112,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     if mechanism.public_dataset is not None:
         rows["Not protected, as declared public"] = mechanism.public_dataset
     if mechanism.noise is not None:
-        rows["Noise"] = f"{mechanism.noise}, four float64 draws for each number"
+        rows["Noise"] = mechanism.noise_in_words
     if mechanism.gradient_factors is not None:
         rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
     if mechanism.chosen is not None:
@@ -121,7 +121,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         each = f"of {mechanism.steps_of_trial} releases each"
         rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
-        releases = sum(run.accounted.steps for run in earlier)
+        releases = sum(max(run.steps, run.mechanism.steps_of_trial or 0) for run in earlier)
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε"
         )

@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, get_scheduler
+from transformers import Trainer
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import group_size
@@ -152,28 +150,6 @@ def hidden_from_host(args: Any) -> Iterator[None]:
 
 def _asked(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() == "true"
-
-
-def schedule_of(args: Any, steps: int) -> list[float]:
-    """Returns what the rate is multiplied by at each step, by the scheduler that arguments ask for.
-
-    One that follows a metric is taken for constant.
-    """
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=args.get_warmup_steps(steps),
-        num_training_steps=steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
-    factors = []
-    for _ in range(steps):
-        factors.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-    return factors
 
 
 def refuse_scheduler(scheduler: Any, eval_data_is_public: bool) -> None:

@@ -39,6 +39,7 @@ from dp_grape_hf.arguments import (
     PrivacySpent,
     check_dataset,
     refuse_model,
+    schedule_of,
 )
 from dp_grape_hf.choosing import (
     Rates,
@@ -139,7 +140,6 @@ from dp_grape_hf.trainer.launcher import (
     hidden_from_host,
     refuse_launcher,
     refuse_scheduler,
-    schedule_of,
     sharding_of,
 )
 from dp_grape_hf.trainer.rows import warn_of_rows
@@ -282,7 +282,8 @@ class DPGrapeMixin(_Host):
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
             self._choose_batch()
-            self.plan = PrivacyPlan(args, self._dataset_size, earlier, public)
+            most = self.private_run.bands_at_most()
+            self.plan = PrivacyPlan(args, self._dataset_size, earlier, public, most)
             self._make_adapter()
         self._add_callbacks()
 
@@ -424,12 +425,13 @@ class DPGrapeMixin(_Host):
     def _rates(self) -> Rates | None:
         args, mechanism = self.args, self.plan.mechanism
         assert args.max_grad_norm is not None
+        bands = mechanism.bands
         std = mechanism.noise_multiplier * args.max_grad_norm / mechanism.expected_batch_size
         try:
             with keeping_random_state(), evaluating(self.model):
                 schedule = schedule_of(args, self.plan.steps)
                 inputs = self._public_inputs()
-                return self.private_run.rates(self._output_layer(), inputs, std, schedule)
+                return self.private_run.rates(self._output_layer(), inputs, std, bands, schedule)
         except Exception:
             if args.chooses:
                 raise
@@ -548,6 +550,7 @@ class DPGrapeMixin(_Host):
             if self._known_streams
             else shared_sampling_generator(device=args.device)
         )
+        me = weakref.proxy(self)
         draws = PoissonBatchSampler(
             self._dataset_size,
             self.plan.mechanism.sample_rate,
@@ -556,6 +559,7 @@ class DPGrapeMixin(_Host):
             rank=args.process_index,
             world_size=args.world_size,
             max_batch_size=self.plan.mechanism.max_batch_size,
+            turns=lambda: me.private_run.turn,
         )
         return loader_of(draws, dataset, collator, args, self._units, positions_of(self.model))
 

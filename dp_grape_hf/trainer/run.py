@@ -6,6 +6,7 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,12 @@ from itertools import islice
 from statistics import mode
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
 from dp_grape_hf.choosing import (
     Noise,
@@ -32,11 +35,13 @@ from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import (
+    INDEPENDENT,
     STABILITY,
     BatchGradient,
     LogicalBatch,
     PrivateMechanism,
     Signal,
+    Turn,
     factors_by_name,
 )
 from dp_grape_hf.optimizers import (
@@ -225,6 +230,7 @@ class Run:
         output: tuple[str, nn.Module],
         batches: Batches,
         std: float,
+        bands: Sequence[float],
         schedule: Sequence[float],
     ) -> Rates:
         """Returns the rates that the noise allows, or what it does at given ones.
@@ -234,7 +240,8 @@ class Run:
         Args:
             output: name and module of the layer that logits come from.
             batches: makes inputs that are no example's.
-            std: of the noise in each number of a release.
+            std: of the noise in each number of a release, before it is correlated.
+            bands: the coefficients that it is correlated with; 1 alone for independent noise.
             schedule: what the rate is multiplied by at each step.
         """
         args = self._args
@@ -243,9 +250,10 @@ class Run:
         stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
         rule, corrected, settings = args.update_rule, args.noise_correction, _rule_settings(args)
         walks = {
-            s: walk_of_noise(rule, settings, s, schedule, corrected=corrected)
+            s: walk_of_noise(rule, settings, s, schedule, bands, corrected=corrected)
             for s in set(stds.values())
         }
+        released = math.sqrt(np.square(released_noise(bands, len(schedule))).mean())
         projectors = self.projectors_at(0)  # a state that is loaded later brings its own
         given = None
         if args.learning_rate is not None and not args.chooses:
@@ -254,7 +262,10 @@ class Run:
             self._model,
             output,
             islice(batches(), _READ),
-            {n: Noise(self.trainable[n], s, walks[s], projectors.get(n)) for n, s in stds.items()},
+            {
+                n: Noise(self.trainable[n], s * released, walks[s], projectors.get(n))
+                for n, s in stds.items()
+            },
             most=args.max_grad_norm,
             push=lambda size: push_of_signal(rule, settings, size, schedule),
             steps=sum(schedule),
@@ -275,6 +286,21 @@ class Run:
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
         """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
         return {} if self.schedule is None else self.schedule.at(number)
+
+    def bands_at_most(self) -> int:
+        """Returns over how many steps noise may be correlated in half the memory of the weights."""
+        placed = {} if self.schedule is None else self.schedule.placements
+        numbers = sum(
+            p.numel() * (placed[n].rank / placed[n].rows if n in placed else 1)
+            for n, p in self.trainable.items()
+        )
+        weights = sum(p.numel() * p.dtype.itemsize for p in self._model.parameters())
+        return 1 + int(weights / 2 / (4 * max(1, numbers)))
+
+    @property
+    def turn(self) -> Turn:
+        """Whose turn it is to be drawn."""
+        return self.mechanism.turn if isinstance(self.mechanism, PrivateMechanism) else INDEPENDENT
 
     @property
     def low_precision(self) -> bool:

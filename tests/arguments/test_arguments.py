@@ -46,6 +46,7 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "target_delta": 1e-5,
         "noise_multiplier": None,
         "adjacency": "add_or_remove_one",
+        "noise": "independent",
         "privacy_unit_column": None,
         "max_examples_per_unit": None,
         "earlier_data": None,
@@ -207,7 +208,7 @@ def test_a_copy_keeps_every_value(copied: Any) -> None:
 
 
 def test_a_changed_copy_changes_nothing_else() -> None:
-    args = make(per_device_train_batch_size=4, gradient_accumulation_steps=8)
+    args = make(learning_rate=0.1, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     changed = dataclasses.replace(args, learning_rate=0.5, per_device_train_batch_size=2)
     assert changed.to_dict() == args.to_dict() | {
         "learning_rate": 0.5,

@@ -17,13 +17,14 @@ from dp_grape_hf.auditing import (
     along_canaries,
     audit,
     epsilon_lower_bound,
+    evidence_of,
     guess,
     log_likelihood_ratio,
     p_value,
 )
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import release
+from dp_grape_hf.mechanism import banded, release
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.projections import Projector
 from tests.mutation.saboteurs import SABOTEURS
@@ -207,8 +208,9 @@ def test_each_canary_is_seen_with_length_C_if_it_is_in(
             steps=3,
         )
     )
-    assert len(found) == 3
-    for seen in found:
+    (all_seen,) = found
+    assert len(all_seen) == 3
+    for seen in all_seen:
         inside = seen > 0.5
         assert int(inside.sum()) == result.included
         torch.testing.assert_close(seen, inside.float(), atol=1e-3, rtol=0)
@@ -250,6 +252,7 @@ def test_a_sampled_run_draws_what_it_says() -> None:
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
         {"projection": "principal", "steps": 2, "gradient_factors": FACTORS},
         {"projection": "rademacher", "steps": 2, "gradient_factors": {"body": 8}},
+        {"noise": "banded", "sample_rate": 0.25, "steps": 4, "projection": "principal"},
     ],
     ids=str,
 )
@@ -262,6 +265,37 @@ def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> 
 
 def _less_noise(values: Any, std: float, *rest: Any) -> None:
     add_noise_(values, std / 4, *rest)
+
+
+def test_correlated_noise_with_a_quarter_of_its_size_is_refuted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(banded, "add_noise_", _less_noise)
+    settings = {"noise": "banded", "sample_rate": 0.25, "steps": 4, "method": "dp_sgd"}
+    result = audit(AuditSettings(canaries=4000, **settings))
+    assert not result.passed
+
+
+def test_the_evidence_of_correlated_noise_is_the_likelihood_ratio_of_the_two_worlds() -> None:
+    """Against the densities of all releases together, for each group and each set of draws."""
+    bands, sigma, rate, steps = (0.8, 0.6), 1.3, 0.3, 5
+    seen = torch.randn(steps, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = torch.diag(torch.full((steps,), 0.8)) + torch.diag(torch.full((steps - 1,), 0.6), -1)
+    matrix = matrix.double()
+
+    def log_density(drawn: torch.Tensor) -> torch.Tensor:
+        return -((matrix @ (seen - drawn[:, None])).square().sum(0)) / (2 * sigma**2)
+
+    inside = []
+    for group in (0, 1):
+        turns = range(group, steps, 2)
+        for coins in itertools.product((0, 1), repeat=len(turns)):
+            drawn = torch.zeros(steps, dtype=torch.float64)
+            drawn[list(turns)] = torch.tensor(coins, dtype=torch.float64)
+            chance = math.prod(2 * rate if coin else 1 - 2 * rate for coin in coins) / 2
+            inside.append(log_density(drawn) + math.log(chance))
+    expected = torch.stack(inside).logsumexp(0) - log_density(torch.zeros(steps).double())
+    torch.testing.assert_close(evidence_of(seen, sigma, rate, bands), expected)
 
 
 @pytest.mark.parametrize("projection", ["gaussian", "principal"])

@@ -430,7 +430,8 @@ def test_ledger_and_card_say_which_rates_were_chosen(tmp_path: Path) -> None:
 
 
 def test_signal_is_logged_of_body_and_head(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), logging_steps=1, eps=1000.0)
+    settings = {"logging_steps": 1, "eps": 1000.0, "noise": "independent"}
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), **settings)
     trainer.train()
     logs = trainer.state.log_history[0]
     parts = [logs[f"noise_{group}"] for group in ("body", "head")]

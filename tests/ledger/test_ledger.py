@@ -456,7 +456,8 @@ OTHER_VALUES: dict[str, Any] = {
     "num_trials": 20.0,
     "trials_distribution": "logarithmic",
     "steps_of_trial": 200,
-    "noise": "secure",
+    "noise": "banded",
+    "coefficients": "[0.8, 0.6]",
     "gradient_factors": '{"head": 4.0}',
     "chosen": "head: learning rate 0.1",
 }

@@ -16,15 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf.accounting import calibration
+from dp_grape_hf.accounting import Releases, calibration
 from dp_grape_hf.ledger import Ledger, is_weights
 from dp_grape_hf.ledger.model_files import Tree
 from dp_grape_hf.mechanism import (
+    BandedNoise,
     EmptyDrawDataset,
+    Groups,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
     PrivateMechanism,
+    Turn,
     clipping,
     collation,
     sampling,
@@ -32,6 +35,7 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism import units as unit_data
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
+from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.per_sample import (
     Dense,
     Gradients,
@@ -262,6 +266,85 @@ def _record_every_second(patch: pytest.MonkeyPatch) -> None:
             original(self, steps)
 
     patch.setattr(Ledger, "record", record)
+
+
+def _groups_by_index(patch: pytest.MonkeyPatch) -> None:
+    def init(self: Groups, num_samples: int, bands: int, generator: Any) -> None:
+        self.count = bands
+        self._order = torch.cat([torch.arange(i, num_samples, bands) for i in range(bands)])
+        sizes = [len(range(i, num_samples, bands)) for i in range(bands)]
+        self._ends = torch.tensor(sizes).cumsum(0).tolist()
+
+    patch.setattr(Groups, "__init__", init)
+
+
+def _groups_anew(patch: pytest.MonkeyPatch) -> None:
+    original = PoissonBatchSampler._draw_of_group
+
+    def draw(self: PoissonBatchSampler, number: int) -> list[int]:
+        assert self._groups is not None
+        if number % self._groups.count == 0:
+            self._groups = Groups(self.num_samples, self._groups.count, self.generator)
+        return original(self, number)
+
+    patch.setattr(PoissonBatchSampler, "_draw_of_group", draw)
+
+
+def _turns_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    original = PoissonBatchSampler.draws
+
+    def draws(self: PoissonBatchSampler) -> Any:
+        bands, turns = self._turns().bands, self._turns
+        self._turns = lambda: Turn(bands, 0)
+        yield from original(self)
+        self._turns = turns
+
+    patch.setattr(PoissonBatchSampler, "draws", draws)
+
+
+def _bands_at_rate_q(patch: pytest.MonkeyPatch) -> None:
+    original = Releases.block
+
+    def block(self: Releases) -> Any:
+        return original(replace(self, bands=1))
+
+    patch.setattr(Releases, "block", block)
+
+
+def _long_columns(patch: pytest.MonkeyPatch) -> None:
+    init = BandedNoise.__init__
+
+    def longer(self: BandedNoise, coefficients: Any) -> None:
+        init(self, [1.1 * c for c in coefficients])
+
+    patch.setattr(BandedNoise, "__init__", longer)
+
+
+def _noise_outlives(patch: pytest.MonkeyPatch) -> None:
+    init, last = BandedNoise.__init__, []
+
+    def remembers(self: BandedNoise, coefficients: Any) -> None:
+        init(self, coefficients)
+        self._last = last[-1]._last if last else []
+        last.append(self)
+
+    patch.setattr(BandedNoise, "__init__", remembers)
+
+
+def _noise_is_saved(patch: pytest.MonkeyPatch) -> None:
+    original = ProjectedOptimizer.state_dict
+    made: list[BandedNoise] = []
+    add = BandedNoise.add_
+
+    def adds(self: BandedNoise, *given: Any) -> None:
+        made.append(self)
+        add(self, *given)
+
+    def state_dict(self: ProjectedOptimizer) -> Any:
+        return original(self) | {"noise": made[-1].kept if made else []}
+
+    patch.setattr(BandedNoise, "add_", adds)
+    patch.setattr(ProjectedOptimizer, "state_dict", state_dict)
 
 
 def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -630,6 +713,47 @@ SABOTEURS = (
         "every step has the same draw",
         _same_draw,
         ("test_sampling.py::test_each_example_is_drawn_with_probability_q[0.3]",),
+    ),
+    Saboteur(
+        "groups are by index",
+        _groups_by_index,
+        ("test_turns.py::test_groups_are_coins_of_each",),
+    ),
+    Saboteur(
+        "groups are formed anew in each round",
+        _groups_anew,
+        ("test_turns.py::test_an_example_takes_part_at_most_once_in_b_steps[5]",),
+    ),
+    Saboteur(
+        "turns do not know what was released",
+        _turns_from_the_start,
+        ("test_turns.py::test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release",),
+    ),
+    Saboteur(
+        "bands are accounted at rate q",
+        _bands_at_rate_q,
+        (
+            "test_bands.py::test_epsilon_is_that_of_one_step_in_b_at_b_times_the_rate[4-200]",
+            "test_bands.py::test_epsilon_is_not_below_that_of_its_own_composition",
+        ),
+    ),
+    Saboteur(
+        "columns are longer than 1",
+        _long_columns,
+        (
+            "test_turns.py::test_a_release_has_the_noise_that_is_told",
+            "test_turns.py::test_noise_is_the_inverse_matrix_times_independent_noise",
+        ),
+    ),
+    Saboteur(
+        "noise goes on after resuming",
+        _noise_outlives,
+        ("test_banded.py::test_a_resumed_run_has_no_memory_of_noise",),
+    ),
+    Saboteur(
+        "a checkpoint holds earlier noise",
+        _noise_is_saved,
+        ("test_banded.py::test_a_checkpoint_holds_no_noise",),
     ),
     Saboteur(
         "the ledger is written after the release",

@@ -1,0 +1,134 @@
+"""Noise that is correlated over steps, and whose turn it is to be drawn.
+
+What it costs and why is in ``accounting.banded``: each unit has a group, a coin of its own decides
+which, and the groups take turns. So a unit takes part at most once in as many steps as there are
+bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from dp_grape_hf.accounting import released_noise
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism.noise import add_noise_
+
+
+class Turn(NamedTuple):
+    """Where a run is among its bands."""
+
+    bands: int
+    made: int  # releases since the run was started or resumed
+
+
+INDEPENDENT = Turn(1, 0)
+
+
+class BandedNoise:
+    """Adds ``w = C^-1 z`` to sums, step by step: ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``.
+
+    Args:
+        coefficients: c_0 ... c_(b-1), of length 1 or less.
+
+    Attributes:
+        made: how often it added noise.
+
+    Guarantee:
+        Every z is drawn anew. The last b - 1 w, which say what later noise will take back, are
+        kept in this object alone, which refuses to be pickled or copied: a run that is resumed has
+        no memory of them.
+    """
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        self._first, *self._others = coefficients
+        self._last: list[list[Tensor]] = []  # w of the last b - 1 steps, the newest at the end
+        self.made = 0
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses to be serialised."""
+        raise PrivacyError(
+            "the noise of earlier steps cannot be pickled or copied: whoever holds it knows what "
+            "is added to later ones. Leave it out of what you save."
+        )
+
+    @property
+    def turn(self) -> Turn:
+        """Which step is next."""
+        return Turn(1 + len(self._others), self.made)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors that hold the noise of earlier steps; secret."""
+        return [tensor for noise in self._last for tensor in noise]
+
+    @property
+    def factor(self) -> float:
+        """The standard deviation of the last w, for z of variance 1."""
+        coefficients = (self._first, *self._others)
+        return float(released_noise(coefficients, max(1, self.made))[-1])
+
+    def add_(
+        self,
+        values: Sequence[Tensor],
+        std: float,
+        generator: torch.Generator,
+        divisor: float,
+        at_once: int | None = None,
+    ) -> None:
+        """Makes each value ``(value + w) / divisor`` in place; as ``add_noise_``, where z has std.
+
+        The values have the same shapes each time.
+        """
+        self.made += 1
+        if std:
+            torch._foreach_add_(list(values), self._next(values, std, generator, at_once))
+        torch._foreach_div_(list(values), divisor)
+
+    def _next(
+        self, like: Sequence[Tensor], std: float, generator: torch.Generator, at_once: int | None
+    ) -> list[Tensor]:
+        """Returns w in the memory of the oldest one, which is needed no longer."""
+        if not self._last:
+            self._last = [[torch.zeros_like(v) for v in like] for _ in self._others]
+        noise, *newer = self._last
+        torch._foreach_mul_(noise, -self._others[-1] / self._first)
+        for coefficient, earlier in zip(self._others, reversed(newer), strict=False):
+            torch._foreach_add_(noise, earlier, alpha=-coefficient / self._first)
+        add_noise_(noise, std / self._first, generator, 1.0, at_once)
+        self._last = [*newer, noise]
+        return noise
+
+
+class Groups:
+    """Which units may be drawn at a step.
+
+    Args:
+        num_samples: how many units there are.
+        bands: how many groups.
+        generator: of coins that are secret.
+
+    Guarantee:
+        The group of a unit is a coin of its own: uniform, independent of all others, and of which
+        other units there are. It stays until the object goes. That nobody knows it matters: units
+        are told apart by their number, and taking one out renumbers those behind it. To who does
+        not know the coins their groups are as likely as before.
+    """
+
+    def __init__(self, num_samples: int, bands: int, generator: torch.Generator) -> None:
+        coins = torch.rand(num_samples, dtype=torch.float64, generator=generator)
+        group = (coins * bands).long().clamp_(max=bands - 1)
+        self._order = group.argsort(stable=True)
+        self._ends = torch.bincount(group, minlength=bands).cumsum(0).tolist()
+        self.count = bands
+
+    def members(self, number: int) -> Tensor:
+        """Returns the units whose turn it is at a step, in increasing order."""
+        group = number % self.count
+        return self._order[self._ends[group - 1] if group else 0 : self._ends[group]]
+
+
+Turns = Callable[[], Turn]

@@ -1,0 +1,199 @@
+"""Correlated noise at work: whose turn it is, what is added, and what stays in the process."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import toeplitz
+
+from dp_grape_hf.accounting import released_noise
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.mechanism import (
+    BandedNoise,
+    Groups,
+    PoissonBatchSampler,
+    Turn,
+    UnitBatchSampler,
+    read_units,
+)
+from dp_grape_hf.per_sample import Dense
+from tests.support.mechanism import Given, make_private, released
+
+COEFFICIENTS = (0.8, 0.48, 0.36)
+BANDED = {"noise": "banded", "coefficients": "[0.8, 0.48, 0.36]"}
+
+
+def _coins(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- Noise ----
+
+
+def test_noise_is_the_inverse_matrix_times_independent_noise() -> None:
+    """Of two tensors at once; z is what the same generator would have drawn alone."""
+    steps, std, divisor = 8, 0.5, 4.0
+    noise, generator = BandedNoise(COEFFICIENTS), _coins()
+    found = []
+    for _ in range(steps):
+        values = [torch.ones(3), torch.zeros(2, 2)]
+        noise.add_(values, std, generator, divisor)
+        found.append(torch.cat([v.flatten() for v in values]))
+    again = _coins()
+    shapes = [(3,), (2, 2)]
+    drawn = [
+        torch.cat([torch.empty(s).normal_(0, std, generator=again).flatten() for s in shapes])
+        for _ in range(steps)
+    ]
+    column = np.zeros(steps)
+    column[:3] = COEFFICIENTS
+    inverse = np.linalg.inv(np.tril(toeplitz(column)))
+    sums = torch.tensor([1.0, 1, 1, 0, 0, 0, 0])
+    expected = (sums + torch.from_numpy(inverse).float() @ torch.stack(drawn)) / divisor
+    torch.testing.assert_close(torch.stack(found), expected)
+
+
+def test_a_release_has_the_noise_that_is_told() -> None:
+    """Standard deviation of 40,000 numbers, at each of 6 steps: within five of its own."""
+    engine = make_private(Given(w=(40_000,)), noise_multiplier=2.0, max_grad_norm=0.5, **BANDED)
+    for number, factor in enumerate(released_noise(COEFFICIENTS, 6), 1):
+        value = released(engine, [])["w"]
+        assert engine.noise_std == pytest.approx(factor)
+        assert float(value.std()) == pytest.approx(factor, rel=5 / math.sqrt(2 * 40_000))
+        assert engine.turn == Turn(3, number)
+
+
+def test_the_sum_of_releases_has_the_noise_that_is_predicted() -> None:
+    engine = make_private(Given(w=(40_000,)), noise_multiplier=1.0, **BANDED)
+    total = sum(released(engine, [])["w"] for _ in range(9))
+    column = np.zeros(9)
+    column[:3] = COEFFICIENTS
+    left = np.linalg.norm(np.ones(9) @ np.linalg.inv(np.tril(toeplitz(column))))
+    assert float(total.std()) == pytest.approx(float(left), rel=5 / math.sqrt(2 * 40_000))  # type: ignore[union-attr]
+
+
+def test_without_noise_bands_change_nothing() -> None:
+    plain, banded = (make_private(Given(w=(3,)), **own) for own in ({}, BANDED))
+    batch = [{"w": Dense(torch.eye(3))}]
+    for _ in range(4):
+        assert torch.equal(released(plain, batch)["w"], released(banded, batch)["w"])
+
+
+def test_earlier_noise_cannot_be_saved() -> None:
+    noise = BandedNoise(COEFFICIENTS)
+    noise.add_([torch.zeros(3)], 1.0, _coins(), 1.0)
+    for save in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(PrivacyError, match="cannot be pickled or copied"):
+            save(noise)  # type: ignore[operator]
+
+
+# ---- Turns ----
+
+
+def _table(bands: int, steps: int, *, rate: float = 0.1, size: int = 240) -> torch.Tensor:
+    """1.0 where an example entered a draw, (steps, examples)."""
+    table = torch.zeros(steps, size)
+    draws = PoissonBatchSampler(size, rate, steps, _coins(), turns=lambda: Turn(bands, 0))
+    for step, draw in enumerate(draws):
+        table[step, draw] = 1.0
+    return table
+
+
+@pytest.mark.parametrize("bands", [2, 5, 8])
+def test_an_example_takes_part_at_most_once_in_b_steps(bands: int) -> None:
+    table = _table(bands, 400)
+    running = table.cumsum(0)
+    within = running[bands - 1 :] - torch.cat([torch.zeros(1, 240), running[:-bands]])
+    assert within.max() == 1
+
+
+@pytest.mark.parametrize("bands", [2, 5, 8])
+def test_a_draw_has_q_n_examples_on_average(bands: int) -> None:
+    """Of 4000 draws, within five standard deviations of their mean, groups taken as they are.
+
+    The mean over a round of b draws is exactly b q N / b whatever the sizes of the groups.
+    """
+    steps = 4000 // bands * bands
+    sizes = _table(bands, steps).sum(1)
+    assert abs(float(sizes.mean()) - 24) < 5 * math.sqrt(24 / steps)
+
+
+def test_each_example_is_drawn_with_probability_b_q_in_its_turn() -> None:
+    table = _table(5, 4000)
+    counts = table.sum(0)
+    turns, rate = 4000 / 5, 0.5
+    chi_square = float(((counts - turns * rate).square() / (turns * rate * (1 - rate))).sum())
+    assert abs(chi_square - 240) < 5 * math.sqrt(2 * 240)
+
+
+def test_groups_are_coins_of_each() -> None:
+    """Sizes as of 30,000 coins: chi-square of 6 groups; neighbours share a group by chance."""
+    groups = Groups(30_000, 6, _coins())
+    members = [groups.members(number) for number in range(6)]
+    assert sorted(torch.cat(members).tolist()) == list(range(30_000))
+    sizes = torch.tensor([float(len(m)) for m in members])
+    assert float(((sizes - 5000).square() / 5000).sum()) < 40
+    of = torch.empty(30_000)
+    for number, own in enumerate(members):
+        of[own] = number
+    together = float((of[1:] == of[:-1]).float().mean())
+    assert together == pytest.approx(1 / 6, abs=5 * math.sqrt(5 / 36 / 30_000))
+
+
+def test_groups_stay_over_rounds_and_differ_between_runs() -> None:
+    first, second = (Groups(500, 4, _coins(seed)) for seed in (0, 1))
+    for number in range(4):
+        assert torch.equal(first.members(number), first.members(number + 8))
+        assert not torch.equal(first.members(number), second.members(number))
+
+
+def test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release() -> None:
+    """A loader's workers may have drawn ahead: what they drew was nobody's turn."""
+    made = [0]
+    draws = PoissonBatchSampler(300, 0.2, 50, _coins(), turns=lambda: Turn(5, made[0]))
+    groups: list[set[int]] = [set() for _ in range(5)]
+    for used, ahead in ((7, 3), (11, 1), (50, 0)):
+        whole = iter(draws)
+        for _ in range(used):
+            groups[made[0] % 5].update(next(whole))
+            made[0] += 1
+        for _ in range(ahead):
+            next(whole)
+    assert not any(groups[i] & groups[j] for i in range(5) for j in range(i))
+
+
+def test_units_take_turns_as_a_whole() -> None:
+    data = [{"user": f"{number % 60}"} for number in range(240)]
+    units = read_units(data, "user")
+    draws = PoissonBatchSampler(60, 0.1, 200, _coins(), turns=lambda: Turn(4, 0))
+    last: dict[int, int] = {}
+    for step, drawn in enumerate(UnitBatchSampler(draws, units)):
+        for examples in drawn:
+            user = examples[0] % 60
+            assert sorted(examples) == [user, user + 60, user + 120, user + 180]
+            assert step - last.get(user, -9) >= 4
+            last[user] = step
+
+
+def test_ranks_share_the_draws_of_a_group() -> None:
+    def of(rank: int, world_size: int) -> list[list[int]]:
+        turns = lambda: Turn(3, 0)  # noqa: E731
+        return list(PoissonBatchSampler(90, 0.2, 30, _coins(), rank, world_size, turns=turns))
+
+    for whole, first, second in zip(of(0, 1), of(0, 2), of(1, 2), strict=True):
+        assert sorted(first + second) == whole
+
+
+# ---- What is recorded ----
+
+
+def test_a_resumed_run_counts_a_block_of_its_own() -> None:
+    engine = make_private(Given(w=(3,)), noise_multiplier=2.0, sample_rate=0.05, **BANDED)
+    ledger = engine.ledger
+    assert isinstance(ledger, Ledger)
+    ledger.record(7)  # 3 of three bands
+    assert [ledger.composed[0].counted, ledger.composed[0].bands] == [3, 3]

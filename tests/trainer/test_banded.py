@@ -1,0 +1,383 @@
+"""Runs with correlated noise: what their weights hold, what they count, and how they resume."""
+
+import logging
+import math
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.accounting import compute_epsilon, noise_left, released_noise, what_arrives
+from dp_grape_hf.arguments import PrivacyPlan, schedule_of
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.mechanism import LogicalBatch
+from dp_grape_hf.publishing import verify
+from dp_grape_hf.trainer.run import Run
+from tests.support.marks import slow_but
+from tests.support.models import only
+from tests.support.trainers import (
+    CLASSES,
+    FEATURES,
+    RecordingTrainer,
+    TinyForSequenceClassification,
+    Watch,
+    examples_of,
+    make_args,
+    make_trainer,
+    no_loss,
+    owned,
+    points,
+    spy_releases,
+    tiny,
+)
+
+BANDED: dict[str, Any] = {
+    "noise": "banded",
+    "target_epsilon": 8.0,
+    "target_delta": 1e-4,
+    "expected_batch_size": 10,
+    "max_steps": 24,
+}
+MANY = 120  # examples
+
+
+def _trainer(folder: Path, **changes: Any) -> Any:
+    data = points(MANY)
+    return make_trainer(folder, train_dataset=data, **{**BANDED, **changes})
+
+
+# ---- What the weights hold ----
+
+SIZES = [(1024, 64, 200), (2644, 256, 100), (50_000, 1024, 2000)]
+
+
+@pytest.mark.parametrize("epsilon", slow_but(["6.0"], [2.0, 6.0, 8.0]))
+@pytest.mark.parametrize(("size", "batch", "steps"), SIZES)
+def test_noise_in_the_weights_is_as_predicted(
+    size: int, batch: int, steps: int, epsilon: float, tmp_path: Path
+) -> None:
+    """A run of empty draws moves weights by noise alone: within 3 % of what is foretold.
+
+    80,000 numbers, each a sum of independent noise of its own: their standard deviation is known to
+    0.25 %. The prediction is relative to independent noise, of which the same is measured.
+    """
+
+    def moved(noise: str) -> tuple[float, Any]:
+        model = nn.Linear(400, 200, bias=False)
+        nn.init.zeros_(model.weight)
+        args = make_args(
+            tmp_path,
+            noise=noise,
+            target_epsilon=epsilon,
+            target_delta=1e-5,
+            accountant="least",
+            expected_batch_size=batch,
+            max_steps=steps,
+            method="dp_adam",
+            update_rule="momentum",
+            learning_rate=1.0,
+        )
+        plan = PrivacyPlan(args, size)
+        run = Run(args, model, lambda outputs, labels: outputs.sum(1))
+        run.start(Ledger.start(plan.mechanism), torch.Generator().manual_seed(0))
+        optimizer = run.make_optimizer()
+        scheduler = get_scheduler("linear", optimizer, 0, steps)
+        for number in range(steps):
+            run.step(number, LogicalBatch([], []))
+            optimizer.step()
+            scheduler.step()
+        assert args.max_grad_norm == 1.0
+        return float(model.weight.detach().square().mean().sqrt()), plan
+
+    (alone, plan), (together, banded) = moved("independent"), moved("banded")
+    arrives = what_arrives(schedule_of(banded._args, steps), 0.9)
+    bands = banded.mechanism.bands
+    predicted = banded.mechanism.noise_multiplier * noise_left(bands, arrives)
+    before = plan.mechanism.noise_multiplier * noise_left((1.0,), arrives)
+    assert together / alone == pytest.approx(predicted / before, rel=0.03)
+    assert together == pytest.approx(predicted / batch, rel=0.03)
+    assert predicted < before
+
+
+# ---- What a run counts ----
+
+
+def test_a_run_takes_turns_and_its_ledger_says_what_it_counts(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, cls=RecordingTrainer, accountant="least")
+    trainer.train()
+    own, ledger = trainer.plan.mechanism, Ledger.load(tmp_path / LEDGER_NAME)
+    bands = len(own.bands)
+    assert bands > 1
+    assert ledger.mechanism == own
+    assert own.noise == "banded"
+    assert ledger.steps == 24
+    assert ledger.composed[0].counted == math.ceil(24 / bands)
+    assert ledger.epsilon() == trainer.privacy_spent().epsilon
+    assert ledger.epsilon() == compute_epsilon(
+        noise_multiplier=own.noise_multiplier,
+        sample_rate=bands * 10 / MANY,
+        steps=math.ceil(24 / bands),
+        delta=1e-4,
+        accountant=own.accountant,
+    )
+    assert 0.98 * 8.0 < ledger.epsilon() <= 8.0
+    last: dict[int, int] = {}
+    for step, draw in enumerate(trainer.draws):
+        for example in draw:
+            assert step - last.get(example, -bands) >= bands
+            last[example] = step
+    assert len(last) > MANY / 2
+
+
+def test_epsilon_grows_by_rounds(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, callbacks=[watch := Watch()])
+    trainer.train()
+    bands = len(trainer.plan.mechanism.bands)
+    spent = [line["epsilon"] for line in watch.logs if "epsilon" in line][:24]
+    for number in range(1, 24):
+        assert (spent[number] > spent[number - 1]) == (number % bands == 0)
+
+
+def test_units_take_turns(tmp_path: Path) -> None:
+    owners = [f"u{number}" for number in range(60) for _ in range(2)]
+    trainer = make_trainer(
+        tmp_path,
+        train_dataset=owned(owners),
+        cls=RecordingTrainer,
+        privacy_unit_column="user",
+        **BANDED | {"expected_batch_size": 4},
+    )
+    trainer.train()
+    bands = len(trainer.plan.mechanism.bands)
+    assert bands > 1
+    last: dict[str, int] = {}
+    for step, draw in enumerate(trainer.draws):
+        for user in {owners[n] for n in draw}:
+            assert step - last.get(user, -bands) >= bands
+            last[user] = step
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("dp_adam", {}),
+        ("dp_lora", {"update_rule": "momentum"}),
+        ("dp_galore", {}),
+        ("dp_grape", {"projection": "principal", "public_dataset": points(8, seed=9)}),
+        ("dp_grape", {"gradient_factors": {"head": 3.0}, "noise_correction": True}),
+    ],
+)
+def test_methods_train_with_it(method: str, more: dict[str, Any], tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, method=method, model=tiny(method), **more)
+    trainer.train()
+    assert trainer.ledger.steps == 24
+    assert trainer.ledger.epsilon() <= 8.0
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+
+
+def test_a_projection_that_is_redrawn_is_told(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        _trainer(tmp_path, projection="gaussian", projection_update_steps=6)
+    assert "takes back earlier noise only between two of these" in caplog.text
+
+
+def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
+    """Less noise in the weights for a rate, so larger rates for the same noise."""
+    rates = {}
+    for noise in ("independent", "banded"):
+        trainer = make_trainer(
+            tmp_path / noise,
+            model=only("bert-classifier").model(),
+            train_dataset=examples_of("bert-classifier", 120),
+            learning_rate=None,
+            projection="principal",
+            projection_update_steps=None,
+            **BANDED | {"noise": noise},
+        )
+        trainer.suggestion()
+        assert trainer.rates is not None
+        rates[noise] = trainer.rates.body.rate
+    error = _error(trainer)
+    assert rates["banded"] > rates["independent"]
+    assert rates["independent"] / rates["banded"] == pytest.approx(error, rel=0.2)
+
+
+def _error(trainer: Any) -> float:
+    plan = trainer.plan
+    alone = PrivacyPlan(_with(trainer.args, noise="independent"), MANY)
+    arrives = what_arrives(**plan._workload())
+    left = plan.mechanism.noise_multiplier * noise_left(plan.mechanism.bands, arrives)
+    return left / (alone.mechanism.noise_multiplier * noise_left((1.0,), arrives))
+
+
+def _with(args: Any, **changes: Any) -> Any:
+    changed = copy(args)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+# ---- Resumed ----
+
+
+class WideForSequenceClassification(TinyForSequenceClassification):
+    """The tiny one with 5,000 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 500)
+        self.head = nn.Linear(500, CLASSES)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 5}
+
+
+def test_a_resumed_run_is_a_new_block_within_the_budget(tmp_path: Path) -> None:
+    stopped = _trainer(tmp_path, callbacks=[Watch(stop_at=5)], **SAVING)
+    stopped.train()
+    resumed = _trainer(tmp_path, cls=RecordingTrainer, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    bands = len(resumed.plan.mechanism.bands)
+    assert 5 % bands, "or nothing is lost"
+    whole = math.ceil(24 / bands)
+    left = (whole - math.ceil(5 / bands)) * bands
+    ledger = Ledger.load(tmp_path / LEDGER_NAME)
+    assert ledger.sessions == (5, min(19, left))
+    assert ledger.composed[0].counted == whole
+    assert ledger.epsilon() == stopped.plan._curve.epsilon(24) <= 8.0
+    assert resumed.privacy_spent().epsilon == ledger.epsilon()
+    assert ledger.mechanism.coefficients == stopped.plan.mechanism.coefficients
+    last: dict[int, int] = {}
+    for step, draw in enumerate(resumed.draws):
+        for example in draw:
+            assert step - last.get(example, -bands) >= bands
+            last[example] = step
+
+
+def test_a_resumed_run_has_no_memory_of_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its first release is as that of a run that begins, and has nothing of those before it.
+
+    5,000 numbers of noise alone: standard deviations within five of theirs, and correlations.
+    """
+    releases = spy_releases(monkeypatch)
+    wide = {"method": "dp_adam", "compute_loss_func": no_loss, **SAVING}
+    for stop_at, again in ((5, False), (8, True)):
+        trainer = _trainer(
+            tmp_path, model=WideForSequenceClassification(), callbacks=[Watch(stop_at)], **wide
+        )
+        trainer.train(resume_from_checkpoint=again)
+    own = trainer.plan.mechanism
+    factors = released_noise(own.bands, 5) * own.noise_multiplier / own.expected_batch_size
+    noise = torch.stack([torch.cat([v.flatten() for v in r.values()]) for r in releases])
+    count = noise.shape[1]
+    for number, factor in enumerate([*factors, *factors[:3]]):
+        assert float(noise[number].std()) == pytest.approx(factor, rel=5 / math.sqrt(2 * count))
+    between = torch.corrcoef(noise)[5:, :5].abs()
+    assert float(between.max()) < 5 / math.sqrt(count)
+
+
+def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
+    """Its files are those of a run with independent noise, and as large."""
+    sizes = []
+    for noise in ("independent", "banded"):
+        _trainer(tmp_path / noise, noise=noise, **SAVING).train()
+        folder = tmp_path / noise / "checkpoint-20"
+        sizes.append({p.name: p.stat().st_size for p in folder.iterdir()})
+    assert sizes[0].keys() == sizes[1].keys()
+    assert sizes[0]["optimizer.pt"] == pytest.approx(sizes[1]["optimizer.pt"], abs=64)
+
+
+def test_what_is_published_verifies(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    checks = verify(tmp_path)
+    assert all(check.status != "MISMATCH" for check in checks), checks
+    card = (tmp_path / "README.md").read_text()
+    bands = len(trainer.plan.mechanism.bands)
+    assert f"banded, {bands} steps" in card
+
+
+# ---- Refused ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_epsilon": None, "noise_multiplier": 1.0}, "Give target_epsilon"),
+        ({"method": "dpzero"}, "a direction of its own"),
+        ({"adjacency": "replace_one"}, "no joint analysis"),
+        ({"sampling": "truncated_poisson"}, "no joint analysis"),
+        ({"method": "dp_jl"}, "no joint analysis"),
+        ({"secure_noise": True}, "secure_noise"),
+        ({"noise": "correlated"}, "one of"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=words):
+        _trainer(tmp_path, **changes)
+
+
+# ---- By default ----
+
+CHOSEN: dict[str, Any] = {
+    "learning_rate": None,
+    "projection": "principal",
+    "projection_update_steps": None,
+    "noise": None,
+}
+
+
+def _chosen(folder: Path, **changes: Any) -> Any:
+    return make_trainer(
+        folder,
+        model=only("bert-classifier").model(),
+        train_dataset=examples_of("bert-classifier", MANY),
+        **BANDED | CHOSEN | changes,
+    )
+
+
+def test_noise_is_correlated_where_rates_are_chosen(tmp_path: Path) -> None:
+    """In as much memory as half of the weights take, which for this model is not much."""
+    trainer = _chosen(tmp_path)
+    bands = len(trainer.plan.mechanism.bands)
+    assert 1 < bands <= trainer.private_run.bands_at_most()
+    numbers = sum(
+        math.prod(shape)
+        for shape in trainer.private_run.per_sample.released_shapes(
+            trainer.private_run.projectors_at(0)
+        ).values()
+    )
+    weights = sum(p.numel() for p in trainer.model.parameters())
+    most = trainer.private_run.bands_at_most()
+    assert (most - 1) * numbers <= weights / 2 < most * numbers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 1e-2},
+        {"target_epsilon": None, "noise_multiplier": 1.0},
+        {"adjacency": "replace_one"},
+        {"secure_noise": True},
+        {"method": "dp_adam", "projection": "identity"},
+        {"noise": "independent"},
+    ],
+    ids=str,
+)
+def test_otherwise_it_is_independent(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also where one buffer of all the weights would be more than half of them."""
+    trainer = _chosen(tmp_path, **changes)
+    assert trainer.plan.mechanism.noise in (None, "secure")
+    assert trainer.plan.mechanism.bands == (1.0,)
