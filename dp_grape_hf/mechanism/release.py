@@ -151,8 +151,12 @@ class PrivateMechanism:
 
         Where a parameter has a gradient factor f, that of its numbers is this divided by f.
         """
-        factor = 1.0 if self._banded is None else self._banded.factor
-        return factor * self._summed_noise_std / self.expected_batch_size
+        return self.independent_std * (1.0 if self._banded is None else self._banded.factor)
+
+    @property
+    def independent_std(self) -> float:
+        """That of noise that is not correlated, or not yet."""
+        return self._summed_noise_std / self.expected_batch_size
 
     @property
     def kept_noise(self) -> list[Tensor]:
@@ -325,7 +329,7 @@ class BatchGradient:
         PrivacyError: if the ledger would claim a guarantee.
     """
 
-    noise_std = 0.0
+    noise_std = independent_std = 0.0
 
     def __init__(
         self, per_sample: PerSampleEngine, *, ledger: Ledger, distributed: bool = False

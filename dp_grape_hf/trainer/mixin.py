@@ -770,11 +770,11 @@ class DPGrapeMixin(_Host):
             if args.chooses and self.rates is not None:
                 self._use_rates(self.rates)
         run = self.private_run
-        if self.rates is not None:
-            run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
         generators = self._known_streams
         noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
         run.start(ledger, noise)
+        if self.rates is not None:
+            run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
 
     def _spread_model(self) -> None:
         """Gives every process the weights of the first, or its share of them."""

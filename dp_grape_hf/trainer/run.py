@@ -194,6 +194,7 @@ class Run:
         self.mechanism = _mechanism(
             self._args, self._stepping, ledger, noise_generator, noise_slice
         )
+        self.signal = Signal(ledger.mechanism.bands)
         self.iterate = _iterate(self._args, self.trainable)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -288,14 +289,17 @@ class Run:
         return {} if self.schedule is None else self.schedule.at(number)
 
     def bands_at_most(self) -> int:
-        """Returns over how many steps noise may be correlated in half the memory of the weights."""
+        """Returns over how many steps noise may be correlated in half the memory of the weights.
+
+        b - 1 steps are kept, and a sum of releases to tell signal by.
+        """
         placed = {} if self.schedule is None else self.schedule.placements
         numbers = sum(
             p.numel() * (placed[n].rank / placed[n].rows if n in placed else 1)
             for n, p in self.trainable.items()
         )
         weights = sum(p.numel() * p.dtype.itemsize for p in self._model.parameters())
-        return 1 + int(weights / 2 / (4 * max(1, numbers)))
+        return max(1, int(weights / 2 / (4 * max(1, numbers))))
 
     @property
     def turn(self) -> Turn:
@@ -366,7 +370,9 @@ class Run:
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
         observer.made(RELEASED, private_grads)
-        norm = self.signal.add(private_grads, self.mechanism.noise_std, self._gradient_factors)
+        norm = self.signal.add(
+            private_grads, self.mechanism.independent_std, self._gradient_factors
+        )
         with observer.phase(UPDATE):
             self._hand_over(number, private_grads, self.mechanism.noise_std)
         return Outcome(norm, loss)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dp_grape_hf.accounting import correlated
 from dp_grape_hf.mechanism import Signal
 from tests.support.trainers import make_trainer
 
@@ -42,6 +43,38 @@ def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
     energy = sum(math.prod(s) * (std / factors.get(n, 1.0)) ** 2 for n, s in SIZES.items())
     assert found.noise == pytest.approx(math.sqrt(energy))
     assert signal.take() == {}
+
+
+def test_what_correlated_releases_agree_on_is_found() -> None:
+    """Each has far more noise than their mean; over 16 steps the latter shows a signal."""
+    bands, std = (0.6, 0.5, 0.4, 0.4, 0.2645751311064591), 0.02
+    drawn = torch.randn(48, 10_050, generator=torch.Generator().manual_seed(0)).numpy() * std
+    noise = torch.from_numpy(correlated(bands, drawn)).float()
+    gradient = torch.full((10_050,), 0.5 / 10_050**0.5)
+    signal = Signal(bands)
+    for window in range(3):
+        rows = noise[16 * window : 16 * window + 16]
+        for row in rows:
+            release = {"matrix": (row + gradient)[:10_000].view(40, 250), "vector": row[10_000:]}
+            release["vector"] = release["vector"] + gradient[10_000:]
+            norm = signal.add(release, std, {})
+            assert float(norm) == pytest.approx(float((row + gradient).norm()), rel=1e-5)
+        found = signal.take()[""]
+        assert found.signal == pytest.approx(0.5, rel=0.1)
+        assert found.noise == pytest.approx(float(rows.mean(0).norm()), rel=0.03)
+        assert found.noise < 0.4 * float(norm)
+    assert signal.take() == {}
+
+
+def test_correlated_noise_alone_is_no_signal() -> None:
+    bands, taken = (0.8, 0.6), 0
+    drawn = torch.randn(1000, 300, generator=torch.Generator().manual_seed(0)).numpy()
+    signal = Signal(bands)
+    for number, row in enumerate(torch.from_numpy(correlated(bands, drawn)).float(), 1):
+        signal.add({"x": row}, 1.0, {})
+        if number % 5 == 0:
+            taken += signal.take()[""].signal > 0
+    assert taken <= 12  # of 200, as above
 
 
 def test_noise_alone_is_no_signal() -> None:
