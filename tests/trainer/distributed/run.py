@@ -57,6 +57,7 @@ RUN = {
     "target_epsilon": 8.0,
     "cls": RecordingTrainer,
 }
+BANDED = RUN | {"noise": "banded", "projection": "identity", "max_steps": 12}
 SAVED = RUN | {"save_strategy": "steps", "save_steps": 3}
 STOPPED_AT = 3
 UNEVEN = RUN | {
@@ -157,6 +158,10 @@ def equal_principal(folder: Path) -> Any:
 
 def equal_chosen(folder: Path) -> Any:
     return trained(folder / "equal-chosen-2", **CHOSEN, **roberta())
+
+
+def equal_banded(folder: Path) -> Any:
+    return trained(folder / "equal-banded-2", **BANDED)
 
 
 def uneven(folder: Path) -> Any:
@@ -374,6 +379,7 @@ SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
             equal_roberta,
             equal_principal,
             equal_chosen,
+            equal_banded,
             uneven,
             users,
             every_method,

@@ -94,6 +94,17 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "opt", "user"),
         {"privacy_unit_column": "user", "max_examples_per_unit": 2, "expected_batch_size": 4},
     ),
+    "opt, banded": (
+        partial(_of_case, "opt"),
+        {
+            "noise": "banded",
+            "noise_multiplier": None,
+            "target_epsilon": 20.0,
+            "projection": "principal",
+            "projection_update_steps": None,
+            "update_rule": "momentum",
+        },
+    ),
     "opt, truncated": (
         partial(_of_case, "opt"),
         {"sampling": "truncated_poisson", "max_batch_size": 9},

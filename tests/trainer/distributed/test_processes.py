@@ -45,6 +45,7 @@ from tests.trainer.distributed.processes import (
     seen,
 )
 from tests.trainer.distributed.run import (
+    BANDED,
     CHOSEN,
     NOISE_ALONE,
     PRINCIPAL,
@@ -83,6 +84,7 @@ def one(folder: Path) -> dict[str, Any]:
         "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
         "equal_principal": trained(folder / "equal-principal", **PRINCIPAL, **roberta()),
         "equal_chosen": trained(folder / "equal-chosen", **CHOSEN, **roberta()),
+        "equal_banded": trained(folder / "equal-banded", **BANDED),
         "uneven": trained(folder / "uneven", **UNEVEN),
         "users": trained(folder / "users", **USERS),
         "every_method": every_method(folder),
@@ -117,7 +119,8 @@ def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run", ["equal", "equal_roberta", "equal_principal", "equal_chosen", "users"]
+    "run",
+    ["equal", "equal_roberta", "equal_principal", "equal_chosen", "equal_banded", "users"],
 )
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
@@ -135,6 +138,18 @@ def test_two_processes_train_by_any_method_as_one(
             assert_same_weights(actual, expected, atol=2e-4, rtol=1e-3)
     first, last = alone["weights"][0], alone["weights"][-1]
     assert any((last[name] - first[name]).abs().max() > 1e-3 for name in first)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_turns(two: Any) -> None:
+    first, second = results(two, "equal_banded")
+    bands = len(first["spent"].mechanism.bands)
+    assert bands > 1
+    last: dict[int, int] = {}
+    for step, shares in enumerate(zip(first["draws"], second["draws"], strict=True)):
+        for example in [*shares[0], *shares[1]]:
+            assert step - last.get(example, -bands) >= bands
+            last[example] = step
 
 
 @pytest.mark.slow
