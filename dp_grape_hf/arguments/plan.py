@@ -337,7 +337,18 @@ class PrivacyPlan:
                 continues=None if earlier is None else earlier.ledger,
                 same_data=earlier is None or earlier.same_data,
             )
-        if self.releases_left(ledger) <= 0 < self.steps - updates:
+        left, bands = self.releases_left(ledger), len(ledger.mechanism.bands)
+        if bands > 1 and 0 < left < self.steps - updates:
+            logger.warning(
+                "noise='banded': %g of the %d steps that are missing can be made. A resumed run "
+                "begins a new round of %d steps, and the one that was left counts whole. With "
+                "save_steps a multiple of %d none is lost but those after the checkpoint.",
+                left,
+                self.steps - updates,
+                bands,
+                bands,
+            )
+        if left <= 0 < self.steps - updates:
             raise PrivacyError(
                 f"The budget is spent: {ledger.steps} releases of {self.steps} were made, "
                 f"{updates} of which are in {checkpoint}; those made after it count as well. The "

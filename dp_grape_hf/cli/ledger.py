@@ -103,6 +103,9 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
     runs = len(ledger.composed_runs)
     steps = sum(run.steps for run in ledger.composed_runs)
     of = f"{steps} releases" + (f" of {runs} runs on the same data" if runs > 1 else "")
+    counted = sum(releases.counted for releases in ledger.composed)
+    if counted != steps:
+        of += f", accounted as {counted},"
     if not ledger.private:
         yield f"epsilon after {of} is infinite: {'; '.join(ledger.not_private_reasons)}"
     elif delta is None:

@@ -42,9 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         getattr(options, f"add_{name}")(subparser)
     args = parser.parse_args(argv)
-    command = import_module(f"dp_grape_hf.cli.{args.command}")
-    run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run
     try:
+        options.refuse_missing(args)
+        command = import_module(f"dp_grape_hf.cli.{args.command}")
+        run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run
         result = run(args)
     except PrivacyError as error:
         sys.stderr.write(f"dp-grape {args.command}: {error}\n")

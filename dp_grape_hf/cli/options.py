@@ -7,6 +7,8 @@ The names and defaults that options state are those of the package; the tests co
 import argparse
 from pathlib import Path
 
+from dp_grape_hf.errors import require
+
 _HEAD = "an AutoModelFor... in small letters, as causal-lm (default: config's)"
 _CLIPPING = ("flat", "per_layer", "automatic")
 
@@ -350,7 +352,7 @@ The exit code is 0 if the bound is at most the claim, and 1 if it exceeds it.
 """
 
 _AUDIT_EXAMPLES = """\
-Audit DP-GRAPE as this package trains it here (about ten seconds on one CPU core), with principal
+Audit DP-GRAPE as this package trains it here (about a minute on one CPU core), with principal
 directions and more of C for the projected layer, and DP-SGD with half of the canaries drawn in each
 step:
 
@@ -475,3 +477,25 @@ def _add_delta(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target_delta", "--delta", type=float, metavar="delta", help="default: the ledger's"
     )
+
+
+# ---- Refused before anything is imported that takes seconds ----
+
+LEDGER = "privacy_ledger.json"  # ``ledger.LEDGER_NAME``
+
+
+def refuse_missing(args: argparse.Namespace) -> None:
+    """Refuses a folder without a ledger.
+
+    Raises:
+        PrivacyError: with the path.
+    """
+    place = getattr(args, "folder", None) or getattr(args, "place", None)
+    if place is not None and (args.command != "verify" or Path(place).exists()):
+        path = Path(place)
+        path = path / LEDGER if path.is_dir() or args.command in ("card", "report") else path
+        require(
+            path.is_file(),
+            f"{path} is not there: without a ledger nothing is known of a run. Give the folder "
+            "that a run saved to.",
+        )

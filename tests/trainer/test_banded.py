@@ -239,11 +239,15 @@ class WideForSequenceClassification(TinyForSequenceClassification):
 SAVING = {"save_strategy": "steps", "save_steps": 5}
 
 
-def test_a_resumed_run_is_a_new_block_within_the_budget(tmp_path: Path) -> None:
+def test_a_resumed_run_is_a_new_block_within_the_budget(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     stopped = _trainer(tmp_path, callbacks=[Watch(stop_at=5)], **SAVING)
     stopped.train()
     resumed = _trainer(tmp_path, cls=RecordingTrainer, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "of the 19 steps that are missing can be made" in caplog.text
     bands = len(resumed.plan.mechanism.bands)
     assert 5 % bands, "or nothing is lost"
     whole = math.ceil(24 / bands)
