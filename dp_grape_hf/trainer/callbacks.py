@@ -43,6 +43,15 @@ class Withheld(float):
         return f"{self!r}"
 
 
+class PrivateLogs(dict[str, Any]):
+    """Logs of which callbacks may ask for the training loss, as many do: it reads "withheld"."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in _LOGS_OF_THE_HOST:
+            return Withheld()
+        raise KeyError(name)
+
+
 class OnlyPrivateLogs(TrainerCallback):
     """Takes out of the logs what is not known to be private; no other callback may come before it.
 

@@ -115,6 +115,7 @@ from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
     PrivacyProgress,
+    PrivateLogs,
     SeeIterates,
     StopAtBudget,
     Withheld,
@@ -1058,7 +1059,11 @@ class DPGrapeMixin(_Host):
             for group, strength in self.private_run.signal.take().items():
                 of = f"_{group}" if group else ""
                 logs |= {f"{what}{of}": value for what, value in strength._asdict().items()}
-        super().log(logs, start_time)
+        shown = logs if self.args.log_unnoised_statistics else PrivateLogs(logs)
+        super().log(shown, start_time)
+        if shown is not logs:  # which the host returns as metrics
+            logs.clear()
+            logs.update(shown)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
         """Returns 0 unless un-noised statistics are asked for: the count tells the drawn sizes."""

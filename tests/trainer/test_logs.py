@@ -84,6 +84,21 @@ def test_what_the_host_logs_is_left_out_without_a_word(
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def test_a_callback_that_asks_for_the_loss_reads_that_it_is_withheld(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def __init__(self) -> None:
+            self.read: list[str] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            logs = kwargs["logs"]
+            self.read.append(f"loss {logs['loss']:.4f} {logs.get('loss')}")
+            with pytest.raises(KeyError):
+                logs["accuracy"]
+
+    make_trainer(tmp_path, callbacks=[asks := Asks()]).train()
+    assert asks.read == ["loss withheld None"] * 5
+
+
 def test_unnoised_statistics_let_everything_pass(tmp_path: Path) -> None:
     tracker = Watch()
     leaking(tmp_path, tracker, log_unnoised_statistics=True)
