@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,6 +106,27 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+def _refuse_draws_of_a_batch(model: nn.Module) -> None:
+    """Refuses what a configuration lets a model draw once for all rows of a batch.
+
+    Running the model would tell as well, but one draw after another.
+    """
+    config: dict[str, Any] = getattr(getattr(model, "config", None), "__dict__", {})
+    off: dict[str, Any] = {
+        name: 0.0 for name in config if name.endswith("layerdrop") and config[name]
+    }
+    masks = any(config.get(f"mask_{of}_prob") for of in ("time", "feature"))
+    if config.get("apply_spec_augment") and masks:
+        off["apply_spec_augment"] = False
+    if off:
+        found = " and ".join(f"{name}={config[name]!r}" for name in off)
+        needed = ", ".join(f"{name}={value!r}" for name, value in off.items())
+        raise PrivacyError(
+            f"{found} in the model's config: one draw for a whole batch couples its examples. Load "
+            f"the model with from_pretrained(..., {needed})."
+        )
+
+
 def refuse_model(method: str, model: nn.Module) -> None:
     """Refuses a model that a method cannot train, or that would make it another method.
 
@@ -128,6 +150,8 @@ def refuse_model(method: str, model: nn.Module) -> None:
             "without; several processes then train it together, each on a device. If it is too "
             'large for one, fsdp=True and fsdp_config={"version": 2} spread its weights.'
         )
+    if METHODS[method].private:
+        _refuse_draws_of_a_batch(model)
     if not METHODS[method].adapter:
         return
     trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]

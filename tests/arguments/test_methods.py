@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainingArguments,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
 
 from dp_grape_hf.arguments import METHODS, Projected
 from dp_grape_hf.errors import PrivacyError
@@ -892,3 +897,20 @@ def test_the_average_of_iterates_is_what_a_run_ends_with(method: str, tmp_path: 
 def test_an_average_goes_on_where_a_run_was_stopped(tmp_path: Path) -> None:
     settings = {**EXACT, "method": "dp_grape", "released_iterate": "average", "max_steps": 5}
     whole_and_resumed(tmp_path, 2, **settings)
+
+
+def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:
+    """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
+    sizes = {"num_hidden_layers": 1, "conv_dim": (16, 16), "num_feat_extract_layers": 2}
+    sizes |= {"conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embedding_groups": 2}
+    sizes |= {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+
+    def make(**drawn: Any) -> Any:
+        config = Wav2Vec2Config(**sizes, num_conv_pos_embeddings=4, **drawn)
+        return make_trainer(tmp_path, model=Wav2Vec2ForSequenceClassification(config))
+
+    with pytest.raises(PrivacyError, match=r"layerdrop=0\.0, apply_spec_augment=False"):
+        make()
+    with pytest.raises(PrivacyError, match=r"from_pretrained\(\.\.\., layerdrop=0\.0\)"):
+        make(mask_time_prob=0.0)
+    make(layerdrop=0.0, mask_time_prob=0.0)

@@ -492,9 +492,10 @@ def test_text_models_are_refused_with_layer_drop_only(
 
 
 def test_a_private_run_with_layer_drop_is_refused_before_its_first_release(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, model=only("opt").model(layerdrop=0.2), train_dataset=examples_of("opt")
-    )
+    """Also where its configuration does not tell."""
+    model = only("opt").model(layerdrop=0.2)
+    model.config.layerdrop = 0.0
+    trainer = make_trainer(tmp_path, model=model, train_dataset=examples_of("opt"))
     with pytest.raises(PrivacyError, match="once for all samples"):
         trainer.train()
     assert trainer.ledger.steps == 0
