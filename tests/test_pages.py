@@ -58,7 +58,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for pattern in (
         *("README.md", "CONTRIBUTING.md", "model_cards/README.md"),
-        *("dp_grape_hf/*/README.md", "recipes/**/README.md"),
+        *("dp_grape_hf/*/README.md", "recipes/**/README.md", "recipes/guide/[a-z]*.md"),
     )
     for path in ROOT.glob(pattern)
 )

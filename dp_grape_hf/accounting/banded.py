@@ -33,6 +33,7 @@ from dp_grape_hf.errors import PrivacyError
 
 _Numbers = NDArray[np.float64]
 _MOST = 512
+_LONG = 4 * _MOST  # steps; in longer runs the best coefficients are nearly the same
 _LOOKS = 12  # at the weights on the way
 _NEAR = 0.02  # a gain that fewer bands are preferred to, or none
 _RATIO = 1.2  # between numbers of bands that are tried
@@ -197,7 +198,10 @@ def find_bands(
     alone = sigma(1, accountant)
     independent = Bands((1.0,), alone, 1.0)
     end = what_arrives(schedule, inertia, period)
-    held = np.concatenate([end, _on_the_way(schedule, inertia, period)])
+    short = _shortened(schedule)
+    held = np.concatenate(
+        [what_arrives(short, inertia, period), _on_the_way(short, inertia, period)]
+    )
     try:
         tried: dict[int, tuple[float, tuple[float, ...]]] = {}
         tried[1] = (sigma(1, LAST_RESORT) * noise_left((1.0,), held), (1.0,))
@@ -216,6 +220,13 @@ def find_bands(
     gains = noise_multiplier * noise_left(own, held) < alone * noise_left((1.0,), held)
     ratio = noise_multiplier * noise_left(own, end) / (alone * noise_left((1.0,), end))
     return Bands(own, noise_multiplier, ratio) if bands > 1 and gains else independent
+
+
+def _shortened(schedule: ArrayLike) -> _Numbers:
+    """Returns a schedule of the same shape and of steps enough to find coefficients by."""
+    rates = np.asarray(schedule, dtype=np.float64)
+    places = np.linspace(0, len(rates) - 1, min(len(rates), _LONG))
+    return np.interp(places, np.arange(len(rates)), rates)
 
 
 def _on_the_way(schedule: ArrayLike, inertia: float, period: int | None) -> _Numbers:

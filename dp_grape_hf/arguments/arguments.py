@@ -164,7 +164,7 @@ class DPGrapeArguments(_Host):
         default=False,
         metadata={
             "help": "Draw noise whose low bits cannot betray what it was added to: four draws in "
-            "float64, their sum rounded to a public grid. Drawing then takes about 10 times as "
+            "float64, their sum rounded to a public grid. Drawing then takes about 9 times as "
             "long on a CPU. In one process only."
         },
     )
