@@ -16,6 +16,7 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
     keep_laid_out_for_training,
+    refuse_modules,
 )
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
@@ -97,6 +98,7 @@ __all__ = [
     "loss_for",
     "make_engine",
     "per_sample_gradients",
+    "refuse_modules",
     "refuse_reached",
     "refusing_changed_weights",
     "require_each_once",

@@ -109,26 +109,7 @@ class PerSampleEngine(ABC):
         if not self.trainable:
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
         keep_laid_out_for_training(model)
-        for path, module in model.named_modules():
-            try:
-                refuse_coupling(module)
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
-            config: Any = getattr(module, "config", None)
-            attention = getattr(config, "_attn_implementation", None)
-            if attention == "flex_attention":
-                raise UnsupportedModelError(
-                    f"{path or 'the model'} ({type(module).__name__}) has {attention=}, which runs "
-                    "under no mode of dispatch, and so cannot be examined. Load the model with "
-                    "attn_implementation='sdpa' or 'eager', or call "
-                    "model.set_attn_implementation('sdpa'): both compute the same."
-                )
-            if _is_compiled(module):
-                raise UnsupportedModelError(
-                    f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
-                    "whose compiled code would not call the forwards that the engine puts in "
-                    "their place. Pass the model as it was before torch.compile."
-                )
+        refuse_modules(model)
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: set[bool] = set()  # whether training, when it was tried
@@ -347,6 +328,34 @@ class OuterEngine(PerSampleEngine):
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes of a release, which are those of the inner engine."""
         return self.examples.released_shapes(projectors)
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Refuses a model for what it is made of, before it runs.
+
+    Raises:
+        UnsupportedModelError: with the module and what to do.
+    """
+    for path, module in model.named_modules():
+        try:
+            refuse_coupling(module)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
+        config: Any = getattr(module, "config", None)
+        attention = getattr(config, "_attn_implementation", None)
+        if attention == "flex_attention":
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) has {attention=}, which runs "
+                "under no mode of dispatch, and so cannot be examined. Load the model with "
+                "attn_implementation='sdpa' or 'eager', or call "
+                "model.set_attn_implementation('sdpa'): both compute the same."
+            )
+        if _is_compiled(module):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
+                "whose compiled code would not call the forwards that the engine puts in "
+                "their place. Pass the model as it was before torch.compile."
+            )
 
 
 def _is_compiled(module: nn.Module) -> bool:

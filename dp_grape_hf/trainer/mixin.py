@@ -87,6 +87,7 @@ from dp_grape_hf.per_sample import (
     freeze_unused,
     keeping_random_state,
     loss_for,
+    refuse_modules,
     refuse_reached,
     require_each_once,
     warn_of_lost_updates,
@@ -271,6 +272,7 @@ class DPGrapeMixin(_Host):
         if self._user_loss is not None:
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
         refuse_model(args.method, self.model)
+        refuse_modules(self.model)  # now, as the first run of some takes a minute
         self._known_streams = known_streams
         self._freeze_unused()
         self._choose_parts()

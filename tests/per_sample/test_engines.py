@@ -1,5 +1,6 @@
 """Both engines against the definition: each sample alone, through ordinary autograd."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.oracles import (
     relative_error,
     single_sample_gradients,
 )
+from tests.support.trainers import examples_of, make_trainer
 
 each_case = pytest.mark.parametrize("case", TYPICAL, ids=str)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -287,6 +289,14 @@ def test_flex_attention_is_refused_with_what_to_do(engine: str) -> None:
         make_engine(engine, model)
     model.set_attn_implementation("sdpa")
     make_engine(engine, model)
+
+
+def test_a_trainer_refuses_it_before_the_model_runs(tmp_path: Path) -> None:
+    """Its first run is compiled, for a minute."""
+    model = only("llama").model(attn_implementation="flex_attention")
+    model.register_forward_pre_hook(lambda *given: pytest.fail("the model ran"))
+    with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
+        make_trainer(tmp_path, model=model, train_dataset=examples_of("llama"))
 
 
 def test_patches_of_all_images_in_one_row_are_refused_with_what_to_do() -> None:
