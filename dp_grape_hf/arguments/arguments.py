@@ -677,4 +677,19 @@ def accepts_short_names(cls: _Class) -> _Class:
 @accepts_short_names
 @dataclass(repr=False)
 class DPGrapeTrainingArguments(DPGrapeArguments, TrainingArguments):
-    """``TrainingArguments`` of a differentially private run; see ``DPGrapeArguments``."""
+    """``TrainingArguments`` of a differentially private run.
+
+    ``eps``, ``delta`` and ``num_train_epochs`` are enough: without ``learning_rate`` all else that
+    is not given is chosen (``dp_grape_hf.choosing``). Each field says in its metadata what it is:
+    ``HfArgumentParser`` shows that for ``--help``, and the page of ``dp_grape_hf/arguments`` has
+    all. Other than in the host, ``max_grad_norm`` bounds the gradient of each sample, an epoch has
+    1/q steps, and ``optim`` is the method's; see ``DPGrapeArguments``.
+
+    >>> args = DPGrapeTrainingArguments(output_dir="out", eps=6.0, delta=1e-5, report_to="none")
+    >>> args.target_epsilon, args.chooses, args.clipping
+    (6.0, True, 'automatic')
+
+    Raises:
+        PrivacyError: if a value is out of range, two values contradict each other, or an option
+            would void the guarantee.
+    """

@@ -20,7 +20,32 @@ from dp_grape_hf.trainer.mixin import DPGrapeMixin
 class DPGrapeTrainer(DPGrapeMixin, Trainer):
     """A ``transformers.Trainer`` whose training is differentially private.
 
-    ``args`` is a ``DPGrapeTrainingArguments``.
+    Model, data set, collator, metrics and callbacks are those of the host. Its own are:
+
+    * ``train()``: draws batches, clips the gradient of each example, adds noise, and records each
+      release before it is made. Stops where the budget ends.
+    * ``suggestion()``: a table of what the run would choose, and what is wrong with it; trains
+      nothing.
+    * ``privacy_spent()``: epsilon so far, an upper bound, at which delta, in how many releases.
+    * ``releases_left()``: how many more the budget allows.
+    * ``save_model()``, ``push_to_hub()``: weights with ledger and model card; ``dp-grape verify``
+      compares them.
+
+    Args:
+        model: ``torch.nn.Module``; parameters with ``requires_grad`` are trained. Its loss is known
+            for all heads of transformers; for others, give ``compute_loss_func``.
+        args: ``DPGrapeTrainingArguments``: epsilon, delta, passes, and what you want otherwise.
+        train_dataset: map-style, with a length: each example is drawn by its index.
+        compute_loss_func: ``f(outputs, labels)``, which returns one loss per sample, (B,).
+        public_dataset: examples that nobody needs to protect, which principal directions and rates
+            are measured on instead of synthetic inputs.
+        **kwargs: everything else that ``transformers.Trainer`` takes, but ``optimizers``.
+
+    Raises:
+        PrivacyError: if arguments, model and data together cannot keep the promise; before any data
+            is touched where that can be told.
+
+    The guarantee in full is in ``DPGrapeMixin``, and in the page of ``dp_grape_hf/mechanism``.
     """
 
 
