@@ -156,8 +156,8 @@ class DPGrapeArguments(_Host):
             "leave the least noise in the trained weights at the same epsilon, which the budget, N "
             "and the steps decide; later noise takes back a part of earlier noise. Each further "
             "step costs memory of the size of a release. independent where nothing is gained. "
-            "Default: banded where learning_rate is chosen and that memory is at most half of the "
-            "model's, else independent."
+            "Default: banded where learning_rate is chosen, weights are pretrained, and that "
+            "memory is at most half of theirs; else independent."
         },
     )
     secure_noise: bool = field(
@@ -500,7 +500,12 @@ class DPGrapeArguments(_Host):
         return self._chooses
 
     def suit_fresh_weights(self) -> None:
-        """Chooses rule and rank anew, for weights that are not pretrained."""
+        """Chooses rule, rank and noise anew, for weights that are not pretrained.
+
+        A step is what limits those, and less noise at the end gains nothing (``choosing``).
+        """
+        if self.noise is None:
+            self.noise = INDEPENDENT
         chosen = rule_and_rank(pretrained=False)
         for name in self._open:
             setattr(self, name, chosen[name])

@@ -343,10 +343,14 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def _chosen(folder: Path, **changes: Any) -> Any:
+def _chosen(folder: Path, *, pretrained: bool = True, **changes: Any) -> Any:
+    model = only("bert-classifier").model()
+    for name, weight in model.named_parameters():
+        if "LayerNorm.weight" in name:  # which training moves
+            nn.init.normal_(weight, 1.0, 0.1 if pretrained else 0.0)
     return make_trainer(
         folder,
-        model=only("bert-classifier").model(),
+        model=model,
         train_dataset=examples_of("bert-classifier", MANY),
         **BANDED | CHOSEN | changes,
     )
@@ -377,6 +381,7 @@ def test_noise_is_correlated_where_rates_are_chosen(tmp_path: Path) -> None:
         {"secure_noise": True},
         {"method": "dp_adam", "projection": "identity"},
         {"noise": "independent"},
+        {"pretrained": False},
     ],
     ids=str,
 )
