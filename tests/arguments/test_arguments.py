@@ -47,6 +47,7 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "noise_multiplier": None,
         "adjacency": "add_or_remove_one",
         "noise": "independent",
+        "output_dir_in_use": "refuse",
         "privacy_unit_column": None,
         "max_examples_per_unit": None,
         "earlier_data": None,

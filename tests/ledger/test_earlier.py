@@ -1,5 +1,6 @@
 """Training goes on from a model of an earlier run: what adds up is asked, counted and recorded."""
 
+import logging
 import math
 import os
 import shutil
@@ -446,6 +447,25 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
     resumed = _trainer(first, only(NAME).model(), **SAVING)
     resumed.train(resume_from_checkpoint=str(first / "checkpoint-2"))
     assert resumed.ledger.steps == 6
+
+
+def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    first = _trained(tmp_path / "out")
+    before = (first / LEDGER_NAME).read_text()
+    for number in (2, 3):
+        with caplog.at_level(logging.WARNING):
+            again = _trainer(first, only(NAME).model(), output_dir_in_use="new")
+        assert again.args.output_dir == f"{first}-{number}"
+        assert f"{first / LEDGER_NAME} records another run: epsilon" in caplog.text
+        assert f"earlier_ledger={str(first / LEDGER_NAME)!r}" in caplog.text
+        again.train()
+        again.save_model()
+        assert (tmp_path / f"out-{number}" / LEDGER_NAME).is_file()
+    assert (first / LEDGER_NAME).read_text() == before
+    fresh = _trainer(tmp_path / "fresh", only(NAME).model(), output_dir_in_use="new")
+    assert fresh.args.output_dir == str(tmp_path / "fresh")
 
 
 def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
