@@ -104,6 +104,21 @@ def positions_of(model: nn.Module) -> int | None:
     return most - max(unreached, default=0) - virtual
 
 
+def name_labels(model: nn.Module, dataset: Any) -> None:
+    """Gives a classifier the names of its labels, if the data set has them and the model has not.
+
+    The names are those of the data set's columns and not of its examples: ``ClassLabel``.
+    """
+    columns = getattr(dataset, "features", None) or {}
+    found = (getattr(columns.get(name), "names", None) for name in ("labels", "label"))
+    names: list[str] | None = next(filter(None, found), None)
+    config: Any = getattr(model, "config", None)
+    unnamed = {number: f"LABEL_{number}" for number in range(len(names or ()))}
+    if names and getattr(config, "id2label", None) == unnamed:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+
+
 _PUBLIC_EXAMPLES = 512
 
 

@@ -132,6 +132,7 @@ from dp_grape_hf.trainer.collators import batch_to_try, examine_collator
 from dp_grape_hf.trainer.data import (
     description,
     loader_of,
+    name_labels,
     positions_of,
     public_batches,
     refuse_public_dataset,
@@ -273,6 +274,7 @@ class DPGrapeMixin(_Host):
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
         refuse_model(args.method, self.model)
         refuse_modules(self.model)  # now, as the first run of some takes a minute
+        name_labels(self.model, train_dataset)
         self._known_streams = known_streams
         self._freeze_unused()
         self._choose_parts()
