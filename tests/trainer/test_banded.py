@@ -53,7 +53,11 @@ def _trainer(folder: Path, **changes: Any) -> Any:
 
 # ---- What the weights hold ----
 
-SIZES = [(1024, 64, 200), (2644, 256, 100), (50_000, 1024, 2000)]
+SIZES = [
+    (1024, 64, 200),
+    (2644, 256, 100),
+    pytest.param(50_000, 1024, 2000, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("epsilon", slow_but(["6.0"], [2.0, 6.0, 8.0]))
