@@ -80,6 +80,11 @@ class Signal:
         self._sums: dict[str, Tensor] = {}
         self._stds: dict[str, float] = {}
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors that hold the sum of releases, where noise is correlated."""
+        return list(self._sums.values())
+
     def add(
         self, private_grads: Mapping[str, Tensor], std: float, factors: Mapping[str, float]
     ) -> Tensor:

@@ -297,7 +297,7 @@ class Step:
             run.step(0, LogicalBatch([], []))
             optimizer.step()
         if isinstance(run.mechanism, PrivateMechanism):
-            timeline.label(OPTIMIZER, run.mechanism.kept_noise)
+            timeline.label(OPTIMIZER, [*run.mechanism.kept_noise, *run.signal.kept])
         if not self.examines:
             run.per_sample.assume_probed(self.inputs)
         if is_sharded(self.model):

@@ -293,6 +293,17 @@ def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
     assert peaks[DP_ADAM_DENSE].kinds[PER_SAMPLE] >= 4 * 4 * numbers
 
 
+def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() -> None:
+    setting = Setting(DP_ADAM, 2)
+    cls, config = FAMILIES["opt"]
+    numbers = sum(p.numel() for p in cls(config).parameters())
+    alone, banded = (
+        simulate("opt", replace(setting, bands=bands), length=4).kinds[OPTIMIZER]
+        for bands in (1, 5)
+    )
+    assert banded - alone == pytest.approx(5 * 4 * numbers, rel=0.03)
+
+
 @pytest.mark.slow
 def test_each_knob_takes_what_it_says() -> None:
     plain = Setting(DP_GRAPE, 16)
