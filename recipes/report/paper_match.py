@@ -104,7 +104,8 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
 
 def _usual(run: Run, spec: Spec) -> dict[str, Any]:
     wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | RANDOM
-    wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16}  # where a rate is given
+    # Where a rate is given
+    wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16, "noise": "independent"}
     if run.method != ZERO_SHOT:
         row = METHODS[run.method]
         family = "gaussian" if row.projected and row.projection == PRINCIPAL else row.projection

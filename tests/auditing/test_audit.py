@@ -252,7 +252,7 @@ def test_a_sampled_run_draws_what_it_says() -> None:
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
         {"projection": "principal", "steps": 2, "gradient_factors": FACTORS},
         {"projection": "rademacher", "steps": 2, "gradient_factors": {"body": 8}},
-        {"noise": "banded", "sample_rate": 0.25, "steps": 4, "projection": "principal"},
+        {"noise": "banded", "target_epsilon": 4.0, "sample_rate": 0.25, "steps": 4},
     ],
     ids=str,
 )
@@ -267,12 +267,17 @@ def _less_noise(values: Any, std: float, *rest: Any) -> None:
     add_noise_(values, std / 4, *rest)
 
 
-def test_correlated_noise_with_a_quarter_of_its_size_is_refuted(
+def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(banded, "add_noise_", _less_noise)
-    settings = {"noise": "banded", "sample_rate": 0.25, "steps": 4, "method": "dp_sgd"}
-    result = audit(AuditSettings(canaries=4000, **settings))
+    """Four bands, in which each canary that is in has one turn, and takes it."""
+
+    def less(values: Any, std: float, *rest: Any) -> None:
+        add_noise_(values, std / 8, *rest)
+
+    monkeypatch.setattr(banded, "add_noise_", less)
+    settings = {"noise": "banded", "target_epsilon": 4.0, "sample_rate": 0.25, "steps": 4}
+    result = audit(AuditSettings(canaries=4000, guesses=400, method="dp_sgd", **settings))
     assert not result.passed
 
 

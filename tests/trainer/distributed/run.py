@@ -110,7 +110,7 @@ def trained(
     folder: Path,
     *,
     resume: str | bool | None = None,
-    noise: Tensor | None = None,
+    stream: Tensor | None = None,
     seed_of_draws: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -119,13 +119,13 @@ def trained(
     Args:
         folder: the output folder.
         resume: the checkpoint to resume from.
-        noise: the state of the noise stream to start from.
+        stream: the state of the noise stream to start from.
         seed_of_draws: seeds coins and noise.
         settings: of ``make_trainer``.
     """
     generators, watch = Streams.known(seed_of_draws), settings.pop("watch", None) or Watch()
-    if noise is not None:
-        generators.noise.set_state(noise)
+    if stream is not None:
+        generators.noise.set_state(stream)
     settings.setdefault("model", TinyForSequenceClassification())
     trainer = make_trainer(folder, known_streams=generators, callbacks=[watch], **settings)
     trainer.train(resume_from_checkpoint=resume)
@@ -257,7 +257,7 @@ def resume(folder: Path) -> Any:
     size = dist.get_world_size()
     state = torch.load(folder / "noise.pt")
     with refusing_files():
-        return trained(folder / f"saved-{size - 1}-for-{size}", resume=True, noise=state, **SAVED)
+        return trained(folder / f"saved-{size - 1}-for-{size}", resume=True, stream=state, **SAVED)
 
 
 def adapter(folder: Path) -> Any:

@@ -207,7 +207,7 @@ def resume(folder: Path) -> Any:
     for name in RESUMED:
         for source in ("sharded", "whole"):
             place = folder / f"{name}-{source}-for-{size}"
-            found[name, source] = trained(place, name, resume=True, noise=noise[name], **SAVED)
+            found[name, source] = trained(place, name, resume=True, stream=noise[name], **SAVED)
     return found
 
 

@@ -262,7 +262,7 @@ def test_one_process_resumes_what_two_have_saved(
     stopped = results(two, "save")
     assert [run["steps"] for run in stopped] == [STOPPED_AT, STOPPED_AT]
     alone = trained(
-        folder / "saved-2-for-1", resume=True, noise=torch.load(folder / "noise.pt"), **SAVED
+        folder / "saved-2-for-1", resume=True, stream=torch.load(folder / "noise.pt"), **SAVED
     )
     _assert_resumed([alone], one, folder / "saved-2-for-1")
     assert alone["run_id"] == stopped[0]["run_id"] == stopped[1]["run_id"]

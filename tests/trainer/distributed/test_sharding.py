@@ -188,7 +188,7 @@ def test_any_number_of_processes_goes_on_from_it(
 def test_one_process_goes_on_from_it(name: str, folder: Path, one: Any, two: Any) -> None:
     noise = torch.load(folder / "noise.pt")[name]
     place = folder / f"{name}-sharded-for-1"
-    found = trained(place, name, sharded=False, resume=True, noise=noise, **SAVED)
+    found = trained(place, name, sharded=False, resume=True, stream=noise, **SAVED)
     expected = one["uninterrupted", name]["weights"][-1]
     assert_same_weights(found["weights"][-1], expected, **TOLERANCE)
 
