@@ -103,7 +103,7 @@ def test_every_example_in_the_help_prints_what_the_help_says(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     examples = re.findall(r"^  \$ dp-grape ((?:.*\\\n)*.*)\n((?:  .*\n|\n(?=  ))+)", text, re.M)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for command, shown in examples:
         printed = run(command.replace("\\\n", ""), capsys)
         assert [line.strip() for line in shown.splitlines()] == [
@@ -366,3 +366,21 @@ def test_memory_needs_a_config_and_a_head(
     assert "has no config" in refusal(command, capsys)
     RobertaConfig(**TINY).save_pretrained(tmp_path)
     assert "--head, for example sequence-classification" in refusal(command, capsys)
+
+
+def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "calibrate --num_samples 1024 --expected_batch_size 64 --max_steps 50 --delta 1e-5"
+    given = "--eps 8 --accountant rdp --json --noise banded"
+    (row,) = json.loads(run(f"{words} {given}", capsys))["rows"]
+    assert len(row["coefficients"]) > 1
+    assert 0.4 < row["noise_left"] < 0.8
+    assert row["epsilon"] <= 8
+    (sgd,) = json.loads(run(f"{words} {given} --momentum 0", capsys))["rows"]
+    assert sgd["coefficients"] != row["coefficients"]
+    for wrong in (
+        "--noise banded --noise_multiplier 1",
+        "--momentum 0.5",
+        "--noise banded --momentum 1",
+    ):
+        assert main(f"{words} {wrong}".split()) == 2
+        assert "momentum" in (said := capsys.readouterr().err) or "noise_multiplier" in said
