@@ -284,8 +284,8 @@ def evidence_of(
         bands: the coefficients of the noise.
     """
     count, steps = len(bands), len(seen)
-    padded = torch.cat([seen, seen.new_zeros(count - 1, seen.shape[1])])
-    plain = torch.zeros_like(padded)  # C r, whose noise is independent; nothing after the last step
+    # C r, whose noise is independent; nothing after the last step
+    plain = seen.new_zeros(steps + count - 1, seen.shape[1])
     for back, coefficient in enumerate(bands):
         plain[back:steps] += coefficient * seen[: steps - back]
     shown, lengths = torch.zeros_like(seen), torch.zeros(steps, 1)

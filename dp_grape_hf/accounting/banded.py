@@ -93,8 +93,7 @@ def released_noise(coefficients: Sequence[float], steps: int) -> _Numbers:
     """
     impulse = np.zeros(steps)
     impulse[:1] = 1.0
-    response = lfilter([1.0], np.asarray(coefficients), impulse)
-    return np.sqrt(np.square(response).cumsum())
+    return np.sqrt(np.square(correlated(coefficients, impulse)).cumsum())
 
 
 def correlated(coefficients: Sequence[float], noise: _Numbers) -> _Numbers:
@@ -215,11 +214,13 @@ def find_bands(
         return independent
     least_error = min(error for error, _ in tried.values())
     bands = min(b for b, (error, _) in tried.items() if error <= (1 + _NEAR) * least_error)
+    if bands == 1:
+        return independent
     own = tried[bands][1]
     noise_multiplier = sigma(bands, accountant)
     gains = noise_multiplier * noise_left(own, held) < alone * noise_left((1.0,), held)
     ratio = noise_multiplier * noise_left(own, end) / (alone * noise_left((1.0,), end))
-    return Bands(own, noise_multiplier, ratio) if bands > 1 and gains else independent
+    return Bands(own, noise_multiplier, ratio) if gains else independent
 
 
 def _shortened(schedule: ArrayLike) -> _Numbers:

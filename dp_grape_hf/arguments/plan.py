@@ -400,15 +400,13 @@ class PrivacyPlan:
         A trial of several counts whole from its start, as in ``Ledger.epsilon``.
         """
         steps = ledger.steps if ledger else 0
-        counted = self._mechanism.counted(ledger.sessions) if ledger else 0
         if ledger is None:
             private = self._earlier is None or not self._earlier.not_private_reasons
         else:
             private = ledger.private
         epsilon = math.inf
         if private and self._curve is not None:
-            whole = self.steps if ledger and self._args.num_trials is not None else 0
-            epsilon = self._curve.epsilon(max(counted, whole))
+            epsilon = self._curve.epsilon(ledger.runs[-1].accounted.steps if ledger else 0)
         own = self._mechanism if ledger is None else ledger.mechanism
         return PrivacySpent(epsilon, self._args.target_delta, steps, own)
 

@@ -374,7 +374,7 @@ class Run:
             private_grads, self.mechanism.independent_std, self._gradient_factors
         )
         with observer.phase(UPDATE):
-            self._hand_over(number, private_grads, self.mechanism.noise_std)
+            self._hand_over(number, private_grads)
         return Outcome(norm, loss)
 
     def _keep_in_step(self) -> None:
@@ -384,13 +384,12 @@ class Run:
         ignored: list[Any] = [lambda found: None] * passes
         self._stepping.stream(self.idle, self.projectors, *ignored)
 
-    def _hand_over(self, number: int, private_grads: dict[str, Tensor], noise_std: float) -> None:
+    def _hand_over(self, number: int, private_grads: dict[str, Tensor]) -> None:
         """Gives the optimizer what was released, projected if that is due only now.
 
         Args:
             number: of the step.
             private_grads: by name, the release.
-            noise_std: of the noise in each of its numbers, where no gradient factor divided it.
 
         Guarantee:
             Only private gradients are seen: this is post-processing.
@@ -399,9 +398,11 @@ class Run:
             self.optimizer.receive(private_grads[DIRECTION], number)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
+        assert self.mechanism is not None
         projectors = self.projectors
         stds = {}
         if self._args.noise_correction:
+            noise_std = self.mechanism.noise_std
             stds = {n: noise_std / self._gradient_factors.get(n, 1.0) for n in private_grads}
         if self.released is not None:
             projectors = self.released.at(number, private_grads)

@@ -368,6 +368,10 @@ def test_memory_needs_a_config_and_a_head(
     assert "--head, for example sequence-classification" in refusal(command, capsys)
 
 
+def test_a_folder_without_a_ledger_is_told_by_the_name_that_ledgers_have() -> None:
+    assert options.LEDGER == LEDGER_NAME
+
+
 def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     words = "calibrate --num_samples 1024 --expected_batch_size 64 --max_steps 50 --delta 1e-5"
     given = "--eps 8 --accountant rdp --json --noise banded"
