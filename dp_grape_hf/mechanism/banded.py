@@ -27,6 +27,8 @@ class Turn(NamedTuple):
 
 INDEPENDENT = Turn(1, 0)
 
+_PART = 2**18  # numbers of each earlier noise that are read at once
+
 
 class BandedNoise:
     """Adds ``w = C^-1 z`` to sums, step by step: ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``.
@@ -45,7 +47,7 @@ class BandedNoise:
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._first, *self._others = coefficients
-        self._last: list[list[Tensor]] = []  # w of the last b - 1 steps, the newest at the end
+        self._ring: Tensor | None = None  # (b - 1, numbers): the last w, each over the oldest
         self.made = 0
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -63,7 +65,7 @@ class BandedNoise:
     @property
     def kept(self) -> list[Tensor]:
         """The tensors that hold the noise of earlier steps; secret."""
-        return [tensor for noise in self._last for tensor in noise]
+        return [] if self._ring is None else [self._ring]
 
     @property
     def factor(self) -> float:
@@ -85,22 +87,25 @@ class BandedNoise:
         """
         self.made += 1
         if std:
-            torch._foreach_add_(list(values), self._next(values, std, generator, at_once))
+            flat = [value.view(-1) for value in values]
+            sizes = [len(value) for value in flat]
+            if self._ring is None:
+                self._ring = flat[0].new_zeros(len(self._others), sum(sizes))
+            noise = self._next(self._ring, std, generator, at_once)
+            torch._foreach_add_(flat, list(noise.split(sizes)))
         torch._foreach_div_(list(values), divisor)
 
     def _next(
-        self, like: Sequence[Tensor], std: float, generator: torch.Generator, at_once: int | None
-    ) -> list[Tensor]:
+        self, ring: Tensor, std: float, generator: torch.Generator, at_once: int | None
+    ) -> Tensor:
         """Returns w in the memory of the oldest one, which is needed no longer."""
-        if not self._last:
-            self._last = [[torch.zeros_like(v) for v in like] for _ in self._others]
-        noise, *newer = self._last
-        torch._foreach_mul_(noise, -self._others[-1] / self._first)
-        for coefficient, earlier in zip(self._others, reversed(newer), strict=False):
-            torch._foreach_add_(noise, earlier, alpha=-coefficient / self._first)
-        add_noise_(noise, std / self._first, generator, 1.0, at_once)
-        self._last = [*newer, noise]
-        return noise
+        oldest = self.made % len(ring)
+        ages = [(oldest - row - 1) % len(ring) for row in range(len(ring))]  # 0 of the newest
+        taken_back = ring.new_tensor([-self._others[age] / self._first for age in ages])
+        for part in ring.split(_PART, dim=1):
+            part[oldest] = taken_back @ part
+        add_noise_([ring[oldest]], std / self._first, generator, 1.0, at_once)
+        return ring[oldest]
 
 
 class Groups:

@@ -109,21 +109,29 @@ class PlainTraining:
         self.finish()
 
 
+def _private_trainer(
+    model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
+) -> DPGrapeTrainer:
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "accountant": "rdp"}  # the fastest to start
+    size = DATASET_SIZE
+    if "noise" in options:  # eight bands
+        budget = {"target_epsilon": 4.0, "max_steps": 200}
+        size = round(setting.batch_size / 0.064)
+    args = DPGrapeTrainingArguments(
+        **_common(setting, batch, folder)
+        | {"target_delta": 1e-5, "projection_rank": setting.rank, **budget, **options}
+    )
+    dataset = [{key: value[0] for key, value in batch.items()}] * size
+    return DPGrapeTrainer(model, args, train_dataset=dataset)
+
+
 class PrivateTraining:
     """Steps of ``DPGrapeTrainer``, with noise and with the record in the ledger."""
 
     def __init__(
         self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
     ) -> None:
-        args = DPGrapeTrainingArguments(
-            **_common(setting, batch, folder),
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            accountant="rdp",  # the fastest to start; no step asks it
-            **{"projection_rank": setting.rank, **options},
-        )
-        dataset = [{key: value[0] for key, value in batch.items()}] * DATASET_SIZE
-        self.trainer = DPGrapeTrainer(model, args, train_dataset=dataset)
+        self.trainer = _private_trainer(model, setting, batch, folder, **options)
         self.model = self.trainer.start()
         self.batch = LogicalBatch([batch], [setting.batch_size])
 
@@ -154,9 +162,9 @@ def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:
     with device:
         batch = setting.inputs()
     with tempfile.TemporaryDirectory() as folder, quiet():
-        training = PrivateTraining(model, setting, batch, Path(folder), **MEASURED)
+        trainer = _private_trainer(model, setting, batch, Path(folder), **MEASURED)
         start = now(device)
-        training.trainer.private_run.projectors_at(0)
+        trainer.private_run.projectors_at(0)
         wall, cpu = (b - a for a, b in zip(start, now(device), strict=True))
     return {"seconds": wall, "cpu_seconds": cpu}
 
@@ -302,7 +310,8 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 # ---- The table ----
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
-PRINCIPAL, COMPILED = "dp_grape_principal", "adamw_compiled"
+PRINCIPAL, CORRELATED = "dp_grape_principal", "dp_grape_correlated"
+COMPILED = "adamw_compiled"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
@@ -310,6 +319,9 @@ METHODS = {
     COMPILED: Method("Trainer, AdamW, torch_compile", _plain(torch_compile=True)),
     DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
     PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", _private(**MEASURED)),
+    CORRELATED: Method(
+        "DPGrapeTrainer, principal, correlated noise", _private(**MEASURED, noise="banded")
+    ),
     FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
     DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
     "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),
@@ -319,7 +331,7 @@ METHODS = {
     "opacus_ghost": Method("Opacus, ghost clipping", _opacus("ghost"), "ghost"),
 }
 """Name -> method. DP-Adam is our own engine without a projection (``projection="identity"``)."""
-USUAL = tuple(name for name in METHODS if name != COMPILED)
+USUAL = tuple(name for name in METHODS if name not in (COMPILED, CORRELATED))
 """What is measured unless something else is asked for: to compile takes up to a minute."""
 
 

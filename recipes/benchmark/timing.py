@@ -17,7 +17,6 @@ from transformers import set_seed
 
 from recipes.benchmark.methods import (
     ADAMW,
-    COMPILED,
     DP_GRAPE,
     METHODS,
     PRINCIPAL,
@@ -224,12 +223,11 @@ def principal_table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compiled_table(records: Sequence[dict[str, Any]]) -> str:
-    """Returns a table in Markdown: plain training, compiled as well, beside private training.
+def times_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Returns a table in Markdown: a step of some methods, a line per model.
 
     Times and ratios are of the processor.
     """
-    names = (ADAMW, COMPILED, DP_GRAPE)
     lines = header(["Model", *_titles(names)])
     lines += [row(_cpu_times(record, names)) for record in records]
     return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from typing import Any
 
 from recipes.attacks import membership
 from recipes.benchmark import memory, timing
+from recipes.benchmark.methods import ADAMW, COMPILED, CORRELATED, DP_GRAPE, PRINCIPAL
 from recipes.common.runs import read_lines
 from recipes.digits import compare
 from recipes.models import host_tests, matrix
@@ -92,7 +93,12 @@ SWEEPS = (*TESTED, ABLATION)
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
-    "benchmark-compiled": lambda root: timing.compiled_table(_measured(root, "compiled")),
+    "benchmark-compiled": lambda root: timing.times_table(
+        _measured(root, "compiled"), (ADAMW, COMPILED, DP_GRAPE)
+    ),
+    "benchmark-correlated": lambda root: timing.times_table(
+        _measured(root, "correlated"), (ADAMW, PRINCIPAL, CORRELATED)
+    ),
     "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
     "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),

@@ -325,7 +325,7 @@ def _noise_outlives(patch: pytest.MonkeyPatch) -> None:
 
     def remembers(self: BandedNoise, coefficients: Any) -> None:
         init(self, coefficients)
-        self._last = last[-1]._last if last else []
+        self._ring = last[-1]._ring if last else None
         last.append(self)
 
     patch.setattr(BandedNoise, "__init__", remembers)
