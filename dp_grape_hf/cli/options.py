@@ -7,7 +7,7 @@ The names and defaults that options state are those of the package; the tests co
 import argparse
 from pathlib import Path
 
-from dp_grape_hf.errors import require
+from dp_grape_hf.errors import PrivacyError, require
 
 _HEAD = "an AutoModelFor... in small letters, as causal-lm (default: config's)"
 _CLIPPING = ("flat", "per_layer", "automatic")
@@ -485,10 +485,10 @@ LEDGER = "privacy_ledger.json"  # ``ledger.LEDGER_NAME``
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Refuses a folder without a ledger.
+    """Refuses a folder without a ledger, and a model without a configuration.
 
     Raises:
-        PrivacyError: with the path.
+        PrivacyError: with the path or name.
     """
     place = getattr(args, "folder", None) or getattr(args, "place", None)
     if place is not None and (args.command != "verify" or Path(place).exists()):
@@ -499,3 +499,26 @@ def refuse_missing(args: argparse.Namespace) -> None:
             f"{path} is not there: without a ledger nothing is known of a run. Give the folder "
             "that a run saved to.",
         )
+    for option in ("model", "model_name_or_path"):
+        name = getattr(args, option, None)
+        if name is not None:
+            _refuse_no_config(option, name)
+
+
+def _refuse_no_config(option: str, name: str) -> None:
+    path = Path(name)
+    if path.exists():
+        require(
+            path.is_file() or (path / "config.json").is_file(),
+            f"{option}={name!r} has no config.json: give the folder that a model was saved to.",
+        )
+        return
+    from huggingface_hub import hf_hub_download  # a third of a second; Transformers takes seconds
+
+    try:
+        hf_hub_download(name, "config.json")
+    except (OSError, ValueError) as error:
+        raise PrivacyError(
+            f"{option}={name!r} has no config: it is no folder here, and the Hub cannot be asked for its config.json "
+            f"({type(error).__name__}). Give the folder that a model was saved to, or its name."
+        ) from error
