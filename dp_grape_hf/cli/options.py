@@ -519,6 +519,7 @@ def _refuse_no_config(option: str, name: str) -> None:
         hf_hub_download(name, "config.json")
     except (OSError, ValueError) as error:
         raise PrivacyError(
-            f"{option}={name!r} has no config: it is no folder here, and the Hub cannot be asked for its config.json "
-            f"({type(error).__name__}). Give the folder that a model was saved to, or its name."
+            f"{option}={name!r} has no config: it is no folder here, and the Hub cannot be asked "
+            f"for one ({type(error).__name__}). Give the folder that a model was saved to, or its "
+            "name there."
         ) from error

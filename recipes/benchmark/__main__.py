@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         choices=METHODS,
-        help="default: all but adamw_compiled; in a sweep three",
+        help=f"default: {' '.join(USUAL)}; in a sweep three",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--sweep", choices=SWEEPS, help="vary this quantity")

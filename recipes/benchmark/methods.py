@@ -21,16 +21,19 @@ from typing import Any
 
 import psutil
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.mechanism import LogicalBatch
-from recipes.benchmark.models import Batch, Setting
+from recipes.benchmark.models import OPT, Batch, Setting
 from recipes.models.matrix import own_gradients
 
 Step = Callable[[], None]
+Maker = Callable[[nn.Module, Setting, Batch, Path], Step]
 
 STEPS = 10_000  # of the run that a timed step is part of: sets sigma and the schedule, not the time
 DATASET_SIZE = 1_000
@@ -47,12 +50,14 @@ class Method:
         make: ``(model, setting, batch, folder) -> step``.
         opacus: how Opacus computes gradients, if it does: ``hooks``, ``functorch`` or ``ghost``.
         materialises: whether it forms the gradient of every weight for every sample.
+        usual: whether it is measured unless something else is asked for.
     """
 
     title: str
-    make: Callable[[nn.Module, Setting, Batch, Path], Step]
+    make: Maker
     opacus: str | None = None
     materialises: bool = False
+    usual: bool = True
 
 
 def now(device: torch.device) -> tuple[float, float]:
@@ -169,9 +174,7 @@ def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:
     return {"seconds": wall, "cpu_seconds": cpu}
 
 
-def _ours(
-    training: type[PlainTraining] | type[PrivateTraining], **options: Any
-) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
+def _ours(training: type[PlainTraining] | type[PrivateTraining], **options: Any) -> Maker:
     def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
         return training(model, setting, batch, folder, **options).step
 
@@ -221,7 +224,7 @@ class OpacusTraining:
 
         self.batch = batch
         self._inputs = {key: value for key, value in batch.items() if key != "labels"}
-        self._texts = setting.model == "opt"
+        self._texts = setting.model == OPT
         if mode == "ghost":
             wrapper, make = (
                 GradSampleModuleFastGradientClipping,
@@ -262,11 +265,77 @@ class OpacusTraining:
         return self._criterion(logits.flatten(0, 1), labels.flatten(), shape=labels.shape)
 
 
-def _opacus(mode: str) -> Callable[[nn.Module, Setting, Batch, Path], Step]:
+def _opacus(mode: str) -> Maker:
     def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
         return OpacusTraining(mode, model, setting, batch).step
 
     return make
+
+
+# ---- Opake ----
+
+
+class OpakeTraining:
+    """Steps of Opake's DP-AdamW, by its functional parts: its trainer takes neither family.
+
+    Its ``vmap`` takes no mask, so that it is given none: it is one of ones.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> None:
+        from opake.dpsgd.clipping import clipped_grad
+        from opake.dpsgd.noise import gaussian_noise
+        from opake.optimizers import adamw
+        from opake.random import key
+
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+        inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
+
+        def loss(params: dict[str, Tensor], *rows: Tensor) -> Tensor:
+            alone = {name: row.unsqueeze(0) for name, row in zip(inputs, rows, strict=True)}
+            found: Tensor = functional_call(model, params, (), alone).loss
+            return found
+
+        self._params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        self._rows = tuple(inputs.values())
+        self._gradients, self._clipping = clipped_grad(
+            loss,
+            clipping_norm=1.0,
+            batch_argnums=tuple(range(1, 1 + len(inputs))),
+            normalize_by=setting.batch_size,
+        )
+        self._add_noise, self._noise = gaussian_noise(noise_multiplier=1.0, key=key(0))
+        self._adamw = adamw(lr=LEARNING_RATE)
+        self._moments = self._adamw.init(self._params)
+
+    def step(self) -> None:
+        """Runs one step."""
+        clipped, self._clipping = self._gradients(self._params, *self._rows, state=self._clipping)
+        private, self._noise = self._add_noise(clipped, self._noise)
+        updates, self._moments = self._adamw.update(private, self._moments, params=self._params)
+        for name, update in updates.items():
+            self._params[name].add_(update)
+
+
+def _opake(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
+    with told_why():
+        return OpakeTraining(model, setting, batch, folder).step
+
+
+# ---- LoRA ----
+
+
+def _adapted(make: Maker) -> Maker:
+    """Returns what trains an adapter of the setting's rank on all layers but the head."""
+
+    def made(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
+        task = "CAUSAL_LM" if setting.model == OPT else "SEQ_CLS"
+        config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
+        return make(get_peft_model(model, config), setting, batch, folder)  # type: ignore[arg-type]
+
+    return made
+
+
+# ---- Whether another library is right ----
 
 
 def opacus_error(mode: str, setting: Setting) -> float:
@@ -311,16 +380,19 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
 PRINCIPAL, CORRELATED = "dp_grape_principal", "dp_grape_correlated"
-COMPILED = "adamw_compiled"
+COMPILED, OPAKE = "adamw_compiled", "opake"
+LORA = ADAMW_LORA, DP_LORA, OPAKE_LORA = "adamw_lora", "dp_lora", "opake_lora"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
     ADAMW: Method("Trainer, AdamW (not private)", _plain()),
-    COMPILED: Method("Trainer, AdamW, torch_compile", _plain(torch_compile=True)),
+    COMPILED: Method("Trainer, AdamW, torch_compile", _plain(torch_compile=True), usual=False),
     DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
     PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", _private(**MEASURED)),
     CORRELATED: Method(
-        "DPGrapeTrainer, principal, correlated noise", _private(**MEASURED, noise="banded")
+        "DPGrapeTrainer, principal, correlated noise",
+        _private(**MEASURED, noise="banded"),
+        usual=False,
     ),
     FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
     DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
@@ -329,10 +401,14 @@ METHODS = {
         "Opacus, functorch", _opacus("functorch"), "functorch", materialises=True
     ),
     "opacus_ghost": Method("Opacus, ghost clipping", _opacus("ghost"), "ghost"),
+    OPAKE: Method("Opake", _opake, materialises=True, usual=False),
+    ADAMW_LORA: Method("Trainer, AdamW, LoRA (not private)", _adapted(_plain()), usual=False),
+    DP_LORA: Method("DPGrapeTrainer, LoRA", _adapted(_private(method="dp_lora")), usual=False),
+    OPAKE_LORA: Method("Opake, LoRA", _adapted(_opake), usual=False),
 }
 """Name -> method. DP-Adam is our own engine without a projection (``projection="identity"``)."""
-USUAL = tuple(name for name in METHODS if name not in (COMPILED, CORRELATED))
-"""What is measured unless something else is asked for: to compile takes up to a minute."""
+USUAL = tuple(name for name, method in METHODS.items() if method.usual)
+"""To compile takes up to a minute, and Opake is no package of the tests."""
 
 
 @contextmanager

@@ -226,7 +226,7 @@ def principal_table(records: Sequence[dict[str, Any]]) -> str:
 def times_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     """Returns a table in Markdown: a step of some methods, a line per model.
 
-    Times and ratios are of the processor.
+    Times and ratios are of the processor, the latter to the first method.
     """
     lines = header(["Model", *_titles(names)])
     lines += [row(_cpu_times(record, names)) for record in records]
@@ -240,7 +240,7 @@ def _titles(names: Sequence[str]) -> list[str]:
 def _cpu_times(record: dict[str, Any], names: Sequence[str]) -> list[str]:
     steps = [record["results"][title] for title in _titles(names)]
     times = [
-        f"{step['median_cpu_seconds']:.2f} s ({step['cpu_speed_of_plain_adamw']:.2f}x)"
+        f"{step['median_cpu_seconds']:.2f} s ({ratio(steps[0], step, 'cpu_seconds'):.2f}x)"
         for step in steps
     ]
     return [str(Setting(**record["setting"])), *times]

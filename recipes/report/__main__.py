@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from recipes.attacks import membership
-from recipes.benchmark import memory, timing
-from recipes.benchmark.methods import ADAMW, COMPILED, CORRELATED, DP_GRAPE, PRINCIPAL
+from recipes.benchmark import memory, noise_left, timing
+from recipes.benchmark.methods import (
+    ADAMW,
+    COMPILED,
+    CORRELATED,
+    DP_GRAPE,
+    LORA,
+    OPAKE,
+    PRINCIPAL,
+)
 from recipes.common.runs import read_lines
 from recipes.digits import compare
 from recipes.models import host_tests, matrix
@@ -99,7 +107,14 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-correlated": lambda root: timing.times_table(
         _measured(root, "correlated"), (ADAMW, PRINCIPAL, CORRELATED)
     ),
+    "benchmark-opake": lambda root: timing.times_table(
+        _measured(root, "opake"), (ADAMW, DP_GRAPE, OPAKE)
+    ),
+    "benchmark-opake-lora": lambda root: timing.times_table(_measured(root, "opake"), LORA),
     "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
+    "noise-left": lambda root: noise_left.as_markdown(
+        _json(root / "recipes/benchmark/results/noise_left.json")
+    ),
     "host-tests": _host,
     "digits": lambda root: _first(_digits(root)),
     "digits-chosen": lambda root: _first(_digits(root, "chosen")),

@@ -3,7 +3,9 @@
 No time is compared with another here: where time matters, the clock is replaced by a counter.
 """
 
+import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,10 @@ from recipes.benchmark import methods as benchmark_methods
 from recipes.benchmark import profile as benchmark_profile
 from recipes.benchmark import timing as benchmark_timing
 from recipes.benchmark.methods import (
+    LORA,
     METHODS,
+    OPAKE,
+    OPAKE_LORA,
     USUAL,
     DoesNotRun,
     Prepared,
@@ -34,6 +39,7 @@ from recipes.benchmark.methods import (
     prepare,
 )
 from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
+from recipes.benchmark.noise_left import final_noise
 from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
 from recipes.benchmark.timing import (
     SWEEPS,
@@ -100,7 +106,8 @@ def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None
     names = ("adamw", "dp_grape", "dp_grape_principal")
     steps = {
         METHODS[name].title: {
-            **{"median_seconds": 0.5, "median_cpu_seconds": cpu, "cpu_speed_of_plain_adamw": 4.5}
+            **{"median_seconds": 0.5, "median_cpu_seconds": cpu},
+            **{"rounds": [0], "cpu_seconds": [cpu]},
         }
         for name, cpu in zip(names, (3.0, 2.0, 1.0), strict=True)
     }
@@ -108,7 +115,7 @@ def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None
     record = {"setting": vars(TINY), "results": steps, "measuring": measured}
     assert "in 10.0 s (12.0 s), 2.0% (1.2%) of" in measuring_line(record)
     last = principal_table([record]).splitlines()[-1]
-    assert last.endswith("| 3.00 s (4.50x) | 2.00 s (4.50x) | 1.00 s (4.50x) | 12.0 s | 1.2% |")
+    assert last.endswith("| 3.00 s (1.00x) | 2.00 s (1.50x) | 1.00 s (3.00x) | 12.0 s | 1.2% |")
 
 
 @pytest.mark.parametrize("model", [OPT, VIT])
@@ -356,3 +363,24 @@ def test_the_standard_set_covers_every_model_and_runs(
         *(f"sweep_{quantity}.png" for quantity in SWEEPS),
     }
     json.dumps(record)
+
+
+def test_adapters_are_measured_and_opake_where_it_is_installed() -> None:
+    results = measure(TINY, ["adamw", *LORA, OPAKE], rounds=1, warmup=1, device=CPU)
+    others = [METHODS[name].title for name in (OPAKE_LORA, OPAKE)]
+    assert all("rounds" in result for title, result in results.items() if title not in others)
+    installed = importlib.util.find_spec("opake") is not None
+    for title in others:
+        assert "rounds" in results[title] if installed else "'opake'" in results[title]["error"]
+
+
+def test_correlated_noise_leaves_what_is_predicted(tmp_path: Path) -> None:
+    """Of 80,000 weights: within five standard errors of a standard deviation."""
+    record = {
+        noise: final_noise(noise, 8.0, 1000, 100, 20, str(tmp_path))
+        for noise in ("independent", "banded")
+    }
+    for found in record.values():
+        assert found["measured"] == pytest.approx(found["predicted"], rel=5 / math.sqrt(160_000))
+    assert record["independent"]["bands"] == 1 < record["banded"]["bands"]
+    assert record["banded"]["measured"] < 0.95 * record["independent"]["measured"]
