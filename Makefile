@@ -21,7 +21,7 @@ HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(grep -E '^ *(Collecting|D
 	$(PIP_LOG) | tail -n 1 | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all seams check benchmark tables clean
+.PHONY: help venv demo test test-all seams check benchmark tables site dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -40,7 +40,7 @@ test: $(VENV)/.installed-test  ## run the tests but the slow ones, and the examp
 	$(PYTEST) -m "not slow" tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
-test-all: $(VENV)/.installed-test  ## run all tests, and the examples in docstrings
+test-all: $(VENV)/.installed-test $(VENV)/.installed-site  ## run all tests, and the examples in docstrings
 	$(PYTEST) tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
@@ -62,6 +62,12 @@ benchmark: $(VENV)/.installed-benchmark  ## time one private step next to its al
 
 tables: $(VENV)/.installed-recipes  ## render the tables of results in the pages; fails if one was stale
 	HF_HUB_OFFLINE=1 $(BIN)/python -m recipes.report
+
+site: $(VENV)/.installed-site  ## build the pages, the notebooks and the reference in build/site
+	HF_HUB_OFFLINE=1 $(BIN)/python -m mkdocs build --strict --config-file recipes/site/mkdocs.yml
+
+dist: $(VENV)/.installed-test  ## build in dist what is uploaded to PyPI
+	$(BIN)/python -m recipes.site.distributions
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

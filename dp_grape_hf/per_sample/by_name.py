@@ -59,6 +59,6 @@ def per_sample_gradients(
 
     Raises:
         UnsupportedModelError: if a gradient cannot be computed exactly; the message names the
-        module.
+            module.
     """
     return make_engine(engine, model, loss, grad_sample_mode)(inputs, projections or {})

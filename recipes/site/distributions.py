@@ -1,0 +1,45 @@
+"""Builds the source distribution and the wheel for PyPI, in ``dist``.
+
+    make dist                          # python -m recipes.site.distributions
+
+Setuptools takes README.md as it is, and its links are relative. So both are built from a copy of
+the tree in which these links lead to the repository. What is in the copy is all that is published.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from recipes.site.links import ROOT, in_repository, with_links
+
+PUBLISHED = ("dp_grape_hf", "LICENSE", "pyproject.toml", "setup.cfg")
+PAGE = "README.md"
+
+
+def copy_published(folder: Path) -> None:
+    """Copies what is published into an empty folder, with the links of the first page absolute."""
+    for name in PUBLISHED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder)
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    text = with_links(text, lambda target: in_repository(target, PAGE))
+    (folder / PAGE).write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Builds both, the wheel from the source distribution; takes the options of ``build``."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_published(Path(folder))
+        command = [sys.executable, "-m", "build", "--outdir", str(ROOT / "dist")]
+        return subprocess.run([*command, *sys.argv[1:], folder], check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""What mkdocs is given beside ``pages``: the pages where they lie, notebooks, and the reference.
+
+Nothing is copied, and nothing but the site is written. A page keeps its path, so that links between
+pages hold; a link to any other file leads to the repository.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+
+from dp_grape_hf.arguments import DPGrapeArguments
+from recipes.site.links import ROOT, in_repository, repository, with_links
+
+NAVIGATION = {
+    "Home": ["README.md"],
+    "Tutorial": ["recipes/tutorial/README.md", "recipes/tutorial/*.ipynb"],
+    "Guide": ["recipes/guide/README.md", "recipes/guide/[a-z]*.md"],
+    "Reference": ["reference/index.md", "reference/trainers.md", "reference/arguments.md"],
+    "The rooms": ["dp_grape_hf/*/README.md"],
+    "Recipes": ["recipes/README.md", "recipes/*/README.md", "model_cards/README.md"],
+    "Contributing": ["CONTRIBUTING.md"],
+    "Changes": ["CHANGELOG.md"],
+}
+"""Sections and their pages; a page is in the first that has it. Rooms follow in the reference."""
+
+LINKED = ["recipes/*/results/*.md", "model_cards/*/README.md", "recipes/**/*.png"]
+"""Of the site, but not in its navigation."""
+
+ROOM = """# {0}
+
+::: dp_grape_hf.{0}
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+"""
+ROOMS = {path.parent.name for path in ROOT.glob("dp_grape_hf/*/README.md")}
+REFERENCE = {
+    f"reference/{room}.md": ROOM.format(room)
+    for room in sorted(ROOMS - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
+}
+"""The reference of a room; of arguments and trainers there is more to say, of commands less."""
+
+
+# ---- Hooks of mkdocs ----
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Makes the navigation, and the link to the repository."""
+    seen: set[str] = set()
+    config.nav = []
+    for title, patterns in NAVIGATION.items():
+        if title == "Reference":
+            paths = [*patterns, *REFERENCE]
+        else:
+            paths = [path for path in matching(patterns) if path not in seen]
+            seen.update(paths)
+        pages = [path.replace(".ipynb", ".md") for path in paths]
+        config.nav.append({title: pages[0] if len(pages) == 1 else pages})
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": repository()}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages, what they show, and the reference."""
+    patterns = [pattern for section in NAVIGATION.values() for pattern in section]
+    for path in dict.fromkeys(matching([*patterns, *LINKED])):
+        if path.endswith(".ipynb"):
+            add_notebook(path, files, config)
+        else:
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    for path, text in {**REFERENCE, "reference/arguments.md": arguments_page()}.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Takes comments away, and leads links to files that are not of the site to the repository."""
+    source = page.file.src_uri
+
+    def link(target: str) -> str:
+        path, hash_sign, anchor = target.partition("#")
+        shown = path.replace(".ipynb", ".md")
+        linked = posixpath.normpath(posixpath.join(posixpath.dirname(source), shown))
+        if not path or files.get_file_from_path(linked):
+            return shown + hash_sign + anchor
+        return in_repository(target, source)
+
+    return with_links(markdown, link)
+
+
+# ---- Pages that are made ----
+
+
+def matching(patterns: list[str]) -> Iterator[str]:
+    """Yields the paths of files, from the root of the repository."""
+    for pattern in patterns:
+        yield from (path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob(pattern)))
+
+
+def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
+    """Adds a notebook as a page, and its pictures; it is not run."""
+    name = path.removesuffix(".ipynb")
+    # Names of pictures begin with that of the notebook: several lie in one folder.
+    resources = {"unique_key": posixpath.basename(name), "output_files_dir": ""}
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    notebook.metadata["language_info"] = {"name": "python"}  # of the code's fences
+    text, made = MarkdownExporter().from_notebook_node(notebook, resources)
+    files.append(File.generated(config, f"{name}.md", content=text))
+    for picture, data in made["outputs"].items():
+        place = posixpath.join(posixpath.dirname(path), picture)
+        files.append(File.generated(config, place, content=data))
+
+
+def arguments_page() -> str:
+    """Returns the page of all options: a field's ``help`` is its only text."""
+    hints: dict[str, Any] = get_type_hints(DPGrapeArguments, include_extras=True)
+    parts = [ARGUMENTS]
+    for field in fields(DPGrapeArguments):
+        ranges = getattr(hints[field.name], "__metadata__", ())
+        said = [f"short name `{alias}`" for alias in field.metadata.get("aliases", ())]
+        said += [valid.needed for valid in ranges]
+        said += [] if field.default is None else [f"default `{field.default!r}`"]
+        parts += [
+            f"### `{field.name}`",
+            field.metadata["help"],
+            f"*{'; '.join(said)}*" * bool(said),
+        ]
+    return "\n\n".join([*parts, CLASSES])
+
+
+ARGUMENTS = """---
+search:
+  boost: 4
+---
+
+# Arguments
+
+::: dp_grape_hf.DPGrapeTrainingArguments
+    options:
+      members: []
+      separate_signature: false
+      show_signature: false
+
+## Options
+
+Those beside the options of `transformers.TrainingArguments`, and those that mean something else
+there. [The room's page](../dp_grape_hf/arguments/README.md) has the methods and what is refused.
+"""
+CLASSES = """::: dp_grape_hf.arguments.DPGrapeArguments
+    options:
+      separate_signature: false
+      show_signature: false
+
+::: dp_grape_hf.PrivacySpent
+"""

@@ -1,0 +1,60 @@
+"""Links of a page, as they are where the page is shown without the repository around it."""
+
+from __future__ import annotations
+
+import configparser
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_PARTS = re.compile(
+    r"^ *```.*?^ *```$|^ {4}[^\n]*|`[^`\n]+`"  # code is left alone
+    r"|(?P<comment><!--.*?-->\n?)|(?<=\]\()(?P<target>[^)\s]+)(?=\))|(?P<index>(?<=\])\[)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def repository() -> str:
+    """Returns the address of the repository, which setup.cfg has."""
+    config = configparser.RawConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    return config["metadata"]["url"]
+
+
+def with_links(text: str, link: Callable[[str], str]) -> str:
+    """Returns the text of a page without comments, with each relative link as ``link`` has it.
+
+    Of ``[a][b]``, which no page means as a link, the second bracket is escaped.
+    """
+
+    def part(found: re.Match[str]) -> str:
+        if found["comment"]:
+            return ""
+        if found["index"]:
+            return "\\["
+        if found["target"] and not found["target"].startswith(("https://", "http://")):
+            return link(found["target"])
+        return found[0]
+
+    return _PARTS.sub(part, text)
+
+
+def in_repository(target: str, page: str) -> str:
+    """Returns the address in the repository of what a page links.
+
+    Args:
+        target: a link relative to the page, which may end with an anchor.
+        page: path of the page from the root.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+    """
+    path, _, anchor = target.partition("#")
+    linked = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+    if not (ROOT / linked).exists():
+        raise FileNotFoundError(f"{page} links {target}: there is no {linked}.")
+    kind = "tree" if (ROOT / linked).is_dir() else "raw" if linked.endswith(".png") else "blob"
+    return f"{repository()}/{kind}/main/{linked}" + (f"#{anchor}" if anchor else "")

@@ -1,0 +1,213 @@
+"""The site: it is built without a warning, its links lead somewhere, and it needs nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import dp_grape_hf
+from dp_grape_hf import DPGrapeTrainingArguments
+from recipes.site.links import ROOT, in_repository, repository, with_links
+
+CODE = {"code", "pre", "script", "style"}
+NO_END = {"img", "link", "meta", "input", "br", "hr"}
+
+
+@dataclass
+class Html(HTMLParser):
+    """What a page of the site names, loads and shows."""
+
+    text: str
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    comments: list[str] = field(default_factory=list)
+    prose: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag not in NO_END:
+            self._open.append(tag)
+        self.ids |= {given["id"]} if "id" in given else set()
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag == "img":
+            self.pictures.append(given["src"])
+        if tag in ("img", "script") and "src" in given:
+            self.loaded.append(given["src"])
+        if tag == "link" and given["rel"] in ("stylesheet", "icon", "preload"):
+            self.loaded.append(given["href"])
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if not CODE & {*self._open}:
+            self.prose.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+
+Site = tuple[Path, dict[Path, Html]]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The folder of the site, and its pages by path."""
+    pytest.importorskip("mkdocs", reason="make site and make test-all install it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    built = subprocess.run(
+        [*command, "--config-file", "recipes/site/mkdocs.yml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr[-4000:]
+    pages = {path: Html(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+    return folder, pages
+
+
+def place_of(target: str, page: Path, folder: Path) -> Path:
+    """The file that a link or a picture of a page leads to."""
+    path = unquote(urlsplit(target).path)
+    place = folder / path[1:] if path.startswith("/") else page.parent / path if path else page
+    place = place.resolve()
+    return place / "index.html" if place.is_dir() else place
+
+
+def shown_at(source: Path, folder: Path) -> Path:
+    """Where the page of a source of the repository is in the site."""
+    path = source.relative_to(ROOT).with_suffix("")
+    return folder / (path.parent if path.name == "README" else path) / "index.html"
+
+
+def is_elsewhere(target: str) -> bool:
+    return bool(urlsplit(target).scheme or urlsplit(target).netloc)
+
+
+# ---- The site ----
+
+
+@pytest.mark.slow
+def test_every_link_and_picture_of_the_site_leads_somewhere(site: Site) -> None:
+    folder, pages = site
+    wrong = []
+    for page, html in pages.items():
+        for target in (*html.links, *html.loaded):
+            if is_elsewhere(target):
+                continue
+            place, anchor = place_of(target, page, folder), unquote(urlsplit(target).fragment)
+            if not place.exists() or (anchor and anchor not in pages[place].ids):
+                wrong.append(f"{page.relative_to(folder)}: {target}")
+    assert not wrong, "\n".join(wrong)
+    assert sum(len(html.links) for html in pages.values()) > 1000
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_elsewhere(site: Site) -> None:
+    folder, pages = site
+    loaded = {target for html in pages.values() for target in html.loaded}
+    assert loaded
+    assert not {target for target in loaded if is_elsewhere(target)}
+    for sheet in folder.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+@pytest.mark.slow
+def test_a_page_of_the_site_shows_the_pictures_of_its_source(site: Site) -> None:
+    folder, pages = site
+    pictures = 0
+    for source in (*ROOT.glob("recipes/**/README.md"), *ROOT.glob("recipes/tutorial/*.ipynb")):
+        text = source.read_text(encoding="utf-8")
+        if source.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            outputs = [output for cell in cells for output in cell.get("outputs", ())]
+            expected = sum("image/png" in output.get("data", {}) for output in outputs)
+            text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] != "code")
+        else:
+            expected = 0
+        expected += len(re.findall(r"!\[[^\]]*\]\(", text))
+        assert len(pages[shown_at(source, folder)].pictures) == expected, source
+        pictures += expected
+    assert pictures
+
+
+@pytest.mark.slow
+def test_no_page_of_the_site_shows_a_comment(site: Site) -> None:
+    _, pages = site
+    for page, html in pages.items():
+        ours = [comment for comment in html.comments if not comment.startswith("! Font Awesome")]
+        assert not ours, page
+        assert "<!--" not in "".join(html.prose), page
+
+
+@pytest.mark.slow
+def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> None:
+    folder, pages = site
+    index = json.loads((folder / "search/search_index.json").read_text(encoding="utf-8"))
+    found = {entry["location"]: entry["title"] + entry["text"] for entry in index["docs"]}
+    for location in found:
+        path, _, anchor = location.partition("#")
+        html = pages[place_of(path, folder / "index.html", folder)]
+        assert not anchor or anchor in html.ids, location
+    assert {folder / page / "index.html" for page in found if "#" not in page} >= {
+        page for page in pages if page.name == "index.html"
+    }
+    assert "epsilon" in found["reference/arguments/#target_epsilon"]
+    assert "PrivacySpent" in found["reference/trainers/#dp_grape_hf.DPGrapeTrainer.privacy_spent"]
+    assert "ε" in found["dp_grape_hf/mechanism/#what-the-guarantee-says"]
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_option_with_its_help(site: Site) -> None:
+    folder, pages = site
+    html = pages[folder / "reference/arguments/index.html"]
+    said = " ".join("".join(html.prose).split())
+    for option in DPGrapeTrainingArguments.__dataclass_fields__.values():
+        if option.name in DPGrapeTrainingArguments.__mro__[1].__annotations__:
+            assert option.name in html.ids
+            assert option.metadata["help"].split(". ")[0] in said, option.name
+
+
+def test_the_reference_names_what_the_package_exports() -> None:
+    page = (ROOT / "recipes/site/pages/reference/index.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\[(\w+)\]\(", page))
+    assert {*dp_grape_hf.__all__} - named <= {"DPGrapeSeq2SeqTrainingArguments"}
+
+
+# ---- Links ----
+
+
+def test_a_link_is_replaced_where_it_is_one() -> None:
+    text = (
+        "[a](b.md), `[a](b.md)` [c](https://d)\n<!-- not run: e -->\n```\n[a](b.md)\n```\nx[1][2]"
+    )
+    assert with_links(text, str.upper) == (
+        "[a](B.MD), `[a](b.md)` [c](https://d)\n```\n[a](b.md)\n```\nx[1]\\[2]"
+    )
+
+
+def test_a_file_and_a_folder_have_an_address_in_the_repository() -> None:
+    base, page = repository(), "recipes/subspace/README.md"
+    assert in_repository("../README.md#a", page) == f"{base}/blob/main/recipes/README.md#a"
+    assert in_repository("results", page) == f"{base}/tree/main/recipes/subspace/results"
+    picture = in_repository("results/subspace.png", page)
+    assert picture == f"{base}/raw/main/recipes/subspace/results/subspace.png"
+    with pytest.raises(FileNotFoundError, match="there is no recipes/subspace/nothing"):
+        in_repository("nothing", page)
