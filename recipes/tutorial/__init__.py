@@ -1,0 +1,1 @@
+"""Three notebooks that teach private training, run from end to end."""

@@ -1,0 +1,45 @@
+"""Runs the notebooks, and writes what they show into them and into ``pictures``.
+
+    python -m recipes.tutorial
+    python -m recipes.tutorial --only 3
+
+Needs the ``tutorial`` extra. A notebook takes a minute or two on one core of a CPU. What it writes
+lies in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+
+from recipes.tutorial.notebooks import NOTEBOOKS, PICTURES, execute, load, pictures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all notebooks, or one."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    numbers = [int(path.name[0]) for path in NOTEBOOKS]
+    parser.add_argument("--only", type=int, choices=numbers, help="the notebook of this number")
+    only = parser.parse_args(argv).only
+    PICTURES.mkdir(exist_ok=True)
+    for number, path in zip(numbers, NOTEBOOKS, strict=True):
+        if only in (None, number):
+            start, notebook = time.perf_counter(), load(path)
+            with tempfile.TemporaryDirectory() as folder:
+                execute(notebook, Path(folder))
+            for old in PICTURES.glob(f"{path.stem}_*.png"):
+                old.unlink()
+            for name, content in pictures(path, notebook):
+                (PICTURES / name).write_bytes(content)
+            nbformat.write(notebook, path)
+            sys.stdout.write(f"{path.name}: {time.perf_counter() - start:.0f} seconds\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Runs the notebooks of this folder, and makes of what they show what is committed."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).parent
+NOTEBOOKS = tuple(sorted(FOLDER.glob("[0-9]_*.ipynb")))
+PICTURES = FOLDER / "pictures"
+_ROOT = FOLDER.parent.parent
+_PATIENCE = 600  # seconds for a cell, on a machine that is busy
+
+
+def load(path: Path) -> NotebookNode:
+    """Returns a notebook as it is in its file."""
+    return nbformat.read(path, as_version=4)
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Runs all cells in a folder, which takes what they write, and keeps their tidied outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+        ValueError: an output names the folder or this clone, which mean nothing elsewhere.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    # A kernel starts in the folder, from where neither `recipes` nor `dp-grape` would be found.
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=_PATIENCE, resources=resources).execute(env=env)
+    for cell in code_cells(notebook):
+        cell.outputs = _tidied(cell.outputs)
+        cell.metadata.pop("execution", None)  # when it ran
+    notebook.metadata.pop("language_info", None)  # the version of Python that ran it
+    for place in (folder.resolve(), _ROOT):
+        if str(place) in nbformat.writes(notebook):
+            raise ValueError(f"An output names a path of this machine: {place}")
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """Returns the cells that are run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _tidied(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Returns outputs without what libraries say on stderr, and with a stream in one piece."""
+    kept: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream":
+            if output.name == "stderr":
+                continue
+            if kept and kept[-1].output_type == "stream":
+                kept[-1].text += output.text
+                continue
+        kept.append(output)
+    return kept
+
+
+def found(notebook: NotebookNode) -> dict[str, Any]:
+    """Returns what a notebook found: the value of its last cell, a dictionary of numbers."""
+    (output,) = code_cells(notebook)[-1].outputs
+    return ast.literal_eval(output.data["text/plain"])
+
+
+def text_of(notebook: NotebookNode) -> str:
+    """Returns what a notebook prints."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+def pictures(path: Path, notebook: NotebookNode) -> Iterator[tuple[str, bytes]]:
+    """Yields name and content of each picture that a notebook shows, in order."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    shown = [data["image/png"] for o in outputs if "image/png" in (data := o.get("data", {}))]
+    for number, content in enumerate(shown, start=1):
+        yield f"{path.stem}_{number}.png", base64.b64decode(content)
