@@ -22,6 +22,7 @@ from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.adapters import advice
 from dp_grape_hf.per_sample.coins import examine_coins, refuse_noise
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
+from dp_grape_hf.per_sample.guards import caching_configs, without_cache
 from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
 from dp_grape_hf.per_sample.losses.losses import (
     HeadLoss,
@@ -110,6 +111,7 @@ class PerSampleEngine(ABC):
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
         keep_laid_out_for_training(model)
         refuse_modules(model)
+        self._caching = caching_configs(model)
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: set[bool] = set()  # whether training, when it was tried
@@ -240,7 +242,7 @@ class PerSampleEngine(ABC):
 
     def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
-        with self.observer.phase(FORWARD):
+        with self.observer.phase(FORWARD), without_cache(self._caching):
             return self._losses(model, inputs, batch_size)
 
     def _losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:

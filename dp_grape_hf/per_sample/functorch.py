@@ -351,16 +351,18 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
         raise
     except ERRORS as error:
         if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
-            reason = str(error).strip().split(". ")[0].split("\n")[0]
+            reason = _first_sentence(error)
         elif _fails(plain):
             raise
         else:
-            reason = f"{type(error).__name__} for one sample, which all together do not raise"
+            reason = (
+                f"{type(error).__name__} for one sample, which all together do not raise, "
+                f"{_first_sentence(error)!r}"
+            )
         raise NotVectorisedError(
             f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
             "requires_grad_(False), use an implementation that does not branch on values (for a "
-            "mixture of experts, experts_implementation='batched_mm') nor write into a cache "
-            "(config.use_cache=False), or try the other engine: "
+            "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
             'engine="layerwise" vectorises only modules whose own layers have no rule.'
         ) from error
 
@@ -370,6 +372,10 @@ ERRORS = (
     *(RuntimeError, TypeError, ValueError),
 )
 """Of the program, not of the machine; gradient checkpointing ends what it repeats by another."""
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().split(". ")[0].split("\n")[0]
 
 
 def _fails(function: Callable[[], Any]) -> bool:

@@ -91,6 +91,34 @@ def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     return all(map(same_state, left, right))
 
 
+# ---- Caches ----
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """Returns the configurations inside a model that say whether it keeps what it computes."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if hasattr(c, "use_cache")}.values())
+
+
+@contextmanager
+def without_cache(configs: Sequence[Any]) -> Iterator[None]:
+    """Has models keep no keys, values and states for a text that nobody will go on writing.
+
+    A layer writes them where no engine sees it: of all samples, and between other layers.
+
+    Args:
+        configs: of the models, from ``caching_configs``.
+    """
+    before = [config.use_cache for config in configs]
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config, use_cache in zip(configs, before, strict=True):
+            config.use_cache = use_cache
+
+
 # ---- Weights ----
 
 

@@ -25,6 +25,8 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import draws_beside, keeping_random_state, seed_all
 
+_NAMED = 5  # parameters that an error names, at most
+
 
 def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
     """Returns the batch of these rows of another: numbers, a slice or a mask."""
@@ -53,9 +55,10 @@ def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: i
     # NaN is not above 0: a sample with NaN values says nothing, and clipping leaves it out.
     if names := [n for n, g in gradients.items() if (g.squared_norm()[other] > 0).any()]:
         raise UnsupportedModelError(
-            "The loss of one sample depends on its batch-mates through "
-            f"{', '.join(names)}: the loss or a layer couples samples, or a layer is given their "
-            "positions in an order that mixes them. Clipping then bounds nothing."
+            "The loss of one sample depends on its batch-mates: the loss or a layer couples "
+            "samples, or a layer is given their positions in an order that mixes them. Clipping "
+            f"then bounds nothing. It shows in the gradients of {', '.join(names[:_NAMED])}"
+            f"{f' and {len(names) - _NAMED} more' if names[_NAMED:] else ''}."
         )
 
 

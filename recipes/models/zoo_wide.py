@@ -72,9 +72,7 @@ XLM = {
     "num_labels": LABELS,
     "n_langs": 1,
 }
-NO_CACHE = {"use_cache": False}  # as the Trainer sets it
 RECURRENT = {
-    **NO_CACHE,
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
@@ -143,7 +141,6 @@ NO_BATCH_NORM = dict.fromkeys(("functorch", "layerwise"), "mixes samples through
 
 GATED_DELTA = {
     **EXPERTS,
-    **NO_CACHE,
     "num_hidden_layers": 2,
     "head_dim": 8,
     "shared_expert_intermediate_size": 16,
@@ -281,7 +278,7 @@ WIDE = [
         "NystromformerConfig",
         {**ENCODER, "num_landmarks": 3, "segment_means_seq_len": 9},
         (WHOLE,),
-        refused={**NO_VMAP, "layerwise": "depends on its batch-mates"},
+        refused=dict.fromkeys(("functorch", "layerwise"), "a maximum over the whole batch"),
     ),
     Family(
         "Perceiver",
@@ -296,7 +293,6 @@ WIDE = [
             "num_labels": LABELS,
         },
         (SEQUENCE,),
-        refused={"layerwise": "rows for one sample"},
     ),
     Family(
         "RemBERT",
@@ -473,7 +469,7 @@ WIDE = [
     Family(
         "JetMoE",
         "JetMoeConfig",
-        {**EXPERTS, **NO_CACHE, "kv_channels": 8},
+        {**EXPERTS, "kv_channels": 8},
         (CAUSAL,),
         refused=NO_VMAP,
     ),
@@ -503,7 +499,6 @@ WIDE = [
         "BambaConfig",
         {
             **DECODER,
-            **NO_CACHE,
             "attn_layer_indices": [1],
             "mamba_n_heads": 4,
             "mamba_d_head": 16,
@@ -519,7 +514,6 @@ WIDE = [
         "JambaConfig",
         {
             **DECODER,
-            **NO_CACHE,
             "num_experts": 2,
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
@@ -536,7 +530,6 @@ WIDE = [
         "Lfm2Config",
         {
             **DECODER,
-            **NO_CACHE,
             "layer_types": ["conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
         },
@@ -566,7 +559,6 @@ WIDE = [
         "RecurrentGemmaConfig",
         {
             **DECODER,
-            **NO_CACHE,
             "num_hidden_layers": 3,
             "lru_width": HIDDEN,
             "attention_window_size": 4,
@@ -701,6 +693,12 @@ WIDE = [
     ),
     # Images
     Family("BEiT", "BeitConfig", {**VISION, "use_relative_position_bias": True}, (IMAGES,)),
+    Family(
+        "BEiT, shared bias",
+        "BeitConfig",
+        {**VISION, "num_hidden_layers": 2, "use_shared_relative_position_bias": True},
+        (IMAGES,),
+    ),
     Family("DINOv2", "Dinov2Config", VISION, (IMAGES,), without_part=("mask_token",)),
     Family(
         "FocalNet",

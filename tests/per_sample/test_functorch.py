@@ -386,18 +386,16 @@ def test_one_sample_that_fails_alone_is_a_refusal_with_the_error() -> None:
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_a_module_that_is_told_the_batch_size_as_a_number_is_refused_by_the_layerwise_engine() -> (
-    None
-):
+def test_a_module_told_the_batch_size_beside_a_tensor_is_refused_by_the_layerwise_engine() -> None:
     class Start(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.start = nn.Parameter(torch.ones(5, 8))
 
-        def forward(self, batch_size: int) -> Tensor:
+        def forward(self, hidden: Tensor, batch_size: int) -> Tensor:
             return self.start.expand(batch_size, 5, 8)
 
-    model = Toy(lambda m, h: h + m.beginning(len(h)), beginning=Start())
+    model = Toy(lambda m, h: h + m.beginning(h, len(h)), beginning=Start())
     check(model, positions(), loss=mean_output)
     with pytest.raises(UnsupportedModelError, match=r"beginning \(Start\) returned.*a number"):
         per_sample_gradients(model, positions(), loss=mean_output)

@@ -65,6 +65,11 @@ QUICK = (
     *("Whisper, speech recognition", "Whisper, audio classification", "Mixtral, causal LM"),
     *("Mixtral, a loop over experts, causal LM", "BERT + LoRA, sequence classification"),
     *("Llama + IA3, causal LM", "T5 + prompt tuning, seq2seq LM"),
+    # States that would be kept, tables that all samples share, a module told the batch size.
+    *("Mamba, causal LM", "Mamba-2, causal LM", "FalconMamba, causal LM", "Jamba, causal LM"),
+    *("RecurrentGemma, causal LM", "BEiT, shared bias, image classification"),
+    *("Perceiver, sequence classification", "Nystromformer, sequence classification"),
+    "Nystromformer, landmarks, classification of whole texts",
 )
 
 
@@ -211,6 +216,20 @@ def test_heads_may_share_the_embedding_or_not(name: str, engine: str, tied: bool
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert shared is tied
     check(model, row(name).batch(B), engine)
+
+
+def test_keys_and_values_are_kept_as_before_once_a_pass_is_over() -> None:
+    model, inputs = row("Llama, causal LM").model(use_cache=True), row("Llama, causal LM").batch(B)
+    kept: list[Any] = []
+    model.model.register_forward_hook(lambda *call: kept.append(call[-1].past_key_values))
+    engine = make_engine("layerwise", model)
+    engine(inputs, {})
+    kept.clear()
+    engine(inputs, {})
+    assert kept == [None]
+    with pytest.raises(IndexError):
+        engine({**inputs, "input_ids": inputs["input_ids"] + 1000}, {})
+    assert model.config.use_cache is True
 
 
 FROZEN = {

@@ -348,7 +348,7 @@ class Pass:
             raise UnsupportedModelError(
                 f"{site.label} cannot be vectorised over samples ({site.loops}), and fails for one "
                 f"sample after another: {type(error).__name__}: {error}. Freeze it with "
-                "requires_grad_(False), or, if it writes into a cache, set config.use_cache=False."
+                "requires_grad_(False)."
             ) from error
 
     def _tap(self, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -269,7 +269,8 @@ class Site:
 
 @dataclass(frozen=True)
 class _Call:
-    sizes: dict[Key, int]  # leading sizes of inputs and outputs
+    given: dict[Key, int]  # leading sizes of inputs
+    sizes: dict[Key, int]  # of inputs and outputs
     first: Tensor | None  # kept, so that its id stays its own
     leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
     differentiable: list[int]  # leading sizes of the outputs that require grad
@@ -316,20 +317,24 @@ class Sites:
             UnsupportedModelError: if a parameter's uses cannot be told apart by sample.
         """
         while True:
-            losses, calls = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
-            misfits = self._used_elsewhere(losses[0])
-            for site in self.all:
-                two, three = (c.get(site.path, []) for c in calls)
-                if reason := _learn(site, two, three, shapes):
-                    misfits.append(_Misfit(site, reason))
+            losses, plain = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
+            calls = plain
+            drafts = {site: replace(site, rows=Rows(), tensors={}) for site in self.all}
+            misfits = self._used_elsewhere(losses[0]) + _misfits(drafts, calls, shapes)
+            broadcast = [site for site in self.all if drafts[site].broadcast]
+            if broadcast and not misfits:  # learn what passes will be like for the sites behind
+                expanded = [self._expanded(run_model, broadcast, some) for some in losses]
+                calls = tuple(some for some in expanded if some is not None)
+                if len(calls) < 2:
+                    misfits = self._not_expandable(run_model, broadcast, losses[1])
             if not misfits:
-                misfits = self._not_expandable(run_model, losses[1])
+                misfits = _misfits({site: site for site in self.all}, calls, shapes)
             if not misfits:
                 self._refuse_units_inside()
                 self._find_siblings(calls[0])
                 return losses[0], losses[1]
             for misfit in misfits:
-                first = calls[0].get(misfit.site.path, [])[:1]
+                first = plain[0].get(misfit.site.path, [])[:1]
                 if misfit.site.is_table and first and not first[0].leading:
                     misfit.site.rule = None  # it may do under the generic rule
                 else:
@@ -431,17 +436,16 @@ class Sites:
 
     # ---- Which tensors carry the batch: two batch sizes are run, shapes are never compared ----
 
-    def _not_expandable(self, run_model: RunModel, losses: Tensor) -> list[_Misfit]:
+    def _not_expandable(
+        self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
+    ) -> list[_Misfit]:
         """Returns the sites with an output of leading size 1 that the model takes no other for.
 
         What is computed once for all samples (from broadcast position ids) must have one row for
         each, which the engine gives it. A model may object: it repeats the row itself, or has more
         rows than samples. That is found out by trying.
         """
-        sites = [site for site in self.all if site.broadcast]
-        if not sites or self._expands(run_model, sites, losses):
-            return []
-        alone = [site for site in sites if not self._expands(run_model, [site], losses)]
+        alone = [site for site in sites if self._expanded(run_model, [site], losses) is None]
         return [
             _Misfit(
                 site,
@@ -451,12 +455,15 @@ class Sites:
             for site in alone or sites
         ]
 
-    def _expands(self, run_model: RunModel, sites: Sequence[Site], losses: Tensor) -> bool:
+    def _expanded(
+        self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
+    ) -> dict[str, list[_Call]] | None:
+        """Returns the calls where these sites give a row per sample; None if the model objects."""
         try:
-            found, _ = self._observe(run_model, len(losses), sites)
+            found, calls = self._observe(run_model, len(losses), sites)
         except (RuntimeError, ValueError, IndexError):
-            return False
-        return found.shape == losses.shape
+            return None
+        return calls if found.shape == losses.shape else None
 
     def _observe(
         self, run_model: RunModel, size: int, expanded: Sequence[Site] = ()
@@ -484,8 +491,10 @@ class Sites:
                 if seen is not None and not seen.only:
                     looked_up.clear()
             first = first_tensor(args, kwargs)
+            given = leading_sizes((args, kwargs))
             call = _Call(
-                sizes=leading_sizes((args, kwargs)) | leading_sizes(output),
+                given=given,
+                sizes=given | leading_sizes(output),
                 first=first,
                 leading=looked_up if site.is_table else [first.shape[0]] if has_rows(first) else [],
                 differentiable=_differentiable(output),
@@ -510,6 +519,18 @@ class Sites:
                 site.siblings = tuple(sites)
 
 
+def _misfits(
+    learners: Mapping[Site, Site], calls: Sequence[Mapping[str, Sequence[_Call]]], shapes: Shapes
+) -> list[_Misfit]:
+    """Returns the sites for which what learns in their place cannot, from batches of 2 and 3."""
+    found = []
+    for site, learner in learners.items():
+        two, three = (some.get(site.path, []) for some in calls)
+        if reason := _learn(learner, two, three, shapes):
+            found.append(_Misfit(site, reason))
+    return found
+
+
 def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Shapes) -> str | None:
     """Stores what the calls of a site with batches of 2 and of 3 say; returns why they do not."""
     if not two and site.reason:  # a mere container: its own parent may tell the samples apart
@@ -526,6 +547,11 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
             if any(_without_samples(site.tensors.get(key)) for key in a.selected):
                 return f"{site.label} {_POSITIONS_ALONE}"
             site.broadcast = 1 in a.differentiable
+            if a.differentiable != b.differentiable and not _carried(site, a):
+                return (
+                    f"{site.label} is told the number of samples and given none of their tensors, "
+                    "so its calls do not tell them apart."
+                )
             continue
         if not a.leading:
             return f"{site.label} does not use its weight in a known way."
@@ -562,6 +588,11 @@ def _learn_tensors(site: Site, two: _Call, three: _Call, shapes: Shapes) -> str 
         if reason := rows.learn(two.sizes[key], three.sizes[key], shapes):
             return f"{site.label} {reason}"
     return None
+
+
+def _carried(site: Site, call: _Call) -> bool:
+    """Returns whether a tensor that a site without a rule is given carries the batch."""
+    return any(rows.carries for key, rows in site.tensors.items() if key in call.given)
 
 
 def _expand(size: int, output: Any) -> Any:

@@ -114,6 +114,13 @@ def refuse_coupling(layer: nn.Module) -> None:
             "its gradient with the contents of the whole batch. Set max_norm=None and "
             "scale_grad_by_freq=False."
         )
+    if name == "NystromformerSelfAttention" and layer.num_landmarks != layer.seq_len:
+        raise UnsupportedModelError(
+            f"{name} with {layer.num_landmarks=} of {layer.seq_len=} positions inverts a matrix by "
+            "iterations, which begin at one that is divided by a maximum over the whole batch. Set "
+            "num_landmarks to segment_means_seq_len in the config: attention is then the exact one "
+            "that landmarks approximate, with the same weights."
+        )
 
 
 def _positions(tensor: Tensor, batch_size: int) -> Tensor:

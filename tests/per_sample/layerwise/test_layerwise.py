@@ -62,10 +62,10 @@ def test_gradients_are_exact_under_gradient_checkpointing(case: Case) -> None:
     layer = next(m for m in block.modules() if list(m.parameters(recurse=False)))
     layer.register_forward_pre_hook(lambda *_: [next(forwards), None][1])
     gradients = per_sample_gradients(model, inputs, projections=projectors)[1]
-    # The probe evaluates twice for noise, eight times more (and once more to try a table with one
+    # The probe evaluates twice for noise, eight times more (and twice more to try a table with one
     # row per sample), twice for the model's own loss, and trains twice for gradients and five times
     # for coins; what trains is repeated.
-    assert next(forwards) == 2 + 8 + bool(case.broadcasts) + 2 + 2 * (2 + 5) + 2
+    assert next(forwards) == 2 + 8 + 2 * bool(case.broadcasts) + 2 + 2 * (2 + 5) + 2
     assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
     assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
 
@@ -207,6 +207,80 @@ def test_a_table_of_relative_positions_gives_way_to_the_attention_around_it(
         assert_gradients_equal(gradients, expected)
     generic = [site.path for site in engine._sites if site.rule is None and site.reason]
     assert generic == ["encoder.block.0.layer.0.SelfAttention"]
+
+
+class SharedScores(nn.Module):
+    """Computes scores of relative positions once, for attention with a bare weight."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(9))
+
+        def forward(self, positions: int) -> Tensor:
+            places = torch.arange(positions)
+            return self.table[places[:, None] - places[None] + 4][None]  # (1, T, T)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, hidden: Tensor, scores: Tensor) -> Tensor:
+            hidden = hidden * self.scale
+            return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scores = nn.Embedding(7, WIDTH), self.Scores()
+        self.attention, self.norm = self.Attention(), nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x.shape[1])
+        return self.attention(self.table(x), scores + self.norm(scores))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_what_is_computed_once_may_be_given_to_layers_of_any_kind(batch_size: int) -> None:
+    model = SharedScores()
+    engine = LayerwiseEngine(model, mean_output)
+    for samples in (batch_size, 3):
+        inputs = tokens(samples, 5)
+        expected = single_sample_gradients(model, inputs, {}, mean_output)[1]
+        assert_gradients_equal(engine(inputs, {})[1], expected)
+    assert {site.path for site in engine._sites} == {"table", "scores", "attention", "norm"}
+
+
+class ToldTheBatchSize(nn.Module):
+    """Begins with a weight that is repeated as often as it is told."""
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.randn(3, WIDTH))
+
+        def forward(self, samples: int) -> Tensor:
+            return self.start.expand(samples, -1, -1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.start, self.mix = nn.Embedding(7, WIDTH), self.Start(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        return self.mix((self.start(len(x)) @ hidden.transpose(1, 2)).tanh() @ hidden)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_a_module_that_is_told_the_batch_size_gives_way_to_the_one_around_it(
+    batch_size: int,
+) -> None:
+    around = nn.Sequential(ToldTheBatchSize(), nn.Linear(4, 4))
+    engine = LayerwiseEngine(around, mean_output)
+    inputs = {"input": next(iter(tokens(batch_size, 5).values()))}
+    expected = single_sample_gradients(around, inputs, {}, mean_output)[1]
+    assert_gradients_equal(engine(inputs, {})[1], expected)
+    assert {site.path for site in engine._sites} == {"0", "1"}
 
 
 # ---- A weight with several uses ----
