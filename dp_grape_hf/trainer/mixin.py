@@ -283,7 +283,7 @@ class DPGrapeMixin(_Host):
         if prepared is not None:
             check_dataset(prepared)
             if args.private and args.privacy_unit_column is None:
-                warn_of_rows(prepared)
+                warn_of_rows(prepared, self.processing_class)
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
             self._choose_batch()

@@ -1,14 +1,14 @@
 """Rows of the training data that are not examples: parts of one, or blocks of several.
 
 Whose a row is is not written in it, so that this is a warning, of signs. Not seen are rows that
-were made of a selection of a split and are fewer than the whole of it, and data that are no
-``datasets.Dataset``.
+were made of a selection of a split and are fewer than the whole of it, texts that were joined
+without a mark of where one ends, and data that are no ``datasets.Dataset``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,14 +18,17 @@ _LOOKED_AT = 64  # rows, at most, that must all look like blocks
 _TELLING = 8  # rows, at least: fewer may have one length by chance
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "labels"}
 _ID, _MAPPING = "example_id", "overflow_to_sample_mapping"
+_LENGTHS, _POSITIONS = "seq_lengths", "position_ids"
 
 
-def warn_of_rows(dataset: Any) -> None:
+def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
     """Warns of training data of which each row counts as an example and does not look like one.
 
     Args:
         dataset: of a ``datasets.Dataset`` columns and the first rows are read, without its
             transform; nothing else is looked at.
+        tokenizer: that made the rows, or a processor that has one; it knows which tokens stand at
+            the ends of a text. None if there is none.
     """
     if not (hasattr(dataset, "column_names") and hasattr(dataset, "with_format")):
         return
@@ -39,14 +42,14 @@ def warn_of_rows(dataset: Any) -> None:
             "" if _ID in plain.column_names else _KEEP,
             _ID,
         )
-    elif _looks_packed(plain):
+    elif sign := _sign_of_packing(plain, getattr(tokenizer, "tokenizer", tokenizer)):
         logger.warning(
-            "The first rows of train_dataset have one length, no padding, and begin in the middle "
-            "of something: texts that were packed into blocks. A row then mixes texts of several "
-            "people, and epsilon protects a row and nobody's text. Give each text a row of its own "
-            "(truncation=True and no packing), or pack only what belongs to one person and keep "
-            "who that is in a column, and set privacy_unit_column to its name. If each row is one "
-            "example, nothing is wrong."
+            "train_dataset %s: texts that were packed into blocks. A row then mixes texts of "
+            "several people, and epsilon protects a row and nobody's text. Give each text a row of "
+            "its own (truncation=True and no packing), or pack only what belongs to one person and "
+            "keep who that is in a column, and set privacy_unit_column to its name. If each row is "
+            "one example, nothing is wrong.",
+            sign,
         )
 
 
@@ -79,22 +82,37 @@ def _rows_of_source(dataset: Any) -> int | None:
     return None if split is None else split.num_examples
 
 
-def _looks_packed(dataset: Any) -> bool:
-    """Whether the first rows are those of a language model, in blocks of one length.
-
-    Texts that were cut at one length begin alike, if their tokenizer marks the beginning, or are as
-    many as there were; and what they are padded with is masked.
-    """
-    columns = set(dataset.column_names)
+def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
+    """Says by what the first rows show that each is several texts; None if nothing shows it."""
+    columns, rows = set(dataset.column_names), dataset[:_LOOKED_AT]
+    if _LENGTHS in columns and any(isinstance(x, list) and len(x) > 1 for x in rows[_LENGTHS]):
+        return f"has a column {_LENGTHS!r} with several lengths in a row"
+    if _POSITIONS in columns and any(map(_begins_again, rows[_POSITIONS])):
+        return f"has a column {_POSITIONS!r} that begins again within a row"
     if not {"input_ids"} <= columns <= _TOKENS or _rows_of_source(dataset) == len(dataset):
-        return False
-    rows: Mapping[str, list[Any]] = dataset[:_LOOKED_AT]
+        return None
     ids = rows["input_ids"]
-    if rows.get("labels", ids) != ids or len(ids) < _TELLING:
-        return False
-    masks = rows.get("attention_mask", [])
-    return (
-        len({len(row) for row in ids}) == 1
-        and len({tuple(row[:1]) for row in ids}) > 1
-        and all(all(mask) for mask in masks)
-    )
+    if rows.get("labels", ids) != ids or len(ids) < _TELLING or len(set(map(len, ids))) > 1:
+        return None
+    # A conversation has ends of texts as well, but not every one of them is as long as the next.
+    return _ENDS_INSIDE if any(_ends_inside(row, tokenizer) for row in ids) else None
+
+
+_ENDS_INSIDE = "has rows of one length with the token in them that begins or ends a text"
+
+
+def _begins_again(positions: Any) -> bool:
+    """Whether positions count from 0 more than once; in padding they do not count."""
+    return isinstance(positions, list) and list(pairwise(positions)).count((0, 1)) > 1
+
+
+def _ends_inside(ids: Sequence[int], tokenizer: Any) -> bool:
+    """Whether a token that begins or ends a text has others on either side, besides padding."""
+    ends = {
+        token
+        for name in ("bos_token_id", "cls_token_id", "eos_token_id")
+        if (token := getattr(tokenizer, name, None)) is not None
+    }
+    outside = ends | {getattr(tokenizer, "pad_token_id", None)}
+    inside = [place for place, token in enumerate(ids) if token not in outside]
+    return bool(inside) and not ends.isdisjoint(ids[inside[0] : inside[-1]])

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,46 @@ def whole(texts: Batch) -> Batch:
     }
 
 
-def packed(texts: Batch, size: int = 8) -> Batch:
-    """Joins all texts, and cuts them into blocks."""
-    tokens = [token for text in texts["text"] for token in text]
+BEGIN, END, PAD = 1, 2, 0
+
+
+class Tokens:
+    """What is asked of a tokenizer."""
+
+    bos_token_id, cls_token_id, eos_token_id, pad_token_id = BEGIN, None, END, PAD
+
+
+class Processor:
+    """A tokenizer with something beside it."""
+
+    tokenizer = Tokens()
+
+
+def packed(texts: Batch, marks: tuple[int, ...] = (END,), size: int = 12) -> Batch:
+    """Joins all texts, with marks behind each, and cuts them into blocks."""
+    tokens = [token for text in texts["text"] for token in (*text, *marks)]
     blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
     return {"input_ids": blocks, "attention_mask": [[1] * size] * len(blocks), "labels": blocks}
+
+
+def in_pairs(texts: Batch) -> Batch:
+    """Two texts a row, as TRL packs them, and where each ends."""
+    pairs = list(zip(texts["text"][::2], texts["text"][1::2], strict=True))
+    return {
+        "input_ids": [one + other for one, other in pairs],
+        "seq_lengths": [[len(one), len(other)] for one, other in pairs],
+        "position_ids": [[*range(len(one)), *range(len(other))] for one, other in pairs],
+    }
+
+
+def alone(texts: Batch) -> Batch:
+    """What packing leaves of texts of which no two fit in a row, padded on either side."""
+    rows = texts["text"]
+    return {
+        "input_ids": [[PAD, *row, PAD] for row in rows],
+        "seq_lengths": [[len(row)] for row in rows],
+        "position_ids": [[1, *range(len(row)), 0] for row in rows],
+    }
 
 
 def without(function: Callable[[Batch], Batch], *names: str) -> Callable[[Batch], Batch]:
@@ -106,12 +142,27 @@ def test_rows_of_one_example_are_warned_of(
     assert not any(word.isdigit() for word in warning.replace(".", " ").split())  # N may be secret
 
 
+@pytest.mark.parametrize(
+    ("makes", "tokenizer", "words"),
+    [
+        (packed, Tokens(), "in them that begins or ends a text"),
+        (partial(packed, marks=(BEGIN,)), Processor(), "in them that begins or ends a text"),
+        (without(in_pairs, "position_ids"), None, "'seq_lengths' with several lengths in a row"),
+        (without(in_pairs, "seq_lengths"), None, "'position_ids' that begins again within a row"),
+    ],
+)
 def test_blocks_of_packed_texts_are_warned_of(
-    loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    makes: Callable[[Batch], Batch],
+    tokenizer: Any,
+    words: str,
+    loaded: Dataset,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (warning,) = said(mapped(loaded, packed), tmp_path, caplog)
-    assert "packed into blocks" in warning
-    assert "privacy_unit_column" in warning
+    warn_of_rows(mapped(loaded, makes), tokenizer)
+    (record,) = caplog.records
+    assert words in record.getMessage()
+    assert "packed into blocks" in record.getMessage()
+    assert "privacy_unit_column" in record.getMessage()
 
 
 def unpacked(length: int, first: int | None = None) -> Callable[[Batch], Batch]:
@@ -146,7 +197,10 @@ def classified(texts: Batch) -> Batch:
         lambda data: mapped(data, whole).shuffle(seed=0).select(range(12)),
         lambda data: mapped(data.select(range(12)), unpacked(9)),
         lambda data: mapped(data, unpacked(6)),  # as many as there were
+        lambda data: mapped(data.select(range(12)), unpacked(6)),
         lambda data: mapped(data.select(range(12)), unpacked(6, first=1)),
+        lambda data: mapped(data.select(range(12)), partial(packed, marks=())),  # nothing shows it
+        lambda data: mapped(data, alone),
         lambda data: mapped(data.select(range(12)), padded),
         lambda data: mapped(data.select(range(12)), classified),
         lambda data: mapped(data.select(range(12)), unpacked(6)).add_column("user", [*"ab"] * 6),
@@ -165,7 +219,34 @@ def test_rows_that_are_examples_are_not_warned_of(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert said(makes(loaded), tmp_path, caplog) == []
+    data = makes(loaded)
+    assert said(data, tmp_path, caplog) == []
+    warn_of_rows(data, Tokens())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [BEGIN, 7, 8, END, PAD],
+        [PAD, PAD, BEGIN, 7, END],
+        [BEGIN, PAD, PAD, PAD, END],
+        [7, 8, 9, 9, 9],
+    ],
+)
+def test_the_ends_of_a_text_at_its_ends_are_no_sign(
+    row: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_rows(Dataset.from_dict({"input_ids": [row] * 9}), Tokens())
+    assert not caplog.records
+
+
+def test_conversations_of_several_lengths_may_have_ends_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = [[7] * i + [END, 8, 9, END] for i in range(1, 12)]
+    warn_of_rows(Dataset.from_dict({"input_ids": rows}), Tokens())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -190,7 +271,7 @@ def test_no_row_is_transformed_to_look_at_it(
     """A transform may toss coins, and read files."""
     data = mapped(loaded, packed)
     data.set_transform(lambda rows: pytest.fail("it was fetched"))
-    warn_of_rows(data)
+    warn_of_rows(data, Tokens())
     assert len(caplog.records) == 1
 
 
