@@ -8,7 +8,7 @@ WHEELS := $(VENV)/transformers
 PIP_LOG := $(VENV)/pip.log
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
-	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1"
+	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1,*.ipynb:T20"
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 # --cpu keeps a personal accelerate configuration out of it, and the hidden devices keep the Trainer
 # off a GPU, so that the demo is the same run everywhere. One thread: its matrices are too small to

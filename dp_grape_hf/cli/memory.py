@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from tqdm import tqdm
@@ -20,6 +20,7 @@ from dp_grape_hf.memory import (
     FORMULAS,
     GIB,
     KINDS,
+    KNOBS,
     MOST_SAMPLES,
     TITLES,
     Compared,
@@ -35,6 +36,7 @@ from dp_grape_hf.memory import (
     compared,
     every_method,
     footprint,
+    interpolated,
     largest_batch,
     read_config,
     simulate_all,
@@ -64,7 +66,9 @@ def run(args: argparse.Namespace) -> str:
     )
     if args.all_methods:
         return _compare(model, setting, args)
-    progress = tqdm(disable=None, unit=" steps", desc="simulating")
+    names = list(dict.fromkeys(args.methods or COMPARED))
+    steps = len(names) * (1 if args.gpu_memory is None else 2) + len(KNOBS) * args.knobs
+    progress = tqdm(disable=None, total=steps, unit=" steps", desc="simulating")
 
     @cache
     def footprint_of(setting: Setting) -> Footprint:
@@ -74,7 +78,6 @@ def run(args: argparse.Namespace) -> str:
     def peak_of(setting: Setting) -> Peak:
         return footprint_of(setting).peak
 
-    names = list(dict.fromkeys(args.methods or COMPARED))
     settings = {name: compared(name, setting) for name in names}
     footprints = {name: footprint_of(setting) for name, setting in settings.items()}
     report = Report(model.name, model.parameters, model.length, setting, footprints)
@@ -85,7 +88,12 @@ def run(args: argparse.Namespace) -> str:
         report.card = (args.gpu_memory, args.reserve)
         limit = int((args.gpu_memory - args.reserve) * GIB)
         report.largest = {
-            method: largest_batch(_total(peak_of, setting), limit, setting.batch_size)
+            method: largest_batch(
+                _total(peak_of, setting),
+                limit,
+                setting.batch_size,
+                partial(_foreseen, footprint_of, setting),
+            )
             for method, setting in settings.items()
         }
     too_large = limit is not None and peak_of(chosen).total > limit
@@ -130,6 +138,15 @@ def _compare(model: ModelOfConfig, setting: Setting, args: argparse.Namespace) -
 def _total(peak_of: Simulate, setting: Setting) -> Callable[[int], int]:
     """Returns the peak in bytes as a function of the batch size."""
     return lambda size: peak_of(replace(setting, batch_size=size)).total
+
+
+def _foreseen(
+    footprint_of: Callable[[Setting], Footprint], setting: Setting, one: int, other: int, size: int
+) -> int | None:
+    """Returns the peak of a batch size from the traces of two others, if they tell it."""
+    some = [(n, footprint_of(replace(setting, batch_size=n)).trace) for n in (one, other)]
+    trace = interpolated(some[0], some[1], size)
+    return None if trace is None else trace.total()
 
 
 # ---- What is shown: tables in GiB or MiB, JSON in bytes ----

@@ -17,6 +17,7 @@ from dp_grape_hf.memory.comparison import (
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.fit import (
     GIB,
+    KNOBS,
     MOST_SAMPLES,
     Fit,
     Simulate,
@@ -47,6 +48,8 @@ from dp_grape_hf.memory.timeline import (
     WEIGHTS,
     Peak,
     Timeline,
+    Trace,
+    interpolated,
 )
 
 __all__ = [
@@ -58,6 +61,7 @@ __all__ = [
     "FORMULAS",
     "GIB",
     "KINDS",
+    "KNOBS",
     "MOST_SAMPLES",
     "OPTIMIZER",
     "PROJECTIONS",
@@ -73,6 +77,7 @@ __all__ = [
     "Sizes",
     "Step",
     "Timeline",
+    "Trace",
     "Turned",
     "auto_class",
     "choices",
@@ -80,6 +85,7 @@ __all__ = [
     "every_method",
     "fake_tensors",
     "footprint",
+    "interpolated",
     "largest_batch",
     "prepared",
     "read_config",

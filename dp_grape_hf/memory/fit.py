@@ -13,6 +13,8 @@ from dp_grape_hf.memory.step import Setting
 from dp_grape_hf.memory.timeline import Peak
 
 Simulate = Callable[[Setting], Peak]
+Foresee = Callable[[int, int, int], int | None]
+"""Two batch sizes that were simulated and a third -> the peak of the third in bytes, or None."""
 GIB = 2**30
 
 MOST_SAMPLES = 2**16
@@ -123,12 +125,15 @@ def turn_until_it_fits(
     return Fit(tuple(turned), peak, peak.total <= limit)
 
 
-def largest_batch(total: Callable[[int], int], limit: int, start: int = 1) -> int:
+def largest_batch(
+    total: Callable[[int], int], limit: int, start: int = 1, foresee: Foresee | None = None
+) -> int:
     """Returns the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
 
     The peak grows with the batch size, nearly along a line, so the next size to try is where the
     line through the two nearest known points meets the limit. What is returned was simulated, and
-    so was the next size, unless it is ``MOST_SAMPLES``.
+    so was the next size, unless it is ``MOST_SAMPLES``. Where peaks can be foreseen, a smaller and
+    a larger size were simulated, and those in between follow from their allocations.
 
     >>> largest_batch(lambda size: 100 + 7 * size, 150)
     7
@@ -139,7 +144,11 @@ def largest_batch(total: Callable[[int], int], limit: int, start: int = 1) -> in
         total: batch size -> peak in bytes; it must not fall as the size grows.
         limit: bytes.
         start: the size to try first.
+        foresee: from two sizes, what ``total`` would return for one between them; None if that
+            does not follow.
     """
+    if foresee is not None and (found := _between(total, limit, start, foresee)) is not None:
+        return found
     known: dict[int, int] = {}
     low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
     guess = start
@@ -153,6 +162,27 @@ def largest_batch(total: Callable[[int], int], limit: int, start: int = 1) -> in
             guess = (low + high) // 2
         else:
             guess = _crossing(known, limit, low, high)
+    return low
+
+
+def _between(total: Callable[[int], int], limit: int, start: int, foresee: Foresee) -> int | None:
+    """Returns the largest batch size from a smaller and a larger one; None if it cannot."""
+    if total(start) > limit:
+        low, high = 1, start
+        if start == 1 or total(1) > limit:
+            return 0
+    else:  # what does not grow with the batch leaves room for more than the ratio of the peaks
+        low, high = start, min(max(4 * start * limit // total(start), 2 * start), MOST_SAMPLES)
+        while total(high) <= limit:
+            if high == MOST_SAMPLES:
+                return high
+            low, high = high, min(8 * high, MOST_SAMPLES)
+    one, other = low, high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (peak := foresee(one, other, middle)) is None:
+            return None
+        low, high = (middle, high) if peak <= limit else (low, middle)
     return low
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.per_sample import choice, classification, loss_for
 
@@ -45,7 +45,15 @@ class ModelOfConfig:
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._head = loss_for(model).head
+        try:
+            self._head = loss_for(model).head
+        except UnsupportedModelError:
+            if head is not None:
+                raise
+            raise PrivacyError(
+                f"Give --head, for example sequence-classification: the config names {self.name}, "
+                "which has no head of which the loss is known per sample."
+            ) from None
         if model.main_input_name not in _INPUTS:
             raise PrivacyError(
                 f"{self.name} takes {model.main_input_name}, and it is known how to make "
@@ -83,8 +91,8 @@ def _from_architecture(config: Any) -> Callable[[torch.dtype], nn.Module]:
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
         raise PrivacyError(
-            f"The config names the architecture {name!r}, from which no head follows. Give --head, "
-            "for example sequence-classification."
+            f"Give --head, for example sequence-classification: the config names the architecture "
+            f"{name!r}, from which no head follows."
         )
     return lambda dtype: cls._from_config(config, dtype=dtype)
 
@@ -135,7 +143,7 @@ def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
             model: nn.Module = cls.from_config(config, dtype=dtype)
         except ValueError as error:
             raise PrivacyError(
-                f"{type(config).__name__} makes no {cls.__name__}: {error}"
+                f"{type(config).__name__} makes no {cls.__name__}: {str(error).splitlines()[0]}"
             ) from error
         return model
 

@@ -40,6 +40,7 @@ from dp_grape_hf.memory.timeline import (
     WEIGHTS,
     Peak,
     Timeline,
+    Trace,
 )
 from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
@@ -331,6 +332,7 @@ class Footprint:
     projectors: int  # bytes kept from step to step
     flops: int  # of products, convolutions and attention
     sent: Mapping[str, int]  # collective -> bytes, as ``Timeline`` counts them
+    trace: Trace = field(compare=False, repr=False)
 
 
 def footprint(
@@ -372,6 +374,7 @@ def footprint(
             timeline.kept(PROJECTIONS),
             timeline.flops,
             timeline.sent,
+            timeline.trace(),
         )
 
 

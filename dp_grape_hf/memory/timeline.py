@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,9 +53,42 @@ class Peak:
         return sum(self.kinds.values())
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What was allocated and freed in a step, in order, in bytes as they were asked for."""
+
+    phases: tuple[str, ...]  # (E,) of each event
+    before: np.ndarray[Any, Any]  # (E,) int64, what the event changed
+    after: np.ndarray[Any, Any]  # (E,) int64, what it made of that
+
+    def total(self) -> int:
+        """Returns the most that was allocated at one time since the phase ``setup`` ended."""
+        now = (_blocks(self.after) - _blocks(self.before)).cumsum()
+        return int(now[[phase != "setup" for phase in self.phases]].max())
+
+
+def interpolated(some: tuple[int, Trace], other: tuple[int, Trace], size: int) -> Trace | None:
+    """Returns the trace of a batch size B from those of a smaller and a larger one, (B, trace).
+
+    It is None if these are not of the same events, or if the bytes of a tensor are not c + d B with
+    whole numbers c and d of 0 or more: so many for each sample, and so many for all.
+    """
+    (few, small), (many, large) = some, other
+    if small.phases != large.phases:
+        return None
+    numbers = []
+    for one, two in ((small.before, large.before), (small.after, large.after)):
+        slope, rest = np.divmod(two - one, many - few)
+        constant = one - slope * few
+        if rest.any() or slope.min() < 0 or constant.min() < 0:
+            return None
+        numbers.append(constant + slope * size)
+    return Trace(small.phases, *numbers)
+
+
 @dataclass(eq=False, slots=True)
 class _Allocation:
-    size: int  # bytes
+    size: int  # bytes that were asked for
     born: str  # phase
     kind: str | None = None
     died: str | None = None  # phase; None: alive to the end
@@ -63,8 +97,14 @@ class _Allocation:
 @dataclass(eq=False, slots=True)
 class _Event:
     allocation: _Allocation
-    change: int  # bytes
+    before: int  # bytes that were asked for
+    after: int
     phase: str
+
+    @property
+    def change(self) -> int:
+        """Bytes, in whole blocks."""
+        return _blocks(self.after) - _blocks(self.before)
 
 
 class Timeline(TorchDispatchMode):
@@ -98,9 +138,15 @@ class Timeline(TorchDispatchMode):
 
     def resized(self, tensor: Tensor) -> None:
         """Notes that the memory of a tensor was taken or freed, while the tensor lives on."""
-        allocation, size = self._allocation(tensor), _rounded(tensor)
-        self._events.append(_Event(allocation, size - allocation.size, self.phase))
+        allocation, size = self._allocation(tensor), tensor.untyped_storage().nbytes()
+        self._events.append(_Event(allocation, allocation.size, size, self.phase))
         allocation.size, allocation.kind = size, TEMPORARY
+
+    def trace(self) -> Trace:
+        """Returns what was allocated and freed up to now."""
+        events = self._events
+        sizes = np.array([(event.before, event.after) for event in events], np.int64)
+        return Trace(tuple(event.phase for event in events), sizes[:, 0], sizes[:, 1])
 
     def peak(self) -> Peak:
         """Returns the most that was allocated since the phase ``setup`` ended.
@@ -161,16 +207,16 @@ class Timeline(TorchDispatchMode):
         known: _Allocation | None = self._known.get(storage)
         if known is not None:
             return known
-        allocation = _Allocation(_rounded(tensor), self.phase)
+        allocation = _Allocation(storage.nbytes(), self.phase)
         self._known[storage] = allocation
-        self._events.append(_Event(allocation, allocation.size, self.phase))
+        self._events.append(_Event(allocation, 0, allocation.size, self.phase))
         self._references.add(weakref.ref(storage, partial(self._freed, allocation)))
         return allocation
 
     def _freed(self, allocation: _Allocation, reference: weakref.ref[torch.UntypedStorage]) -> None:
         self._references.discard(reference)
         allocation.died = self.phase
-        self._events.append(_Event(allocation, -allocation.size, self.phase))
+        self._events.append(_Event(allocation, allocation.size, 0, self.phase))
 
 
 def _whole(args: tuple[Any, ...]) -> int:
@@ -179,8 +225,9 @@ def _whole(args: tuple[Any, ...]) -> int:
     return max(map(sum, sizes))
 
 
-def _rounded(tensor: Tensor) -> int:
-    return -(-tensor.untyped_storage().nbytes() // _BLOCK) * _BLOCK
+def _blocks(size: Any) -> Any:
+    """Returns bytes, or an array of them, rounded up to whole blocks."""
+    return -(-size // _BLOCK) * _BLOCK
 
 
 def _kind(allocation: _Allocation) -> str:

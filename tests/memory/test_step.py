@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,10 @@ from dp_grape_hf.memory import (
     Peak,
     Setting,
     Timeline,
+    Trace,
     compared,
+    footprint,
+    interpolated,
     largest_batch,
     turn_each,
     turn_until_it_fits,
@@ -451,6 +455,72 @@ def test_the_largest_batch_fits_and_the_next_does_not(
     assert largest == MOST_SAMPLES or total(largest + 1) > limit
     assert {largest, largest + 1} - {0, MOST_SAMPLES + 1} <= set(asked)  # no extrapolation
     assert len(asked) == len(set(asked)) <= most
+
+
+@pytest.mark.parametrize("start", [1, 8, 40, 10_000])
+@pytest.mark.parametrize("limit", [1_000, 5_300, 24_000, 80_000])
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda size: 2_000 + 200 * size,
+        lambda size: max(5_300, 2_000 + 200 * size),
+        lambda size: max(20_000 + 2 * size, 10_000 + 400 * size),
+        lambda size: 1_000,
+        lambda size: 10**9,
+    ],
+)
+@pytest.mark.parametrize("foreseeable", [True, False])
+def test_a_foreseen_largest_batch_is_the_one_that_is_found_by_trying(
+    total: Callable[[int], int], limit: int, start: int, foreseeable: bool
+) -> None:
+    asked: set[int] = set()
+
+    def ask(size: int) -> int:
+        asked.add(size)
+        return total(size)
+
+    def foresee(one: int, other: int, size: int) -> int | None:
+        assert one < size < other
+        assert {one, other} <= asked
+        return total(size) if foreseeable else None
+
+    found = largest_batch(ask, limit, start, foresee)
+    assert found == largest_batch(total, limit, start)
+    if foreseeable and 0 < found < MOST_SAMPLES:
+        assert len(asked) <= 5
+        assert min(asked) <= found < max(asked)
+
+
+@pytest.mark.parametrize("method", ["adamw", "dp_grape", "dp_adam"])
+def test_a_step_between_two_others_takes_what_follows_from_them(method: str) -> None:
+    traces = {
+        size: footprint(
+            build("roberta"), batches("roberta", 16), Setting(method, batch_size=size)
+        ).trace
+        for size in (2, 5, 41)
+    }
+    foreseen = interpolated((2, traces[2]), (41, traces[41]), 5)
+    assert foreseen is not None
+    assert foreseen.total() == traces[5].total() < traces[41].total()
+    assert (foreseen.after == traces[5].after).all()
+
+
+def test_sizes_on_no_line_and_other_events_foresee_nothing() -> None:
+    def trace(*sizes: int, phase: str = "forward") -> Trace:
+        return Trace((phase,) * len(sizes), np.zeros(len(sizes), np.int64), np.array(sizes))
+
+    between = interpolated((1, trace(600, 8)), (5, trace(1000, 8)), 3)
+    assert between is not None
+    assert between.after.tolist() == [800, 8]
+    assert between.total() == 1024 + 512
+    for other in (
+        trace(1001, 8),  # no whole number for each sample
+        trace(600 * 25, 8),  # a square
+        trace(400, 8),
+        trace(1000),
+        trace(1000, 8, phase="backward"),
+    ):
+        assert interpolated((1, trace(600, 8)), (5, other), 3) is None
 
 
 def test_knobs_are_turned_until_the_step_fits_and_no_further() -> None:
