@@ -105,7 +105,7 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
     of = f"{steps} releases" + (f" of {runs} runs on the same data" if runs > 1 else "")
     counted = sum(releases.counted for releases in ledger.composed)
     if counted != steps:
-        of += f", accounted as {counted},"
+        of += f" (accounted as {counted})"
     if not ledger.private:
         yield f"epsilon after {of} is infinite: {'; '.join(ledger.not_private_reasons)}"
     elif delta is None:

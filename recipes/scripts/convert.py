@@ -1,11 +1,12 @@
-"""Makes a script that trains with transformers private: it imports other classes by the same names.
+"""Makes a script that trains with transformers or TRL private, by other classes of the same names.
 
     python -m recipes.scripts.convert run_glue.py            # shows the change
     python -m recipes.scripts.convert run_glue.py --write    # makes it
 
-``Trainer``, ``Seq2SeqTrainer`` and their arguments are imported from ``dp_grape_hf``, everything
-else from where it was. Modules beside the script that are imported by it, and name these classes as
-well, are changed with it. The script then takes ``--eps`` and ``--delta``.
+``Trainer``, ``Seq2SeqTrainer``, the SFT, DPO and reward trainers of TRL, and their arguments are
+imported from ``dp_grape_hf``, everything else from where it was. Modules beside the script that are
+imported by it, and name these classes as well, are changed with it. The script then takes ``--eps``
+and ``--delta``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ OURS = {
     "TrainingArguments": "DPGrapeTrainingArguments",
     "Seq2SeqTrainer": "DPGrapeSeq2SeqTrainer",
     "Seq2SeqTrainingArguments": "DPGrapeSeq2SeqTrainingArguments",
+    "SFTTrainer": "DPGrapeSFTTrainer",
+    "SFTConfig": "DPGrapeSFTConfig",
+    "DPOTrainer": "DPGrapeDPOTrainer",
+    "DPOConfig": "DPGrapeDPOConfig",
+    "RewardTrainer": "DPGrapeRewardTrainer",
+    "RewardConfig": "DPGrapeRewardConfig",
 }
-"""What stands in the place of a class of transformers."""
+"""What stands in the place of a class of transformers or TRL."""
+_LIBRARIES = ("transformers", "trl")
 
 
 def converted(source: str) -> str:
@@ -38,7 +46,7 @@ def converted(source: str) -> str:
     """
     lines = source.splitlines(keepends=True)
     for node in reversed(list(ast.walk(ast.parse(source)))):
-        if isinstance(node, ast.ImportFrom) and _is_of_transformers(node):
+        if isinstance(node, ast.ImportFrom) and _is_of_a_library(node):
             taken = [alias for alias in node.names if alias.name in OURS]
             if taken:
                 assert node.end_lineno is not None
@@ -48,8 +56,8 @@ def converted(source: str) -> str:
     return "".join(lines)
 
 
-def _is_of_transformers(node: ast.ImportFrom) -> bool:
-    return (node.module or "").partition(".")[0] == "transformers"
+def _is_of_a_library(node: ast.ImportFrom) -> bool:
+    return (node.module or "").partition(".")[0] in _LIBRARIES
 
 
 def _without(lines: list[str], node: ast.ImportFrom, taken: Sequence[ast.alias]) -> list[str]:
@@ -91,8 +99,8 @@ def changed(script: Path) -> dict[Path, str]:
     found = {path: new for path, text in texts.items() if (new := converted(text)) != text}
     if not found:
         raise ValueError(
-            f"{script} imports none of {', '.join(OURS)} from transformers by name. If it has "
-            "`import transformers`, write DPGrapeTrainer where it has transformers.Trainer."
+            f"{script} imports none of {', '.join(OURS)} by name from transformers or TRL. If "
+            "it has `import transformers`, write DPGrapeTrainer where it has transformers.Trainer."
         )
     return found
 

@@ -3,8 +3,8 @@
     python -m recipes.tutorial
     python -m recipes.tutorial --only 3
 
-Needs the ``tutorial`` extra. A notebook takes a minute or two on one core of a CPU. What it writes
-lies in a temporary folder.
+Needs the extras ``tutorial`` and ``sft``. A notebook takes two or three minutes on one core of a
+CPU. What it writes lies in a temporary folder.
 """
 
 from __future__ import annotations
