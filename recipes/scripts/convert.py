@@ -18,20 +18,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-OURS = {
-    "Trainer": "DPGrapeTrainer",
-    "TrainingArguments": "DPGrapeTrainingArguments",
-    "Seq2SeqTrainer": "DPGrapeSeq2SeqTrainer",
-    "Seq2SeqTrainingArguments": "DPGrapeSeq2SeqTrainingArguments",
-    "SFTTrainer": "DPGrapeSFTTrainer",
-    "SFTConfig": "DPGrapeSFTConfig",
-    "DPOTrainer": "DPGrapeDPOTrainer",
-    "DPOConfig": "DPGrapeDPOConfig",
-    "RewardTrainer": "DPGrapeRewardTrainer",
-    "RewardConfig": "DPGrapeRewardConfig",
+BY_LIBRARY = {
+    "transformers": {
+        "Trainer": "DPGrapeTrainer",
+        "TrainingArguments": "DPGrapeTrainingArguments",
+        "Seq2SeqTrainer": "DPGrapeSeq2SeqTrainer",
+        "Seq2SeqTrainingArguments": "DPGrapeSeq2SeqTrainingArguments",
+    },
+    "trl": {
+        "SFTTrainer": "DPGrapeSFTTrainer",
+        "SFTConfig": "DPGrapeSFTConfig",
+        "DPOTrainer": "DPGrapeDPOTrainer",
+        "DPOConfig": "DPGrapeDPOConfig",
+        "RewardTrainer": "DPGrapeRewardTrainer",
+        "RewardConfig": "DPGrapeRewardConfig",
+    },
 }
-"""What stands in the place of a class of transformers or TRL."""
-_LIBRARIES = ("transformers", "trl")
+"""What stands in the place of a class of a library."""
+OURS = {name: ours for classes in BY_LIBRARY.values() for name, ours in classes.items()}
 
 
 def converted(source: str) -> str:
@@ -46,18 +50,15 @@ def converted(source: str) -> str:
     """
     lines = source.splitlines(keepends=True)
     for node in reversed(list(ast.walk(ast.parse(source)))):
-        if isinstance(node, ast.ImportFrom) and _is_of_a_library(node):
-            taken = [alias for alias in node.names if alias.name in OURS]
+        if isinstance(node, ast.ImportFrom):
+            classes = BY_LIBRARY.get((node.module or "").partition(".")[0], {})
+            taken = [alias for alias in node.names if alias.name in classes]
             if taken:
                 assert node.end_lineno is not None
                 first, last = node.lineno - 1, node.end_lineno
                 kept = _without(lines[first:last], node, taken)
                 lines[first:last] = [*kept, _import_of(taken, " " * node.col_offset)]
     return "".join(lines)
-
-
-def _is_of_a_library(node: ast.ImportFrom) -> bool:
-    return (node.module or "").partition(".")[0] in _LIBRARIES
 
 
 def _without(lines: list[str], node: ast.ImportFrom, taken: Sequence[ast.alias]) -> list[str]:

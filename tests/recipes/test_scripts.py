@@ -145,6 +145,11 @@ def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixtur
             "from transformers import AutoModel as A\n"
             "from dp_grape_hf import DPGrapeTrainer as Trainer\nTrainer()\n",
         ),
+        (
+            "from trl import SFTConfig, SFTTrainer\n",
+            "from dp_grape_hf import DPGrapeSFTConfig as SFTConfig, "
+            "DPGrapeSFTTrainer as SFTTrainer\n",
+        ),
         ("from trl import Trainer\nfrom transformers import set_seed\n", None),
         ("from . import Trainer\n", None),
     ],
