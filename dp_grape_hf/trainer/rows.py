@@ -14,7 +14,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 64  # rows, at most, that must all look like blocks
+_LOOKED_AT = 64  # rows, at most
 _TELLING = 8  # rows, at least: fewer may have one length by chance
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "labels"}
 _ID, _MAPPING = "example_id", "overflow_to_sample_mapping"
@@ -84,15 +84,17 @@ def _rows_of_source(dataset: Any) -> int | None:
 
 def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
     """Says by what the first rows show that each is several texts; None if nothing shows it."""
-    columns, rows = set(dataset.column_names), dataset[:_LOOKED_AT]
+    columns = set(dataset.column_names)
+    rows = dataset.select(range(min(_LOOKED_AT, len(dataset))))  # of which columns are read alone
     if _LENGTHS in columns and any(isinstance(x, list) and len(x) > 1 for x in rows[_LENGTHS]):
         return f"has a column {_LENGTHS!r} with several lengths in a row"
     if _POSITIONS in columns and any(map(_begins_again, rows[_POSITIONS])):
         return f"has a column {_POSITIONS!r} that begins again within a row"
     if not {"input_ids"} <= columns <= _TOKENS or _rows_of_source(dataset) == len(dataset):
         return None
-    ids = rows["input_ids"]
-    if rows.get("labels", ids) != ids or len(ids) < _TELLING or len(set(map(len, ids))) > 1:
+    ids = list(rows["input_ids"])
+    labels = list(rows["labels"]) if "labels" in columns else ids
+    if labels != ids or len(ids) < _TELLING or len(set(map(len, ids))) > 1:
         return None
     # A conversation has ends of texts as well, but not every one of them is as long as the next.
     return _ENDS_INSIDE if any(_ends_inside(row, tokenizer) for row in ids) else None

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image
 
 from dp_grape_hf.trainer.rows import warn_of_rows
 from tests.support.models import only
@@ -294,3 +294,12 @@ def test_what_the_warning_advises_trains_on_whole_examples(loaded: Dataset, tmp_
     trainer.train()
     assert len(data) > SOURCE
     assert trainer.privacy_spent().mechanism.num_samples == SOURCE
+
+
+def test_no_image_is_decoded_to_look_for_packed_texts() -> None:
+    features = Features({"image": Image()})
+    broken = [{"bytes": b"no image", "path": None}] * 9
+    data = Dataset.from_dict({"image": broken}, features=features)
+    with pytest.raises(OSError, match="cannot identify"):
+        data[:9]
+    warn_of_rows(data, Tokens())
