@@ -70,7 +70,7 @@ def final_noise(
     weights: Tensor = model.weight.detach()
     return {
         "bands": len(mechanism.bands),
-        "predicted": mechanism.noise_multiplier * left / batch,
+        "predicted": mechanism.noise_multiplier * mechanism.max_grad_norm * left / batch,
         "measured": float(weights.square().mean().sqrt()),
     }
 

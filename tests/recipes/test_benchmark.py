@@ -5,7 +5,6 @@ No time is compared with another here: where time matters, the clock is replaced
 
 import importlib.util
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,6 @@ from recipes.benchmark.methods import (
     prepare,
 )
 from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
-from recipes.benchmark.noise_left import final_noise
 from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
 from recipes.benchmark.timing import (
     SWEEPS,
@@ -372,15 +370,3 @@ def test_adapters_are_measured_and_opake_where_it_is_installed() -> None:
     installed = importlib.util.find_spec("opake") is not None
     for title in others:
         assert "rounds" in results[title] if installed else "'opake'" in results[title]["error"]
-
-
-def test_correlated_noise_leaves_what_is_predicted(tmp_path: Path) -> None:
-    """Of 80,000 weights: within five standard errors of a standard deviation."""
-    record = {
-        noise: final_noise(noise, 8.0, 1000, 100, 20, str(tmp_path))
-        for noise in ("independent", "banded")
-    }
-    for found in record.values():
-        assert found["measured"] == pytest.approx(found["predicted"], rel=5 / math.sqrt(160_000))
-    assert record["independent"]["bands"] == 1 < record["banded"]["bands"]
-    assert record["banded"]["measured"] < 0.95 * record["independent"]["measured"]

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.accounting import compute_epsilon, noise_left, released_noise, what_arrives
-from dp_grape_hf.arguments import PrivacyPlan, schedule_of
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.publishing import verify
-from dp_grape_hf.trainer.run import Run
+from recipes.benchmark.noise_left import NOISES, final_noise
 from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
@@ -27,7 +25,6 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     examples_of,
-    make_args,
     make_trainer,
     no_loss,
     owned,
@@ -71,41 +68,14 @@ def test_noise_in_the_weights_is_as_predicted(
     0.25 %. The prediction is relative to independent noise, of which the same is measured.
     """
 
-    def moved(noise: str) -> tuple[float, Any]:
-        model = nn.Linear(400, 200, bias=False)
-        nn.init.zeros_(model.weight)
-        args = make_args(
-            tmp_path,
-            noise=noise,
-            target_epsilon=epsilon,
-            target_delta=1e-5,
-            accountant="least",
-            expected_batch_size=batch,
-            max_steps=steps,
-            method="dp_adam",
-            update_rule="momentum",
-            learning_rate=1.0,
-        )
-        plan = PrivacyPlan(args, size)
-        run = Run(args, model, lambda outputs, labels: outputs.sum(1))
-        run.start(Ledger.start(plan.mechanism), torch.Generator().manual_seed(0))
-        optimizer = run.make_optimizer()
-        scheduler = get_scheduler("linear", optimizer, 0, steps)
-        for number in range(steps):
-            run.step(number, LogicalBatch([], []))
-            optimizer.step()
-            scheduler.step()
-        assert args.max_grad_norm == 1.0
-        return float(model.weight.detach().square().mean().sqrt()), plan
-
-    (alone, plan), (together, banded) = moved("independent"), moved("banded")
-    arrives = what_arrives(schedule_of(banded._args, steps), 0.9)
-    bands = banded.mechanism.bands
-    predicted = banded.mechanism.noise_multiplier * noise_left(bands, arrives)
-    before = plan.mechanism.noise_multiplier * noise_left((1.0,), arrives)
-    assert together / alone == pytest.approx(predicted / before, rel=0.03)
-    assert together == pytest.approx(predicted / batch, rel=0.03)
+    alone, banded = (
+        final_noise(noise, epsilon, size, batch, steps, str(tmp_path)) for noise in NOISES
+    )
+    before, predicted = alone["predicted"], banded["predicted"]
+    assert banded["measured"] / alone["measured"] == pytest.approx(predicted / before, rel=0.03)
+    assert banded["measured"] == pytest.approx(predicted, rel=0.03)
     assert predicted < before
+    assert alone["bands"] == 1 < banded["bands"]
 
 
 # ---- What a run counts ----
