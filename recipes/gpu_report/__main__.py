@@ -1,7 +1,7 @@
 """Checks, times and weighs private training on a GPU, and holds the simulated memory against it.
 
     python -m recipes.gpu_report
-    python -m recipes.gpu_report --parts checks cells --only "RoBERTa|ViT" --minutes 9
+    python -m recipes.gpu_report --parts checks cells --only "(RoBERTa|ViT).*dp_grape$" --minutes 9
     python -m recipes.gpu_report --parts simulations          # needs no GPU
     python -m recipes.gpu_report --device cpu --tiny --output_dir runs/gpu-report  # tries it out
 
@@ -47,7 +47,16 @@ import dp_grape_hf
 from dp_grape_hf import memory
 from dp_grape_hf.memory import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
 from dp_grape_hf.per_sample import GradSampleMode
-from recipes.benchmark.methods import COMPILED, PlainTraining, PrivateTraining, now, quiet
+from recipes.benchmark.methods import (
+    COMPILED,
+    CORRELATED,
+    MEASURED,
+    PRINCIPAL,
+    PlainTraining,
+    PrivateTraining,
+    now,
+    quiet,
+)
 from recipes.benchmark.models import VIT, Batch, Setting
 from recipes.common.provenance import git_commit
 from recipes.gpu_report.checks import checks
@@ -55,7 +64,7 @@ from recipes.gpu_report.models import SHAPES, TINY, Shape
 from recipes.gpu_report.table import render
 
 PARTS = ("checks", "cells", "simulations", "table")
-MEASURED = {"checks", "cells"}
+NEED_DEVICE = {"checks", "cells"}
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 
 WARMUP, STEPS = 2, 8
@@ -78,6 +87,8 @@ WAYS: dict[str, Way] = {
     memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
     COMPILED: Way(partial(PlainTraining, torch_compile=True), None),
     "dp_grape": _private("dp_grape", projection="gaussian"),
+    PRINCIPAL: Way(partial(PrivateTraining, **MEASURED), None),
+    CORRELATED: Way(partial(PrivateTraining, **MEASURED, noise="banded"), None),
     "dp_adam": _private("dp_adam"),
     "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GradSampleMode.GHOST),
     "dp_adam_materialise": _private("dp_adam", grad_sample_mode=GradSampleMode.MATERIALISE),
@@ -91,6 +102,8 @@ def is_measured(method: str, shape: Shape, setting: Setting) -> bool:
     """Returns whether a method is of interest for a model, and takes it."""
     if method == COMPILED:
         return setting.batch_size == shape.compiled
+    if method in (PRINCIPAL, CORRELATED):  # which have a rank of their own
+        return False
     if method == "dpzero":
         return setting.dtype == "float32"
     return method != "dp_galore" or setting.model == VIT  # the paper has it for images
@@ -117,18 +130,23 @@ class Cell:
 
 
 def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
-    """Returns all cells of the shapes whose names match."""
-    cells = []
+    """Returns all cells whose names match, those of each shape's first batch before the others."""
+    ordered = []
     for name, shape in shapes.items():
-        if re.search(only, name):
-            for size in shape.batch_sizes:
-                setting = replace(shape.setting, batch_size=size)
-                cells += [Cell(name, setting, m) for m in WAYS if is_measured(m, shape, setting)]
+        for turn, size in enumerate(shape.batch_sizes):
+            setting = replace(shape.setting, batch_size=size)
+            cells = [Cell(name, setting, m) for m in WAYS if is_measured(m, shape, setting)]
+            cells += [
+                Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
+                for rank in shape.ranks
+            ]
+            if shape.ranks and turn == 0:
+                small = replace(setting, rank=MEASURED["projection_rank"])
                 cells += [
-                    Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
-                    for rank in shape.ranks
+                    Cell(name, small, f"{way} r={small.rank}") for way in (PRINCIPAL, CORRELATED)
                 ]
-    return cells
+            ordered += [(turn, cell) for cell in cells if re.search(only, str(cell))]
+    return [cell for _, cell in sorted(ordered, key=lambda item: item[0])]
 
 
 # ---- One cell ----
@@ -332,7 +350,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--only", default="", help="regular expression for the names of the models of the cells")
+    add(
+        "--only", default="", help="regular expression for the names of cells: model, batch, method"
+    )
     add("--minutes", type=float, default=9.0, help="start no new cell after this long")
     add("--steps", type=int, default=STEPS, help="that are timed, of a cell")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -341,7 +361,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--report", help="the device whose report simulations are for; default: the one here")
     add("--output_dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    if options.report and MEASURED & set(options.parts):
+    if options.report and NEED_DEVICE & set(options.parts):
         parser.error("--report is for simulations and tables: what is measured here is of here")
     return options
 
@@ -349,7 +369,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Does what is left of the report; returns the exit status."""
     options = parse(argv)
-    needs_device = bool(MEASURED & set(options.parts))
+    needs_device = bool(NEED_DEVICE & set(options.parts))
     if options.device == "cuda" and needs_device and not torch.cuda.is_available():
         sys.stderr.write(
             "gpu_report measures on a GPU, and torch sees no CUDA device here. Run it on a machine "

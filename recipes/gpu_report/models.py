@@ -36,10 +36,16 @@ class RobertaPromptForSequenceClassification(RobertaForMaskedLM):
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
-        mask_pos: Tensor,
+        mask_pos: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Any:
-        """Returns the logits (B, 2), and the mean loss if there are labels (B,)."""
+        """Returns the logits (B, 2), and the mean loss if there are labels (B,).
+
+        Principal directions are measured on texts that are made up, which have no mask: the middle
+        is then read.
+        """
+        if mask_pos is None:
+            mask_pos = input_ids.new_full((len(input_ids),), input_ids.shape[1] // 2)
         outputs = logits_at_mask(self, input_ids, attention_mask, mask_pos)
         if labels is not None:
             outputs.loss = functional.cross_entropy(outputs.logits, labels)
@@ -88,8 +94,9 @@ class Shape:
 
     Args:
         setting: the model.
-        batch_sizes: the batches.
-        ranks: further ones of DP-GRAPE.
+        batch_sizes: the batches; the first is measured before all others.
+        ranks: further ones of DP-GRAPE; where there are any, the first batch has principal
+            directions and correlated noise as well.
         compiled: the batch with which plain AdamW is compiled as well, which takes a minute; or 0.
     """
 
@@ -137,15 +144,15 @@ ROBERTA_LARGE = RecipeSetting(
 VIT_BASE = RecipeSetting(VIT, hidden_size=768, layers=12, heads=12, length=196, rank=64)
 SHAPES = {
     "RoBERTa-large, T=128": Shape(
-        ROBERTA_LARGE, (1, 2, 4, 8, 16, 32, 40, 64, 96, 128), _others(16), compiled=40
+        ROBERTA_LARGE, (40, 1, 2, 4, 8, 16, 32, 64, 96, 128), _others(16), compiled=40
     ),
-    "ViT-Base, 224 pixels": Shape(VIT_BASE, (1, 16, 50, 64, 128, 165, 200, 500), _others(64)),
-    "OPT-1.3B, T=512": Shape(_opt(2048, 24, rank=16), (1, 4, 8, 16), _others(16), compiled=8),
-    "OPT-2.7B, T=512": Shape(_opt(2560, 32, rank=32), (1, 4, 8)),
-    "OPT-6.7B, T=512": Shape(_opt(4096, 32, rank=64), (1, 2, 4, 8)),
+    "ViT-Base, 224 pixels": Shape(VIT_BASE, (200, 1, 16, 50, 64, 128, 165, 500), _others(64)),
+    "OPT-1.3B, T=512": Shape(_opt(2048, 24, rank=16), (8, 1, 4, 16), _others(16), compiled=8),
+    "OPT-2.7B, T=512": Shape(_opt(2560, 32, rank=32), (4, 1, 8)),
+    "OPT-6.7B, T=512": Shape(_opt(4096, 32, rank=64), (2, 1, 4, 8)),
     "OPT-6.7B, bfloat16, checkpointing, T=512": Shape(
         _opt(4096, 32, rank=64, dtype="bfloat16", gradient_checkpointing=True),
-        (1, 8, 16),
+        (8, 1, 16),
         compiled=8,
     ),
 }

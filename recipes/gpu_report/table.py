@@ -7,7 +7,7 @@ from typing import Any
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
-from recipes.benchmark.methods import COMPILED
+from recipes.benchmark.methods import COMPILED, CORRELATED, PRINCIPAL
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative
@@ -15,7 +15,10 @@ CLOSE = 0.1  # how far a simulation may be off, relative
 TITLES = {
     ADAMW: "AdamW",
     COMPILED: "AdamW, torch_compile",
-    **{name: METHODS[name].title for name in ("dp_grape", "dp_adam")},
+    "dp_grape": METHODS["dp_grape"].title,
+    PRINCIPAL: f"{METHODS['dp_grape'].title}, principal",
+    CORRELATED: f"{METHODS['dp_grape'].title}, principal, correlated noise",
+    "dp_adam": METHODS["dp_adam"].title,
     "dp_adam_ghost": "DP-Adam, ghost",
     "dp_adam_materialise": "DP-Adam, materialised",
     **{name: METHODS[name].title for name in ("dp_galore", "dpzero")},
