@@ -43,7 +43,7 @@ from dp_grape_hf.per_sample.losses.pairs import (
     side_by_side,
 )
 from dp_grape_hf.per_sample.losses.trainer_loss import TrainerLoss
-from dp_grape_hf.per_sample.prints import FULL, LOW
+from dp_grape_hf.per_sample.prints import tolerance_for
 from dp_grape_hf.per_sample.probing import evaluating
 from dp_grape_hf.per_sample.selfcheck import (
     check_gradients,
@@ -59,9 +59,7 @@ from dp_grape_hf.per_sample.zeroth_order import ZerothOrderEngine
 
 __all__ = [
     "ENGINES",
-    "FULL",
     "IGNORE_INDEX",
-    "LOW",
     "PREFERENCES",
     "REFERENCE",
     "UNIT_OF_ROW",
@@ -104,6 +102,7 @@ __all__ = [
     "require_each_once",
     "seed_all",
     "side_by_side",
+    "tolerance_for",
     "warn_of_lost_updates",
     "with_three_arguments",
 ]

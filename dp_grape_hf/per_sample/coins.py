@@ -44,7 +44,7 @@ from dp_grape_hf.per_sample.guards import (
     seed_all,
     torch_streams,
 )
-from dp_grape_hf.per_sample.prints import Prints, Tolerance, differing
+from dp_grape_hf.per_sample.prints import Prints, Tolerance, computes_in_16_bits, differing
 from dp_grape_hf.sharding import local, reshard, rows_here
 
 # ---- Draws of torch ----
@@ -506,7 +506,7 @@ class _Passes:
         self._varying: set[Place] = set()
         self.drawn: dict[Key, Draw] = {}
         self.silent = True  # whether no pass has shown anything
-        self._tolerance = _TOLERANCES[_is_low(model)]
+        self._tolerance = _TOLERANCES[computes_in_16_bits(model)]
         self._starts: list[Any] = []
         self._ends: list[Any] = []
 
@@ -654,14 +654,6 @@ def _shared(draw: Draw, owner: Parts | int | None) -> str:
     return (
         f"The model draws random numbers ({_named(draw)}) {how}. A further example moves others "
         f"to another physical batch and so changes what they draw, which no clipping bounds. {what}"
-    )
-
-
-def _is_low(model: nn.Module) -> bool:
-    """Whether passes compute with numbers of 16 bits."""
-    weights = list(model.parameters())
-    return torch.is_autocast_enabled(weights[0].device.type) or any(
-        weight.dtype.itemsize < 4 for weight in weights
     )
 
 

@@ -33,6 +33,7 @@ from dp_grape_hf.per_sample.losses.losses import (
     loss_for,
     split,
 )
+from dp_grape_hf.per_sample.prints import computes_in_16_bits
 from dp_grape_hf.per_sample.probing import copies_of_first, evaluating
 from dp_grape_hf.phases import FORWARD, Observer
 from dp_grape_hf.projections import Projector
@@ -181,8 +182,7 @@ class PerSampleEngine(ABC):
                 if not expected.isfinite():  # without a label, say
                     continue
                 actual = self.losses(self.model, one, 1)[0]
-            short = any(p.dtype.itemsize < 4 for p in self.model.parameters())
-            tolerance = 2e-2 if short else 2e-5
+            tolerance = 2e-2 if computes_in_16_bits(self.model) else 2e-5
             if not torch.allclose(actual.float(), expected.float(), tolerance, tolerance):
                 raise UnsupportedModelError(
                     f"The loss of one example that {type(self.model).__name__} returns itself is "

@@ -37,6 +37,7 @@ from dp_grape_hf.per_sample.engine import (
 )
 from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap, zero_coordinates
 from dp_grape_hf.per_sample.gradients import Dense, Single, add
+from dp_grape_hf.per_sample.prints import computes_in_16_bits
 from dp_grape_hf.per_sample.probing import copies_of_first, evaluating, first_two
 from dp_grape_hf.projections import Projector
 
@@ -183,11 +184,7 @@ class FunctorchEngine(PerSampleEngine):
             raise UnsupportedModelError(self._differs("other gradients"))
 
     def _rounding(self) -> _Rounding:
-        low = torch.is_autocast_enabled(self.device.type) or any(
-            not p.is_floating_point() or torch.finfo(p.dtype).bits < 32  # or a quantised one
-            for p in self.model.parameters()
-        )
-        return _LOW if low else _FULL
+        return _LOW if computes_in_16_bits(self.model) else _FULL
 
     def _differs(self, what: str) -> str:
         return (

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
 
@@ -41,6 +41,25 @@ class Tolerance:
 
 FULL = Tolerance(error=1e-2, floor=1e-3, loss=1e-4, change=0.0)
 LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
+
+
+
+def computes_in_16_bits(model: nn.Module) -> bool:
+    """Returns whether weights or products of matrices are rounded to 16 bits or fewer.
+
+    Autocast may be on around the model, or within its forward method, where accelerate has it.
+    """
+    weights = list(model.parameters())
+    short = any(not w.is_floating_point() or w.dtype.itemsize < 4 for w in weights)
+    within = "_original_forward" in vars(model)  # only mixed precision makes accelerate keep it
+    return short or within or torch.is_autocast_enabled(weights[0].device.type)
+
+
+def tolerance_for(model: nn.Module) -> Tolerance:
+    """Returns how far two computations of a gradient of a model may be apart."""
+    return LOW if computes_in_16_bits(model) else FULL
+
+
 _ALONG = 3  # an error counts along a direction, whose inner product varies, if as many times larger
 
 

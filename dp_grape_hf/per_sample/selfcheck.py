@@ -26,7 +26,14 @@ from dp_grape_hf.per_sample.engine import Gradients, PerSampleEngine, batch_size
 from dp_grape_hf.per_sample.guards import keeping_random_state, refusing_changed_weights
 from dp_grape_hf.per_sample.losses.losses import LossFunction, ModelLoss, checked, split
 from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
-from dp_grape_hf.per_sample.prints import FULL, LOW, Prints, Tolerance, differing, joint_error
+from dp_grape_hf.per_sample.prints import (
+    Prints,
+    Tolerance,
+    computes_in_16_bits,
+    differing,
+    joint_error,
+    tolerance_for,
+)
 from dp_grape_hf.per_sample.probing import (
     copies_of_first,
     evaluating,
@@ -53,7 +60,6 @@ def examine_batch(
     engine: PerSampleEngine,
     inputs: Mapping[str, Any],
     projectors: Mapping[str, Projector],
-    low_precision: bool,
 ) -> None:
     """Tries losses and gradients on as many different examples as a physical batch holds.
 
@@ -61,7 +67,6 @@ def examine_batch(
         engine: computes per-sample gradients of its model, which is in training mode.
         inputs: a batch of the model's keyword arguments.
         projectors: parameter name -> projector.
-        low_precision: whether weights or matrix products are rounded to 16 bits.
 
     Raises:
         PrivacyError: if a loss depends on the others of the batch, or no example has a gradient.
@@ -73,7 +78,7 @@ def examine_batch(
         refuse_coupled_batch(
             lambda batch: engine.losses(model, batch, batch_size_of(batch)),
             inputs,
-            tolerance=_IN_COMPANY[low_precision],
+            tolerance=_IN_COMPANY[computes_in_16_bits(model)],
         )
     squared = torch.zeros(size, device=engine.device)
 
@@ -163,7 +168,6 @@ def check_gradients(
     engine: PerSampleEngine,
     inputs: Mapping[str, Any],
     projectors: Mapping[str, Projector],
-    low_precision: bool = False,
 ) -> None:
     """Compares an engine with autograd on each sample alone, and with itself in other orders.
 
@@ -175,7 +179,6 @@ def check_gradients(
         engine: computes per-sample gradients of its model.
         inputs: a batch of the model's keyword arguments; of a single sample, copies are taken.
         projectors: parameter name -> projector.
-        low_precision: whether weights or matrix products are rounded to 16 bits.
 
     Raises:
         UnsupportedModelError: if a gradient is not what autograd says, with the parameter's name,
@@ -183,7 +186,7 @@ def check_gradients(
         PrivacyError: if a sample's loss is not what it is alone.
     """
     two, model = first_two(inputs), engine.model
-    tolerance = LOW if low_precision else FULL
+    tolerance = tolerance_for(model)
     with keeping_random_state(), refusing_changed_weights(model, thorough=True):
         engine(two, projectors)  # an engine looks at its first batch in training mode
     with evaluating(model):

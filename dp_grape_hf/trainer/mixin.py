@@ -793,7 +793,6 @@ class DPGrapeMixin(_Host):
     def _examine(self, loader: DataLoader[Any]) -> None:
         """Tries collator, losses and gradients on a few examples, before the first release."""
         args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
-        low = self.private_run.low_precision
         if row.private:
             examine_collator(loader)
         batch = self._prepare_inputs(batch_to_try(loader, max(2, args.per_device_train_batch_size)))
@@ -805,9 +804,9 @@ class DPGrapeMixin(_Host):
             projectors = run.projectors_at(step)
             per_sample.use(step)
             self.model.train()
-            examine_batch(per_sample, batch, projectors, low)
+            examine_batch(per_sample, batch, projectors)
             if args.self_check and not row.zeroth_order:
-                check_gradients(per_sample, batch, projectors, low)
+                check_gradients(per_sample, batch, projectors)
             if is_sharded(self.model):
                 self.model.train()
                 run.stay_in_step(step, batch)

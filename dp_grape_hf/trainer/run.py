@@ -53,8 +53,6 @@ from dp_grape_hf.optimizers import (
     ZerothOrderSGD,
 )
 from dp_grape_hf.per_sample import (
-    FULL,
-    LOW,
     GradSampleMode,
     Inputs,
     LossFunction,
@@ -64,6 +62,7 @@ from dp_grape_hf.per_sample import (
     ZerothOrderEngine,
     evaluating,
     make_engine,
+    tolerance_for,
 )
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (
@@ -185,7 +184,7 @@ class Run:
         method = METHODS[self._args.method]
         if method.private and not method.zeroth_order:
             coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
-            tolerance = LOW if self.low_precision else FULL
+            tolerance = tolerance_for(self._model)
             automatic = self._args.clipping == Clipping.AUTOMATIC
             bound = self._args.max_grad_norm
             assert bound is not None
@@ -305,12 +304,6 @@ class Run:
     def turn(self) -> Turn:
         """Whose turn it is to be drawn."""
         return self.mechanism.turn if isinstance(self.mechanism, PrivateMechanism) else INDEPENDENT
-
-    @property
-    def low_precision(self) -> bool:
-        """Whether weights or matrix products are rounded to 16 bits."""
-        short = any(p.dtype is not torch.float32 for p in self._model.parameters())
-        return short or self._args.bf16
 
     @property
     def ranks(self) -> dict[str, int]:

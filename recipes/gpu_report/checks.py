@@ -34,7 +34,8 @@ Check = Callable[[], dict[str, Any]]
 Groups = list[tuple[str, ...]]  # of the names of parameters
 
 BATCH_SIZE, RANK = 5, 4
-EXACT, LOW = 1e-4, 0.2  # relative errors that float32 and bfloat16 arithmetic may have
+EXACT, LOW = 1e-3, 0.2  # relative errors that float32 and bfloat16 arithmetic may have
+"""Of RandLoRA, autograd in float32 alone is 5e-5 off what it is in float64; most others, 5e-6."""
 SIGMA = 0.1  # of a release that is checked: small, so that subtracting the noise loses little
 SPREAD = 5.0  # standard errors that the noise may be off; by chance once in 1.7 million checks
 FEW = ("RoBERTa, sequence classification", "OPT, causal LM", "ViT, image classification")
@@ -75,7 +76,10 @@ def gradients(row: Row, device: torch.device, rank: int | None) -> dict[str, Any
     """Compares per-sample gradients in float32, projected if there is a rank."""
     model, batch = row.model(), row.batch(BATCH_SIZE)
     projectors = _projectors(model, rank)
-    _, expected = own_gradients(model, batch, projectors)
+    there = next(model.parameters()).device  # weights of 4 and 8 bits are made where they are used
+    with exact_products():
+        _, own = own_gradients(model, _moved(batch, there), _placed(projectors, there))
+    expected = {name: gradient.cpu() for name, gradient in own.items()}
     refused = row.refused("layerwise")
     try:
         with exact_products():

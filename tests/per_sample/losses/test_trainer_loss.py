@@ -3,6 +3,7 @@
 The model's own loss is held against the package's as well, in the engines themselves.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,26 @@ def test_a_term_that_the_model_adds_to_its_loss_is_refused(engine: str, tmp_path
     with pytest.raises(UnsupportedModelError, match="adds a term of its own"):
         trainer.train()
     assert trainer.ledger.steps == 0
+
+
+class RoundsForSequenceClassification(TinyForSequenceClassification):
+    """Rounds log-probabilities to 16 bits, as torch does on a GPU under autocast."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None) -> Any:
+        outputs = super().forward(x, labels)
+        if labels is not None:
+            rounded = outputs["logits"].float().log_softmax(-1).bfloat16()
+            outputs["loss"] = functional.nll_loss(rounded.float(), labels)
+        return outputs
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_loss_that_is_rounded_as_autocast_does_passes_under_autocast(
+    bf16: bool, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, model=RoundsForSequenceClassification(), bf16=bf16)
+    with nullcontext() if bf16 else pytest.raises(UnsupportedModelError, match="a term of its own"):
+        trainer.train()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
