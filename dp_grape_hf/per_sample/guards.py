@@ -20,10 +20,15 @@ from dp_grape_hf.sharding import local
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
-    """Restores the global streams of torch (on all devices), numpy and Python afterwards."""
+    """Restores the global streams of torch (on the CPU and GPUs), numpy and Python afterwards.
+
+    Those of GPUs that are not in use stay alone: a worker of a data loader is a fork of a process
+    that uses them, and may not.
+    """
     host = host_streams()
+    in_use = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(in_use)):
             yield
     finally:
         _set_host_streams(host)

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.per_sample import keeping_random_state, make_engine
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import only
@@ -671,3 +671,21 @@ def test_a_draw_beside_torch_that_the_probe_did_not_see_is_refused() -> None:
     draws[0] = True
     with pytest.raises(PrivacyError, match="numpy or Python"):
         engine.accumulate({"x": torch.randn(3, 4)})
+
+
+# ---- The streams of GPUs ----
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_streams_of_gpus_are_kept_where_they_are_in_use(
+    in_use: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a data loader sees the GPUs, and must not ask them: it is a fork."""
+    asked, restored = [], []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(device))
+    with keeping_random_state():
+        pass
+    assert asked == restored == [0, 1] * in_use
