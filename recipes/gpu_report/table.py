@@ -128,6 +128,34 @@ def _cells(parts: Parts) -> list[str]:
     return lines
 
 
+SHORT = (ADAMW, "dp_grape", f"{PRINCIPAL} r=4", f"{CORRELATED} r=4", "dp_adam")
+
+
+def summary(parts: Parts) -> str:
+    """Returns the table of the cells that have been measured with AdamW beside them, or without it.
+
+    Each has its peak, samples in a second, and its speed beside AdamW.
+    """
+    measured = parts["cells"]
+    batches = dict.fromkeys(key.rsplit(", ", 1)[0] for key in measured)
+    lines = [f"| Model, batch | {' | '.join(title_of_way(way) for way in SHORT)} |"]
+    lines.append("|---" * (1 + len(SHORT)) + "|")
+    for batch in batches:
+        plain = measured.get(f"{batch}, {ADAMW}", {})
+        cells = [_short(measured.get(f"{batch}, {way}", {}), plain) for way in SHORT]
+        lines.append(f"| {batch} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _short(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    if "out_of_memory" in found:
+        return "out of memory"
+    if "seconds" not in found:
+        return "not run"
+    speed = f" ({plain['seconds'] / found['seconds']:.2f}x)" if "seconds" in plain else ""
+    return f"{found['allocated'] / GIB:.1f} GiB, {found['samples_per_second']:.3g}/s{speed}"
+
+
 def ratio(found: Mapping[str, Any], simulated: Mapping[str, Any]) -> float | None:
     """Returns the measured peak over the simulated one, if there are both."""
     if "allocated" not in found or "allocated" not in simulated or "out_of_memory" in found:

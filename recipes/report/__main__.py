@@ -32,6 +32,7 @@ from recipes.benchmark.methods import (
 )
 from recipes.common.runs import read_lines
 from recipes.digits import compare
+from recipes.gpu_report import table as gpu
 from recipes.models import host_tests, matrix
 from recipes.paper import sweep
 from recipes.report import tables
@@ -94,6 +95,7 @@ def _first(text: str) -> str:
     return text.split("\n\n")[0]
 
 
+GPU = "recipes/gpu_report/results"
 OF_THE_PAPER = ("text", "text_rte", "text_trec", "vision")
 TESTED = (*OF_THE_PAPER, "text_principal", "vision_principal", "text_chosen", "vision_chosen")
 ABLATION = "text_ablation"  # a search alone
@@ -112,6 +114,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "benchmark-opake-lora": lambda root: timing.times_table(_measured(root, "opake"), LORA),
     "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
+    "gpu": lambda root: gpu.summary(_json(root / GPU / "gpu_report-nvidia-h100-80gb-hbm3.json")),
     "noise-left": lambda root: noise_left.as_markdown(
         _json(root / "recipes/benchmark/results/noise_left.json")
     ),
@@ -139,7 +142,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/attacks/results/membership.md": _membership,
     "recipes/models/results/model_matrix.md": lambda root: matrix.render(_matrix(root)),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        collect([root / PAPER / name for name in (*OF_THE_PAPER, ABLATION)]), read_paper()
+        collect([*(root / PAPER / name for name in (*OF_THE_PAPER, ABLATION)), root / GPU]),
+        read_paper(),
     ),
     **{
         f"{PAPER}/{name}/sweep.json": lambda root, name=name: sweep.as_json(
