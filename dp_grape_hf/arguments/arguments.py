@@ -157,8 +157,8 @@ class DPGrapeArguments(_Host):
             "leave the least noise in the trained weights at the same epsilon, which the budget, N "
             "and the steps decide; later noise takes back a part of earlier noise. Each further "
             "step costs memory of the size of a release. independent where nothing is gained. "
-            "Default: banded where learning_rate is chosen, weights are pretrained, and that "
-            "memory is at most half of theirs; else independent."
+            "Default: banded where learning_rate is chosen, weights are pretrained, that memory is "
+            "at most half of theirs, and the update rule is not Adam; else independent."
         },
     )
     secure_noise: bool = field(

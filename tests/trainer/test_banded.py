@@ -349,6 +349,7 @@ def test_noise_is_correlated_where_rates_are_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
+        {"update_rule": "adam"},
         {"learning_rate": 1e-2},
         {"target_epsilon": None, "noise_multiplier": 1.0},
         {"adjacency": "replace_one"},
