@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
@@ -23,7 +22,6 @@ from recipes.gpu_report.checks import EXACT, checks
 from recipes.gpu_report.models import SHAPES, TINY, WORDS
 from recipes.gpu_report.table import render
 from recipes.models.zoo import rows
-from recipes.paper.experiment import CONFIGS
 from recipes.report.findings import collect
 
 CPU = torch.device("cpu")
@@ -121,27 +119,6 @@ def test_the_large_models_have_the_size_of_their_namesakes(name: str, billions: 
 
 
 # ---- What is measured ----
-
-
-def test_the_ranks_are_those_of_the_papers_presets() -> None:
-    presets = {
-        name: yaml.safe_load((CONFIGS / f"{name}_paper.yaml").read_text(encoding="utf-8"))
-        for name in ("roberta", "vit", "opt")
-    }
-    sizes = presets["opt"]["models"]
-    expected = {
-        "RoBERTa-large, T=128": presets["roberta"]["methods"]["dp_grape"]["projection_rank"],
-        "ViT-Base, 224 pixels": presets["vit"]["arguments"]["projection_rank"],
-    } | {
-        name: sizes[size]["methods"]["dp_grape"]["projection_rank"]
-        for name, size in (
-            ("OPT-1.3B, T=512", "opt-1.3b"),
-            ("OPT-2.7B, T=512", "opt-2.7b"),
-            ("OPT-6.7B, T=512", "opt-6.7b"),
-            ("OPT-6.7B, bfloat16, checkpointing, T=512", "opt-6.7b"),
-        )
-    }
-    assert {name: shape.setting.rank for name, shape in SHAPES.items()} == expected
 
 
 @pytest.mark.parametrize(
@@ -326,16 +303,6 @@ def test_without_a_gpu_it_says_so(
     assert gpu_report.main([f"--output_dir={tmp_path}"]) == NO_DEVICE
     assert "torch sees no CUDA device here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_simulation_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    parts = ["--parts", "simulations", "table", "--tiny", "--only=tiny ViT"]
-    assert gpu_report.main([f"--output_dir={tmp_path}", *parts]) == DONE
-    text = (tmp_path / "gpu_report-cuda.md").read_text(encoding="utf-8")
-    assert "| 4 | DP-GRAPE |" in text
-    assert "Projections have r=4 where no other is named." in text
 
 
 @pytest.mark.parametrize("where", ["making the model", "the first step", "a step"])
