@@ -427,51 +427,6 @@ def quantised(model: Any, how: str) -> Any:
         )
 
 
-ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "LoRA": ("Lora", {"r": 4}),
-    "IA3": ("IA3", {"feedforward_modules": []}),
-    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
-    "DoRA": ("Lora", {"r": 4, "use_dora": True}),
-    "LoHa": ("LoHa", {"r": 4}),
-    "LoKr": ("LoKr", {"r": 4}),
-    "OFT": ("OFT", {"oft_block_size": 4, "r": 0}),
-    "HRA": ("HRA", {"r": 4}),
-    "VeRA": ("Vera", {"r": 4}),
-    "RandLoRA": ("RandLora", {"r": 4}),
-    "FourierFT": ("FourierFT", {"n_frequency": 10}),
-    "WaveFT": ("WaveFT", {"n_frequency": 10}),
-    "VB-LoRA": ("VBLoRA", {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2}),
-    "SHiRA": ("Shira", {"r": 4}),
-    "C3A": ("C3A", {"block_size": 8}),
-    "MiSS": ("Miss", {"r": 4}),
-    "RoAd": ("Road", {"group_size": 8}),
-    "DeLoRA": ("Delora", {"r": 4}),
-    "GraLoRA": ("Gralora", {"r": 4, "gralora_k": 2}),
-    "PSOFT": ("Psoft", {"r": 4}),
-    "LN tuning": ("LNTuning", {"target_modules": ["input_layernorm"]}),
-    "trainable tokens": (
-        "TrainableTokens",
-        {"token_indices": [5, 6, 7], "target_modules": ["embed_tokens"]},
-    ),
-    "P-tuning": ("PromptEncoder", {"num_virtual_tokens": 3, "encoder_hidden_size": 8}),
-    "prefix tuning": ("PrefixTuning", {"num_virtual_tokens": 3}),
-}
-"""Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
-
-
-NOT_VECTORISED = (
-    "LoHa",
-    "LoKr",
-    "OFT",
-    "VB-LoRA",
-    "RandLoRA",
-    "FourierFT",
-    "WaveFT",
-    "SHiRA",
-    "C3A",
-)
-
-
 def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0) -> Any:
     """Returns the model with a PEFT adapter around or in it."""
     import peft
@@ -503,6 +458,10 @@ _TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(enco
 SETTINGS: dict[str, dict[str, Any]] = _TABLE["settings"]
 BERT, OPT, GPT2, LLAMA, VIT = (SETTINGS[name] for name in ("BERT", "OPT", "GPT2", "LLAMA", "VIT"))
 NO_VMAP = _TABLE["words"]["NO_VMAP"]
+ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    name: (cls, made_with) for name, (cls, made_with) in _TABLE["adapters"].items()
+}
+"""Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
 
 
 def _families(key: str) -> list[Family]:
@@ -538,7 +497,7 @@ def _with_adapters() -> Iterator[Family]:
                 models=family.models,
                 adapter=adapter,
                 ends=family.ends,
-                refused=NO_VMAP if adapter in NOT_VECTORISED else {},
+                refused=NO_VMAP if adapter in _TABLE["adapters not vectorised"] else {},
             )
 
 

@@ -195,13 +195,6 @@ def test_a_slow_method_takes_part_in_fewer_rounds_and_ratios_are_of_common_ones(
     assert "a note" in remarks(results)
 
 
-def test_a_ratio_is_of_rounds_that_both_took_part_in() -> None:
-    slow = {"rounds": [0, 2], "seconds": [8.0, 20.0]}
-    fast = {"rounds": [0, 1, 2], "seconds": [2.0, 100.0, 4.0]}
-    assert ratio(slow, fast) == 4.5
-    assert ratio(slow, {"rounds": [1], "seconds": [1.0]}) is None
-
-
 def test_images_need_a_square_number_of_patches() -> None:
     with pytest.raises(ValueError, match="length=50 is the number of patches"):
         replace(TINY, model=VIT, length=50)

@@ -78,19 +78,6 @@ def test_methods_and_settings_are_lines_of_their_own() -> None:
     assert labels == list(heights)
 
 
-def test_models_are_never_in_one_figure() -> None:
-    results = [
-        made_up(1.0, model_name_or_path=model, target_epsilon=epsilon)
-        for model in ("roberta-large", "x/MiniLM")
-        for epsilon in (2.0, 6.0)
-    ]
-    found = drawn("accuracy against epsilon, of texts", *results)
-    assert [figure.get_suptitle() for figure in found.values()] == [
-        "roberta-large: scores at a budget",
-        "MiniLM: scores at a budget",
-    ]
-
-
 def test_ticks_that_would_touch_have_no_number() -> None:
     panel = Panels(["a"], "many").axes[0]
     logarithmic(panel, [1, 128, 32, 500, 165, 50, 64, 200])

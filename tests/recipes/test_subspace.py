@@ -104,17 +104,6 @@ def test_shares_are_those_of_single_samples(make: Any) -> None:
         assert found[1] >= found[0]
 
 
-def test_all_directions_keep_all_and_no_others_keep_more_than_the_bound() -> None:
-    model, batch = bert()
-    moments = gradient_moments(model, [batch]) if projected_weights(model) else {}
-    for name, moment in moments.items():
-        n = len(moment)
-        assert share(moment, torch.eye(n)) == pytest.approx(1)
-        bound = share(moment, first_eigenvectors(moments, {name: 2})[name])
-        largest = torch.linalg.eigvalsh(moment)[-2:].sum() / moment.trace()
-        assert bound == pytest.approx(float(largest), rel=1e-3)
-
-
 def test_directions_are_orthonormal_and_those_of_the_weights_are_on_the_input_side() -> None:
     weights = {"a": torch.randn(5, 7), "b": torch.randn(9, 4)}
     ranks = {"a": 3, "b": 2}
