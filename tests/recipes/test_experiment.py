@@ -14,8 +14,7 @@ from torch.nn import functional
 from transformers import default_data_collator
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments
-from recipes.digits import compare
-from recipes.paper import experiment, opt, roberta, vit
+from recipes.paper import opt, roberta, vit
 from recipes.paper.experiment import (
     CONFIGS,
     UNKNOWN,
@@ -98,6 +97,10 @@ def test_the_command_line_wins_over_task_over_method_over_all(preset: Path) -> N
     assert (args.max_grad_norm, args.target_epsilon) == (3.0, 2.0)
     _, args = parse(FAMILY, [*words(preset), "--task", "others"])
     assert args.max_grad_norm == 1.0
+    _, args = parse(FAMILY, words(preset, "--noise_multiplier", "1.5"))
+    assert (args.noise_multiplier, args.target_epsilon) == (1.5, None)
+    _, args = parse(FAMILY, words(preset, "--method", "adam"))
+    assert args.target_epsilon is None  # which is not private
 
 
 def test_what_a_preset_does_not_know_is_asked_for(preset: Path) -> None:
@@ -107,11 +110,6 @@ def test_what_a_preset_does_not_know_is_asked_for(preset: Path) -> None:
         parse(FAMILY, words(preset, "--method", "dp_sgd"))
     _, args = parse(FAMILY, words(preset, "--method", "dp_sgd", "--max_grad_norm", "2"))
     assert args.max_grad_norm == 2.0
-
-
-def test_noise_from_the_command_line_replaces_the_budget_of_the_preset(preset: Path) -> None:
-    _, args = parse(FAMILY, words(preset, "--noise_multiplier", "1.5"))
-    assert (args.noise_multiplier, args.target_epsilon) == (1.5, None)
 
 
 def test_parameters_are_frozen_by_name() -> None:
@@ -125,11 +123,6 @@ def test_parameters_are_frozen_by_name() -> None:
     }
     with pytest.raises(ValueError, match="frozen='tail' occurs in no parameter's name"):
         freeze(model, "tail")
-
-
-def test_a_method_without_privacy_has_no_budget(preset: Path) -> None:
-    _, args = parse(FAMILY, words(preset, "--method", "adam"))
-    assert args.target_epsilon is None
 
 
 @pytest.mark.parametrize(
@@ -178,20 +171,6 @@ def test_a_model_is_scored_as_it_is(preset: Path) -> None:
     expected = load(script, args).score(TinyForSequenceClassification(args.seed), "test")
     assert result["metrics"]["test"] == expected
     assert result["privacy"] is None
-
-
-def test_software_is_that_of_the_start(preset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = ["before"]
-    monkeypatch.setattr(experiment, "git_commit", lambda: now[0])
-    monkeypatch.setattr(experiment, "versions", lambda: {"torch": now[0]})
-
-    def late(script: ExperimentArguments, args: Any) -> Experiment:
-        now[0] = "after"  # somebody commits, or installs, while the run goes on
-        return load(script, args)
-
-    family = Family("toy", ExperimentArguments, ("points",), late)
-    result = main(family, words(preset, "--result_dir", str(preset.parent)))
-    assert (result["git_commit"], result["versions"]) == ("before", {"torch": "before"})
 
 
 @pytest.mark.parametrize(
@@ -260,12 +239,3 @@ def test_a_preset_sets_what_there_is(path: Path) -> None:
                 raise
         else:
             assert args.method == method
-
-
-def test_the_comparison_of_methods_sets_what_there_is() -> None:
-    config = yaml.safe_load(compare.CONFIG.read_text())
-    known = {f.name for f in fields(DPGrapeTrainingArguments)}
-    assert config["shared"].keys() <= known
-    for row in config["rows"].values():
-        assert row.keys() - {"grid"} <= known
-        assert row["method"] in METHODS

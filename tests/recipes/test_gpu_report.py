@@ -120,17 +120,6 @@ def test_the_large_models_have_the_size_of_their_namesakes(name: str, billions: 
 # ---- What is measured ----
 
 
-@pytest.mark.parametrize(
-    ("shape", "own"),
-    [("RoBERTa-large, T=128", 16), ("ViT-Base, 224 pixels", 64), ("OPT-1.3B, T=512", 16)],
-)
-def test_other_ranks_are_those_of_the_paper_and_none_twice(shape: str, own: int) -> None:
-    cells = [c for c in gpu_report.cells_of(SHAPES, shape) if c.setting.batch_size == 16]
-    ranks = {c.method: c.setting.rank for c in cells if c.method.startswith("dp_grape")}
-    others = {f"dp_grape r={rank}": rank for rank in (4, 16, 64, 256) if rank != own}
-    assert ranks == {"dp_grape": own, **others}
-
-
 def test_what_the_paper_measured_is_a_cell() -> None:
     keys = {str(cell) for cell in gpu_report.cells_of(SHAPES)}
     vit = "ViT-Base, 224 pixels"

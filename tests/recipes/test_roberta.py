@@ -1,7 +1,6 @@
 """The few-shot recipe: prompts token by token, splits by hand, a head at the mask, short runs."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dp_grape_hf import METHODS, per_sample_gradients
+from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import (
@@ -562,37 +561,3 @@ def test_a_result_says_what_its_settings_have_other_than_the_paper() -> None:
     ]
     assert said("--config=ours", "--method=adam") == []  # the paper does not tell, nor account
     assert said("--config=ours", "--method=adam", "--zero_shot", "--bf16") == []
-
-
-@pytest.mark.parametrize(
-    ("method", "rate", "factor"),
-    [("dp_grape", 1.6e-2, 20), ("dp_adam", 3e-5, 50), ("dp_lora", 1e-3, 10), ("adam", 1e-4, 10)],
-)
-def test_the_preset_of_a_small_encoder_moves_its_new_head_faster(
-    method: str, rate: float, factor: int
-) -> None:
-    private = ["--eps=2"] * METHODS[method].private
-    given = ["--config=small", "--task=TREC", f"--method={method}", *private]
-    script, args = parse(roberta.FAMILY, given)
-    assert (args.learning_rate, args.learning_rate_factors["classifier"]) == (rate, factor)
-    assert args.projection == ("principal" if method == "dp_grape" else METHODS[method].projection)
-    assert script.head == "mean"
-    vectors = r"|^bert\..*(LayerNorm|bias)" if method == "dp_grape" else ""
-    assert script.frozen == f"embeddings{vectors}"
-    assert (script.max_length, args.expected_batch_size) == (48, 64)
-    assert args.max_steps == (100 if method == "dp_grape" else 200)
-    assert args.per_device_train_batch_size == 16
-    if METHODS[method].private:
-        assert args.max_grad_norm == 0.5
-    with pytest.raises(ValueError, match="does not know learning_rate"):
-        parse(roberta.FAMILY, ["--config=small", "--task=TREC", "--method=dpzero", "--eps=2"])
-
-
-@pytest.mark.parametrize("method", ["adam", "dp_adam", "dp_lora", "dpzero"])
-def test_the_paper_does_not_say_how_its_quoted_rows_were_made(method: str) -> None:
-    with pytest.raises(ValueError, match=r"does not know .*learning_rate"):
-        parse(roberta.FAMILY, ["--config=paper", "--task=SST-2", f"--method={method}"])
-    given = ["--config=ours", "--task=SST-2", f"--method={method}", "--use_cpu"]
-    given += ["--eps=6"] * METHODS[method].private
-    _, args = parse(roberta.FAMILY, given)
-    assert args.chooses or math.isfinite(args.learning_rate)

@@ -126,16 +126,6 @@ def test_the_search_is_shown_and_nothing_that_was_not_run(
     ]
 
 
-def test_a_sweep_without_grids_says_that_nothing_was_searched(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, CONFIG | {"rows": {"Adam": CONFIG["rows"]["Adam"]}})
-    assert [command["method"] for command in runs.commands] == ["adam", "adam"]
-    assert (
-        "The settings are those of the sweep's file, without a search." in capsys.readouterr().out
-    )
-
-
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     path = tmp_path / "out" / "runs.jsonl"
