@@ -88,30 +88,14 @@ class PlainTraining:
         self.trainer.current_gradient_accumulation_steps = 1
         self.batch = batch
 
-    def differentiate(self) -> None:
-        """Runs forward and backward pass."""
-        self.trainer.training_step(self.model, self.batch)
-
-    def clip(self) -> None:
-        """Clips the norm of the batch's gradient."""
-        norm = self.trainer.args.max_grad_norm
-        self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), norm)
-
-    def update(self) -> None:
-        """Updates the weights."""
-        self.optimizer.step()
-
-    def finish(self) -> None:
-        """Does what is left to do."""
-        self.trainer.lr_scheduler.step()
-        self.model.zero_grad()
-
     def step(self) -> None:
         """Runs one step."""
-        self.differentiate()
-        self.clip()
-        self.update()
-        self.finish()
+        self.trainer.training_step(self.model, self.batch)
+        norm = self.trainer.args.max_grad_norm
+        self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), norm)
+        self.optimizer.step()
+        self.trainer.lr_scheduler.step()
+        self.model.zero_grad()
 
 
 def _private_trainer(
@@ -140,25 +124,13 @@ class PrivateTraining:
         self.model = self.trainer.start()
         self.batch = LogicalBatch([batch], [setting.batch_size])
 
-    def release(self) -> None:
-        """Runs forward and backward pass, clips and adds noise."""
+    def step(self) -> None:
+        """Runs one step."""
         self.trainer.training_step(self.model, self.batch)
-
-    def update(self) -> None:
-        """Updates the weights."""
         self.trainer.optimizer.step()
-
-    def finish(self) -> None:
-        """Does what is left to do."""
         self.trainer.lr_scheduler.step()
         self.model.zero_grad()
         self.trainer.state.global_step += 1  # the projection is redrawn every F steps
-
-    def step(self) -> None:
-        """Runs one step."""
-        self.release()
-        self.update()
-        self.finish()
 
 
 def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:

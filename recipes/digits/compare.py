@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.common.markdown import mean_and_error
+from recipes.common.plots import Panels, logarithmic
 from recipes.common.provenance import versions, with_adapter
 from recipes.common.runs import append_line, read_lines
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
@@ -287,43 +288,19 @@ def panels_of(rows: Sequence[str]) -> dict[str, list[str]]:
 
 def plot(config: dict[str, Any], record: dict[str, Any], path: Path) -> None:
     """Draws accuracy against epsilon; what is not private is a line across."""
-    from matplotlib.figure import Figure
-
-    panels = panels_of(list(record["rows"]))
-    figure = Figure(figsize=(9, 5 * len(panels)), layout="constrained")
-    for axes, (title, rows) in zip(
-        figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
-    ):
-        for number, name in enumerate(rows):
-            _draw(axes, name, number, record["rows"][name]["accuracy"])
-        axes.set_title(title)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(config["epsilons"], labels=[f"{e:g}" for e in config["epsilons"]])
-        axes.set_xlabel(f"ε at δ = {config['shared']['target_delta']:g}")
-        axes.set_ylabel("test accuracy, %")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axes: Any, name: str, number: int, accuracy: dict[str, tuple[float, float]]) -> None:
-    cells = {float(key): value for key, value in accuracy.items()}
-    color = f"C{number % 10}"
-    if set(cells) == {math.inf}:
-        style = ":" if number < 10 else "-."
-        axes.axhline(100 * cells[math.inf][0], color=color, ls=style, lw=1, label=name)
-        return
-    means, errors = zip(*cells.values(), strict=True)
-    axes.errorbar(
-        list(cells),
-        [100 * mean for mean in means],
-        [100 * error for error in errors],
-        color=color,
-        marker="osD^vP*Xph<>d"[number % 13],
-        ls="-" if number < 10 else "--",
-        capsize=3,
-        label=name,
-    )
+    panels, seeds = panels_of(list(record["rows"])), len(config["seeds"])
+    picture = Panels(list(panels), "Handwritten digits")
+    for panel, rows in zip(picture.axes, panels.values(), strict=True):
+        for name in rows:
+            cells = {float(key): value for key, value in record["rows"][name]["accuracy"].items()}
+            if math.inf in cells:
+                picture.across(panel, name, 100 * cells[math.inf][0])
+            else:
+                points = {e: (100 * mean, 100 * error, seeds) for e, (mean, error) in cells.items()}
+                picture.line(panel, name, points)
+        logarithmic(panel, config["epsilons"])
+    delta = config["shared"]["target_delta"]
+    picture.finished(f"ε at δ = {delta:g}", "test accuracy, %").savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +251,9 @@ class Report:
         path: the file; what is in it is gone on with.
         device: the name of what is measured on.
         simulated: the kind of device that simulations are for.
-        again: whether to do everything anew; the file is then moved aside.
     """
 
-    def __init__(self, path: Path, device: str, simulated: str, again: bool = False) -> None:
+    def __init__(self, path: Path, device: str, simulated: str) -> None:
         self.path, self._device, self._simulated = path, device, simulated
         self.versions = {"dp_grape_hf": dp_grape_hf.__version__} | {
             package: metadata.version(package).split("+")[0]  # without the CUDA it was built for
@@ -263,10 +261,7 @@ class Report:
         }
         self._commit = git_commit()
         self.parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS[:-1]}
-        if path.exists() and again:
-            places = (path.with_suffix(f".json.{number}") for number in count(1))
-            path.rename(next(place for place in places if not place.exists()))
-        elif path.exists():
+        if path.exists():
             self.parts |= json.loads(path.read_text(encoding="utf-8"))
 
     def has(self, part: str, key: str) -> bool:
@@ -357,7 +352,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, help="that are timed, of a cell")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="tiny models, to see that everything works")
-    add("--again", action="store_true", help="do everything anew; the old file is moved aside")
     add("--report", help="the device whose report simulations are for; default: the one here")
     add("--output_dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
@@ -382,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     where = options.report or (name if on_gpu else options.device)
     path = options.output_dir / f"gpu_report-{slug(where)}.json"
-    report = Report(path, name, device.type, options.again)
+    report = Report(path, name, device.type)
     work = work_of(options, device, report)
     left = run(work, report, options.minutes)
     if "table" in options.parts:
@@ -391,8 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         sys.stdout.write(text)
     if left:
-        how = ", without --again" if options.again else ""
-        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again{how}.\n")
+        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again.\n")
         return UNFINISHED
     failures = report.failures()
     for failure in failures:

@@ -4,12 +4,11 @@
     python -m recipes.models.matrix --only "BERT|Llama" --conditions full projected
     python -m recipes.models.matrix --output recipes/models/results/model_matrix.jsonl
 
-Every family of ``recipes.models.zoo`` and ``recipes.models.zoo_wide`` runs with every task of its
-row through both engines. A cell is the worst relative error of one sample's gradient of one
-parameter, compared with autograd of the loss that the model itself returns for that sample alone;
-or it names the reason why the model is refused. Under bfloat16 it is the error of a sample's whole
-gradient: what should be zero there is rounding. Takes five minutes of one CPU core, needs no
-network and no data.
+Every family of ``families.yaml`` runs with every task of its row through both engines. A cell is
+the worst relative error of one sample's gradient of one parameter, compared with autograd of the
+loss that the model itself returns for that sample alone; or it names the reason why the model is
+refused. Under bfloat16 it is the error of a sample's whole gradient: what should be zero there is
+rounding. Takes five minutes of one CPU core, needs no network and no data.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.models.zoo import FAMILIES, Batch, Row, as_models_take, rows
-from recipes.models.zoo_wide import WIDE
+from recipes.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
 
 RANK = 4
 BATCH_SIZE = 4

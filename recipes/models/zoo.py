@@ -1,8 +1,8 @@
-"""Tiny models of every family and data for every head: to add a model, add a row to ``FAMILIES``.
+"""Tiny models of every family and data for every head: to add a model, add a row to the table.
 
-A row names a configuration class of transformers, its settings and the tasks to try; the classes of
-the models follow from the tasks. Everything is made from ``Config(...)`` and random numbers: no
-network, no files. Where an engine refuses a model, the row says with which words.
+A row of ``families.yaml`` names a configuration class of transformers, its settings and the tasks
+to try; the classes of the models follow from the tasks. Everything is made from ``Config(...)`` and
+random numbers: no network, no data. Where an engine refuses a model, the row says with which words.
 
 Shapes: B samples in the batch, T positions.
 """
@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import Tensor, nn
 
 VOCABULARY, HIDDEN, HEADS, LABELS, MAX_POSITIONS = 60, 32, 4, 3, 40
@@ -293,19 +295,13 @@ TASKS = {
     "CTC of features": Task("ForCTC", partial(waves, target="text", width=MELS)),
 }
 
-ENCODER_TASKS = (
-    *("sequence classification", "token classification", "question answering"),
-    *("multiple choice", "masked LM"),
-)
-DECODER_TASKS = ("sequence classification", "token classification", "causal LM")
-
 
 # ---- Families ----
 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: one architecture as configured.
+    """A row of the table, ``families.yaml``: one architecture as configured.
 
     Args:
         name: what tests and the rendered table call it.
@@ -317,19 +313,19 @@ class Family:
         adapter: PEFT's method, of ``ADAPTERS``.
         bits: how the weights are quantised below the adapter, of ``QUANTISED``.
         ends: whether the model looks for the end-of-text token.
-        refused: engine, or (engine, task) -> a part of the message it is refused with.
+        refused: engine, or "engine, task" -> a part of the message it is refused with.
     """
 
     name: str
     config: str
     settings: Mapping[str, Any]
-    tasks: tuple[str, ...]
+    tasks: Sequence[str]
     models: str = ""
-    without_part: tuple[str, ...] = ()
+    without_part: Sequence[str] = ()
     adapter: str | None = None
     bits: str | None = None
     ends: bool = False
-    refused: Mapping[Any, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -369,7 +365,7 @@ class Row:
     def refused(self, engine: str) -> str | None:
         """Returns a part of the message that the engine refuses the model with, if it does."""
         refused = self.family.refused
-        return refused.get((engine, self.task), refused.get(engine))
+        return refused.get(f"{engine}, {self.task}", refused.get(engine))
 
 
 _MODEL_CLASSES = {
@@ -431,51 +427,6 @@ def quantised(model: Any, how: str) -> Any:
         )
 
 
-ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "LoRA": ("Lora", {"r": 4}),
-    "IA3": ("IA3", {"feedforward_modules": []}),
-    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
-    "DoRA": ("Lora", {"r": 4, "use_dora": True}),
-    "LoHa": ("LoHa", {"r": 4}),
-    "LoKr": ("LoKr", {"r": 4}),
-    "OFT": ("OFT", {"oft_block_size": 4, "r": 0}),
-    "HRA": ("HRA", {"r": 4}),
-    "VeRA": ("Vera", {"r": 4}),
-    "RandLoRA": ("RandLora", {"r": 4}),
-    "FourierFT": ("FourierFT", {"n_frequency": 10}),
-    "WaveFT": ("WaveFT", {"n_frequency": 10}),
-    "VB-LoRA": ("VBLoRA", {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2}),
-    "SHiRA": ("Shira", {"r": 4}),
-    "C3A": ("C3A", {"block_size": 8}),
-    "MiSS": ("Miss", {"r": 4}),
-    "RoAd": ("Road", {"group_size": 8}),
-    "DeLoRA": ("Delora", {"r": 4}),
-    "GraLoRA": ("Gralora", {"r": 4, "gralora_k": 2}),
-    "PSOFT": ("Psoft", {"r": 4}),
-    "LN tuning": ("LNTuning", {"target_modules": ["input_layernorm"]}),
-    "trainable tokens": (
-        "TrainableTokens",
-        {"token_indices": [5, 6, 7], "target_modules": ["embed_tokens"]},
-    ),
-    "P-tuning": ("PromptEncoder", {"num_virtual_tokens": 3, "encoder_hidden_size": 8}),
-    "prefix tuning": ("PrefixTuning", {"num_virtual_tokens": 3}),
-}
-"""Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
-
-
-NOT_VECTORISED = (
-    "LoHa",
-    "LoKr",
-    "OFT",
-    "VB-LoRA",
-    "RandLoRA",
-    "FourierFT",
-    "WaveFT",
-    "SHiRA",
-    "C3A",
-)
-
-
 def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0) -> Any:
     """Returns the model with a PEFT adapter around or in it."""
     import peft
@@ -501,279 +452,26 @@ def _disturb(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-# ---- Settings ----
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 2 * HIDDEN,
-    "max_position_embeddings": MAX_POSITIONS,
-    "pad_token_id": PAD,
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-BERT = {**SIZES, **NO_DROPOUT, "num_labels": LABELS}
-OPT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "word_embed_proj_dim": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "ffn_dim": 2 * HIDDEN,
-    "max_position_embeddings": MAX_POSITIONS,
-    "pad_token_id": PAD,
-    "dropout": 0.0,
-}
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": HIDDEN,
-    "n_layer": 2,
-    "n_head": HEADS,
-    "n_positions": MAX_POSITIONS,
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-LLAMA = {**SIZES, "num_key_value_heads": HEADS // 2}
-DECODER = {**LLAMA, "bos_token_id": 0, "eos_token_id": 2, "num_labels": LABELS}
-VIT = {
-    **{k: v for k, v in SIZES.items() if k.startswith(("hidden", "num", "inter"))},
-    **NO_DROPOUT,
-    "image_size": IMAGE,
-    "patch_size": PATCH,
-    "num_channels": 1,
-    "num_labels": LABELS,
-}
-DISTILBERT = {
-    "vocab_size": VOCABULARY,
-    "dim": HIDDEN,
-    "hidden_dim": 2 * HIDDEN,
-    "n_layers": 1,
-    "n_heads": HEADS,
-    "max_position_embeddings": MAX_POSITIONS,
-    "pad_token_id": PAD,
-    "num_labels": LABELS,
-    **dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"), 0.0),
-}
-DEBERTA_V3 = {
-    **BERT,
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "position_buckets": 4,
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-}
-T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "d_kv": HIDDEN // HEADS,
-    "d_ff": 2 * HIDDEN,
-    "num_layers": 2,
-    "num_heads": HEADS,
-    "relative_attention_num_buckets": 8,
-    "dropout_rate": 0.0,
-    "classifier_dropout": 0.0,
-    "pad_token_id": PAD,
-    "eos_token_id": END,
-    "decoder_start_token_id": START,
-    "num_labels": LABELS,
-}
-ENCODER_DECODER = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * HIDDEN),
-    "pad_token_id": PAD,
-    "bos_token_id": 0,
-    "eos_token_id": END,
-    "decoder_start_token_id": START,
-    "dropout": 0.0,
-    "num_labels": LABELS,
-}
-BART = {**ENCODER_DECODER, "max_position_embeddings": MAX_POSITIONS, "forced_eos_token_id": None}
-WHISPER = {
-    **ENCODER_DECODER,
-    "num_mel_bins": MELS,
-    "max_source_positions": FRAMES // 2,
-    "max_target_positions": MAX_POSITIONS,
-    "classifier_proj_size": HIDDEN // 2,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-}
-SWIN = {
-    **NO_DROPOUT,
-    "image_size": IMAGE,
-    "patch_size": 2,
-    "num_channels": 1,
-    "embed_dim": HIDDEN // 2,
-    "depths": [2, 2],  # the second layer of a stage shifts its windows
-    "num_heads": [2, 4],
-    "window_size": 2,
-    "drop_path_rate": 0.0,
-    "num_labels": LABELS,
-}
-CONVNEXT = {
-    "image_size": IMAGE,
-    "patch_size": 2,
-    "num_channels": 1,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 1],
-    "num_stages": 2,
-    "drop_path_rate": 0.0,
-    "num_labels": LABELS,
-}
-CLIP = {
-    "vision_config": {k: v for k, v in VIT.items() if "dropout" not in k and k != "num_labels"},
-    "text_config": {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 2},
-    "num_labels": LABELS,
-}
-
-ONE_LAYER = {"num_hidden_layers": 1}
-DYNAMIC = "cannot be vectorised over samples"
-NO_VMAP = {"functorch": DYNAMIC}  # layerwise runs what vmap cannot for one sample after another
-# Their classifiers select the end-of-text tokens, and vmap cannot vectorise a selection by value.
-NO_SELECTION = {("functorch", "sequence classification"): DYNAMIC}
-
 # ---- The table ----
 
-FAMILIES = [
-    Family(
-        "BERT",
-        "BertConfig",
-        {**BERT, **ONE_LAYER},
-        (*ENCODER_TASKS, "multi-label classification", "regression"),
-    ),
-    Family("RoBERTa", "RobertaConfig", {**BERT, **ONE_LAYER}, ENCODER_TASKS),
-    Family("DistilBERT", "DistilBertConfig", DISTILBERT, ENCODER_TASKS),
-    Family("DeBERTa-v2", "DebertaV2Config", {**BERT, **ONE_LAYER}, ENCODER_TASKS),
-    Family("DeBERTa-v3", "DebertaV2Config", DEBERTA_V3, ENCODER_TASKS),
-    Family(
-        "DeBERTa-v2-xlarge",
-        "DebertaV2Config",
-        {**DEBERTA_V3, "share_att_key": False, "conv_kernel_size": 3, "conv_act": "gelu"},
-        ("sequence classification",),
-    ),
-    Family(
-        "OPT",
-        "OPTConfig",
-        {**OPT, **ONE_LAYER, "num_labels": LABELS},
-        ("sequence classification", "question answering", "causal LM"),
-    ),
-    Family(
-        "OPT-350m",
-        "OPTConfig",
-        {**OPT, "word_embed_proj_dim": HIDDEN // 2, "do_layer_norm_before": False},
-        ("causal LM",),
-    ),
-    Family("GPT-2", "GPT2Config", {**GPT2, "n_layer": 1, "num_labels": LABELS}, DECODER_TASKS),
-    Family(
-        "GPT-NeoX",
-        "GPTNeoXConfig",
-        {k: v for k, v in {**DECODER, **ONE_LAYER}.items() if k != "num_key_value_heads"},
-        DECODER_TASKS,
-    ),
-    Family(
-        "Llama", "LlamaConfig", {**DECODER, **ONE_LAYER}, (*DECODER_TASKS, "question answering")
-    ),
-    Family(
-        "Mistral",
-        "MistralConfig",
-        {**DECODER, **ONE_LAYER, "sliding_window": 4},
-        ("sequence classification", "causal LM"),
-    ),
-    Family("Qwen2", "Qwen2Config", {**DECODER, **ONE_LAYER}, ("causal LM",)),
-    Family("Qwen3", "Qwen3Config", {**DECODER, **ONE_LAYER, "head_dim": 8}, ("causal LM",)),
-    Family("Gemma", "GemmaConfig", {**DECODER, **ONE_LAYER, "head_dim": 8}, ("causal LM",)),
-    Family(
-        "Gemma-2",
-        "Gemma2Config",
-        {**DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
-        ("sequence classification", "causal LM"),
-    ),
-    Family(
-        "Gemma-3",
-        "Gemma3TextConfig",
-        {**DECODER, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
-        ("causal LM",),
-        models="Gemma3",
-    ),
-    Family("Phi", "PhiConfig", {**DECODER, **ONE_LAYER}, ("sequence classification", "causal LM")),
-    Family("Cohere", "CohereConfig", {**DECODER, **ONE_LAYER}, ("causal LM",)),
-    Family(
-        "T5",
-        "T5Config",
-        T5,
-        ("seq2seq LM", "sequence classification", "token classification", "question answering"),
-        ends=True,
-        refused=NO_SELECTION,
-    ),
-    Family(
-        "Flan-T5",
-        "T5Config",
-        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        ("seq2seq LM",),
-    ),
-    Family(
-        "BART",
-        "BartConfig",
-        BART,
-        ("seq2seq LM", "sequence classification", "question answering"),
-        ends=True,
-        refused=NO_SELECTION,
-    ),
-    Family(
-        "BART's decoder",
-        "BartConfig",
-        BART,
-        ("causal LM",),
-        without_part=("encoder_attn",),
-    ),
-    Family("ViT", "ViTConfig", {**VIT, **ONE_LAYER}, ("image classification",)),
-    Family("DeiT", "DeiTConfig", {**VIT, **ONE_LAYER}, ("image classification",)),
-    Family("Swin", "SwinConfig", SWIN, ("image classification",)),
-    Family("ConvNeXt", "ConvNextConfig", CONVNEXT, ("image classification",)),
-    Family("ConvNeXt-V2", "ConvNextV2Config", CONVNEXT, ("image classification",)),
-    Family(
-        "CLIP vision",
-        "CLIPConfig",
-        CLIP,
-        ("image classification",),
-        models="CLIP",
-        without_part=("post_layernorm",),
-    ),
-    Family("Whisper", "WhisperConfig", WHISPER, ("speech recognition", "audio classification")),
-    Family(
-        "Mixtral",
-        "MixtralConfig",
-        {**DECODER, **ONE_LAYER, "num_local_experts": 4},
-        ("sequence classification", "causal LM"),
-    ),
-    Family(
-        "Mixtral, batched experts",
-        "MixtralConfig",
-        {
-            **DECODER,
-            **ONE_LAYER,
-            "num_local_experts": 4,
-            "experts_implementation": "batched_mm",
-        },
-        ("causal LM",),
-    ),
-    Family(
-        "Mixtral, a loop over experts",
-        "MixtralConfig",
-        {**DECODER, **ONE_LAYER, "num_local_experts": 4, "experts_implementation": "eager"},
-        ("causal LM",),
-        refused=NO_VMAP,
-    ),
-]
+_TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
+SETTINGS: dict[str, dict[str, Any]] = _TABLE["settings"]
+BERT, OPT, GPT2, LLAMA, VIT = (SETTINGS[name] for name in ("BERT", "OPT", "GPT2", "LLAMA", "VIT"))
+NO_VMAP = _TABLE["words"]["NO_VMAP"]
+ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    name: (cls, made_with) for name, (cls, made_with) in _TABLE["adapters"].items()
+}
+"""Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
+
+
+def _families(key: str) -> list[Family]:
+    return [Family(name, **row) for name, row in _TABLE[key].items()]
+
+
+FAMILIES = _families("families")
+"""What the package is made for, with all heads and conditions; adapters follow below."""
+WIDE = _families("wide")
+"""Many more, with a head or two."""
 
 
 def _with_adapters() -> Iterator[Family]:
@@ -799,7 +497,7 @@ def _with_adapters() -> Iterator[Family]:
                 models=family.models,
                 adapter=adapter,
                 ends=family.ends,
-                refused=NO_VMAP if adapter in NOT_VECTORISED else {},
+                refused=NO_VMAP if adapter in _TABLE["adapters not vectorised"] else {},
             )
 
 
@@ -810,7 +508,7 @@ def _quantised() -> Iterator[Family]:
         yield Family(
             f"Llama in {name} + LoRA",
             "LlamaConfig",
-            {**DECODER, **sizes},
+            {**SETTINGS["DECODER"], **sizes},
             ("causal LM",),
             adapter="LoRA",
             bits=how,

@@ -22,13 +22,11 @@ Shapes: B examples, O options of each, T tokens of the longest row, K of the lon
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -77,18 +75,7 @@ class OPTArguments(ExperimentArguments):
         default=None,
         metadata={"help": "The token that texts begin with. Default: what the tokenizer puts."},
     )
-    metric_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "A metric of evaluate for generated answers, by name (squad) or folder. "
-            "Default: the same F1, without a download."
-        },
-    )
     dtype: str = field(default="float32", metadata={"help": "Of the weights: float32 or bfloat16."})
-    frozen: str | None = field(
-        default=None,
-        metadata={"help": "Parameters whose names this regular expression finds are not trained."},
-    )
 
 
 class AnswerScorer(nn.Module):
@@ -195,14 +182,13 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     )
     collator = Collator(padding_of(tokenizer))
     sizes = {"train": script.num_train, "dev": script.num_dev, "test": script.num_eval}
-    metric = None if script.metric_path is None else evaluate.load(script.metric_path)
     questions = load_splits(task, script.dataset_path, args.seed, sizes, script.test_split)
 
     def score(trained: nn.Module, split: str) -> Scores:
         size = args.per_device_eval_batch_size
         if task.generates:
             most = script.max_new_tokens
-            found = mean_f1(trained, questions[split], encoder, collator.pad, size, most, metric)
+            found = mean_f1(trained, questions[split], encoder, collator.pad, size, most)
             return {"f1": found}
         return {"accuracy": accuracy(trained, questions[split], encoder, collator, size)}
 
@@ -224,7 +210,7 @@ def load_model(
     """Returns the language model, ready for a method, on the device of the run.
 
     Raises:
-        ValueError: if ``frozen`` finds no parameter, or a public data set is given.
+        ValueError: if a public data set is given.
     """
     if script.public_dataset is not None:
         raise ValueError(
@@ -232,12 +218,6 @@ def load_model(
             "which other data have not. Leave it out: synthetic inputs serve as well."
         )
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
-    if script.frozen is not None:
-        found = [p for name, p in model.named_parameters() if re.search(script.frozen, name)]
-        if not found:
-            raise ValueError(f"frozen={script.frozen!r} finds no parameter. Leave it out.")
-        for parameter in found:
-            parameter.requires_grad_(False)
     inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
     scorer = AnswerScorer(with_adapter(model, args.method, script.lora_rank, inputs=inputs))
     return scorer.to(args.device)

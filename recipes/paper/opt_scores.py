@@ -1,9 +1,8 @@
 """How the OPT recipe scores a model: the accuracy of its choices, the F1 of its answers.
 
 Both are those of Malladi et al. (2023): no calibration, greedy decoding, and the F1 of SQuAD, for
-DROP as well. ``f1`` here is what the metric ``squad`` of evaluate computes, but for questions whose
-first right answer says that there is none. That metric is a script of the Hub's, to be downloaded
-and run; with ``--metric_path`` it is used for all other questions.
+DROP as well: ``f1`` is what the metric ``squad`` of evaluate computes, but for questions whose
+first right answer says that there is none.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def mean_f1(
     pad: int,
     batch_size: int,
     max_new_tokens: int,
-    metric: Any = None,
 ) -> float:
     """Returns the mean F1, in percent, of the answers that a model generates.
 
@@ -64,7 +62,6 @@ def mean_f1(
         pad: the id of the padding.
         batch_size: how many answers are generated at once.
         max_new_tokens: where an answer is broken off.
-        metric: of evaluate, as ``squad`` is; None for ``f1``.
     """
     ordered = sorted(questions, key=lambda question: len(question.prompt))
     answers = generate(
@@ -75,23 +72,8 @@ def mean_f1(
         batch_size,
         max_new_tokens,
     )
-    pairs = [(a, question.golds) for a, question in zip(answers, ordered, strict=True)]
-    own = [pair for pair in pairs if metric is None or pair[1][0] in UNANSWERABLE]
-    total = 100 * sum(f1(answer, golds) for answer, golds in own)
-    if len(own) < len(pairs):
-        usual = [pair for pair in pairs if pair[1][0] not in UNANSWERABLE]
-        total += len(usual) * metric_f1(metric, usual)
-    return total / len(pairs)
-
-
-def metric_f1(metric: Any, pairs: Sequence[tuple[str, Sequence[str]]]) -> float:
-    """Returns the mean F1, in percent, that a metric of evaluate gives to answers."""
-    predictions, references = [], []
-    for i, (answer, golds) in enumerate(pairs):
-        answers = {"text": list(golds), "answer_start": [0] * len(golds)}  # where does not count
-        predictions.append({"id": str(i), "prediction_text": answer})
-        references.append({"id": str(i), "answers": answers})
-    return float(metric.compute(predictions=predictions, references=references)["f1"])
+    found = [f1(a, question.golds) for a, question in zip(answers, ordered, strict=True)]
+    return 100 * sum(found) / len(found)
 
 
 @torch.no_grad()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -40,32 +42,32 @@ def as_question(first: str, second: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: where its data are, and what is made of them.
+    """A task: where its data are, and what is made of them; a row of ``roberta_tasks.yaml``.
 
     Args:
         path: of the data set at the Hub.
-        name: of its configuration there.
         texts: the columns of its texts.
-        label: the column of its label.
         names: of the labels, by their number at the Hub; used where the data do not tell.
         words: label name -> the word for it; the order of the labels here.
         template: pieces of the prompt.
         write: texts -> how they stand in the prompt.
         max_length: the most tokens of a prompt.
+        name: of its configuration at the Hub.
+        label: the column of its label.
         first_length: the most tokens of its first text.
         test: the split that stands for the test split.
         revision: of the data set at the Hub.
     """
 
     path: str
-    name: str | None
-    texts: tuple[str, ...]
-    label: str
-    names: tuple[str, ...]
+    texts: Sequence[str]
+    names: Sequence[str]
     words: Mapping[str, str]
-    template: tuple[str, ...]
+    template: Sequence[str]
     write: Callable[..., tuple[str, ...]]
     max_length: int
+    name: str | None = None
+    label: str = "label"
     first_length: int | None = None
     test: str = "validation"
     revision: str | None = None
@@ -87,86 +89,10 @@ class Task:
         return max_length, max_length - ROOM
 
 
-ENTAILMENT: dict[str, Any] = {
-    "template": (FIRST, "?", MASK, ",", SECOND),
-    "write": as_question,
-    "max_length": 256,
-}
-INFERENCE: dict[str, Any] = {
-    "texts": ("premise", "hypothesis"),
-    "label": "label",
-    "names": ("entailment", "neutral", "contradiction"),
-    "words": {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
-    **ENTAILMENT,
-}
-SENTIMENT: dict[str, Any] = {
-    "template": (FIRST, " It was", MASK, "."),
-    "write": as_it_is,
-    "max_length": 128,
-}
-
+_WRITE = {f.__name__: f for f in (as_it_is, as_answer, as_question)}
+_ROWS = yaml.safe_load(Path(__file__).with_name("roberta_tasks.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Task] = {
-    "SST-2": Task(
-        path="nyu-mll/glue",
-        name="sst2",
-        texts=("sentence",),
-        label="label",
-        names=("negative", "positive"),
-        words={"negative": "terrible", "positive": "great"},
-        **SENTIMENT,
-    ),
-    "SST-5": Task(
-        path="SetFit/sst5",
-        name=None,
-        texts=("text",),
-        label="label",
-        names=("very negative", "negative", "neutral", "positive", "very positive"),
-        words={
-            "very negative": "terrible",
-            "negative": "bad",
-            "neutral": "okay",
-            "positive": "good",
-            "very positive": "great",
-        },
-        first_length=110,
-        test="test",
-        **SENTIMENT,
-    ),
-    "SNLI": Task(path="stanfordnlp/snli", name=None, **INFERENCE),
-    "MNLI": Task(
-        path="nyu-mll/glue", name="mnli", first_length=240, test="validation_matched", **INFERENCE
-    ),
-    "RTE": Task(
-        path="nyu-mll/glue",
-        name="rte",
-        texts=("sentence1", "sentence2"),
-        label="label",
-        names=("entailment", "not_entailment"),
-        words={"entailment": "Yes", "not_entailment": "No"},
-        first_length=240,
-        **ENTAILMENT,
-    ),
-    "TREC": Task(
-        path="CogComp/trec",
-        name=None,
-        texts=("text",),
-        label="coarse_label",
-        names=("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
-        words={
-            "DESC": "Description",
-            "ENTY": "Entity",
-            "ABBR": "Expression",
-            "HUM": "Human",
-            "LOC": "Location",
-            "NUM": "Number",
-        },
-        template=(MASK, ":", FIRST),
-        write=as_answer,
-        max_length=128,
-        first_length=110,
-        test="test",
-        revision="refs/convert/parquet",  # the data set itself is a script, which is not run
-    ),
+    name: Task(**row | {"write": _WRITE[row["write"]]}) for name, row in _ROWS.items()
 }
 
 

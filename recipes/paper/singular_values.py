@@ -38,7 +38,7 @@ from dp_grape_hf.per_sample import LossFunction
 from dp_grape_hf.projections import projection_targets
 from recipes.common.provenance import git_commit, recorded, versions
 from recipes.paper import opt, vit
-from recipes.paper.experiment import Experiment, Family, parse
+from recipes.paper.experiment import Experiment, Family, freeze, parse
 
 Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
 
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise FileExistsError(f"{path} exists: move it, or give another --spectrum_path.")
     set_seed(args.seed)
     experiment = known.load(script, args)
+    freeze(experiment.model, script.frozen)
     model = experiment.model.to(args.device).train()
     bounds = [math.inf, *script.bounds]
     sums = clipped_sums(model, first_batch(experiment, args), bounds, experiment.loss)

@@ -17,7 +17,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +64,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 # ---- Scores ----
 
 
-def accuracy_against_epsilon(findings: Findings, vit: bool) -> Iterator[Drawing]:
-    """Yields the utility that each budget buys, by method, a panel for each task.
+def accuracy_against_epsilon(findings: Findings) -> Iterator[Drawing]:
+    """Yields the utility that each budget buys (fig:vit_results), by method, a panel for each task.
 
     What is not private is a line across.
-
-    Args:
-        findings: with scores at several budgets.
-        vit: whether to draw the recipe ``vit`` (the paper's fig:vit_results), or the others.
     """
     for (family, model), runs in _by_model(findings):
         panels = _panels(runs, lambda run: run.task)
         panels = {t: own for t, own in panels.items() if len({r.epsilon for r in own} - {None}) > 1}
-        if not panels or (family == "vit") is not vit:
+        if not panels:
             continue
         picture = Panels(list(panels), f"{model}: scores at a budget")
         for panel, own in zip(picture.axes, panels.values(), strict=True):
@@ -150,8 +145,7 @@ def _stem(*parts: str) -> str:
 
 
 FIGURES: Mapping[str, Callable[[Findings], Iterator[Drawing]]] = {
-    "accuracy against epsilon, of images": partial(accuracy_against_epsilon, vit=True),
-    "accuracy against epsilon, of texts": partial(accuracy_against_epsilon, vit=False),
+    "accuracy against epsilon": accuracy_against_epsilon,
     "singular values": singular_values,
 }
 

@@ -19,26 +19,19 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.common.provenance import git_commit, versions
 from recipes.scripts.convert import converted, modules_of
-from recipes.scripts.materials import (
-    save_captions,
-    save_images,
-    save_in_cache,
-    save_model,
-    save_rows,
-    save_sounds,
-)
+from recipes.scripts.materials import ROWS, save_data, save_in_cache, save_model
 from recipes.scripts.provided import run_in
 from recipes.scripts.rendering import FAILED, TRAINED, as_markdown
 
@@ -50,8 +43,6 @@ COMMON = (
     "--save_strategy steps --save_steps 2 --logging_steps 1 --report_to none --use_cpu"
 )
 PRIVATE = "--eps 8 --delta 1e-3 --expected_batch_size 32"
-JSON = "--train_file train.json --validation_file validation.json"
-CSV = "--train_file train.csv --validation_file validation.csv"
 
 
 def keep_ids(source: str) -> str:
@@ -87,120 +78,42 @@ def without_shared_coins(source: str) -> str:
     return source
 
 
+EDITS: Mapping[str, Callable[[str], str]] = {
+    "": str,
+    "keep_ids": keep_ids,
+    "without_shared_coins": without_shared_coins,
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A script, and what it is run with."""
+    """A script, and what it is run with: a row of ``cases.yaml``."""
 
     script: str  # its folder and name
     model: str
-    data: Callable[[Path], None]
-    options: str
+    data: str
+    csv: bool = False  # whether rows are in CSV
+    options: str = ""
     private: str = ""  # options of ours
     note: str = ""
-    edit: Callable[[str], str] = str  # of the script, after the conversion
+    edit: str = ""  # of the script, after the conversion
     cached: bool = False  # whether the model is named as on the Hub
 
     def __str__(self) -> str:
         name = self.script.rpartition("/")[2]
         return f"{name}, {self.note}" if self.note else name
 
-
-def _rows(kind: str, ending: str = "json") -> Callable[[Path], None]:
-    return partial(save_rows, kind, ending=ending)
-
-
-def _images(folder: Path) -> None:
-    save_images(folder / "images")
-
-
-def _sounds(folder: Path, transcribed: bool = False) -> None:
-    save_sounds(folder / "sounds", transcribed)
+    def words(self) -> str:
+        """Returns its own options."""
+        if self.data not in (*ROWS, "captions"):
+            return self.options
+        ending = "csv" if self.csv else "json"
+        files = f"--train_file train.{ending} --validation_file validation.{ending}"
+        return f"{files} {self.options}"
 
 
-_QUESTIONS = f"{JSON} --max_seq_length 32 --doc_stride 8"
-_IMAGES = "--dataset_name images --image_column_name image --remove_unused_columns False"
-_SOUNDS = "--dataset_name sounds --eval_split_name validation --remove_unused_columns False"
-_TEXTS = "--max_source_length 16 --max_target_length 8 --predict_with_generate"
-
-CASES = (
-    Case("text-classification/run_glue", "bert", _rows("classified", "csv"), CSV),
-    Case(
-        "text-classification/run_glue",
-        "bert",
-        _rows("classified", "csv"),
-        f"{CSV} --eval_strategy steps --eval_steps 2 --load_best_model_at_end",
-        note="the best checkpoint",
-    ),
-    Case("text-classification/run_classification", "bert", _rows("classified", "csv"), CSV),
-    Case("token-classification/run_ner", "bert", _rows("tagged"), JSON),
-    Case("multiple-choice/run_swag", "bert", _rows("choices"), JSON),
-    Case("question-answering/run_qa", "bert", _rows("questions"), _QUESTIONS),
-    Case(
-        "question-answering/run_qa",
-        "bert",
-        _rows("questions"),
-        _QUESTIONS,
-        private="--privacy_unit_column example_id",
-        note="a question is a unit",
-        edit=keep_ids,
-    ),
-    Case(
-        "question-answering/run_seq2seq_qa",
-        "t5",
-        _rows("questions"),
-        f"{JSON} --max_seq_length 32 --max_answer_length 8 --predict_with_generate",
-    ),
-    Case("language-modeling/run_clm", "llama", _rows("plain"), f"{JSON} --block_size 16"),
-    Case("language-modeling/run_fim", "llama", _rows("plain"), f"{JSON} --block_size 16"),
-    Case("language-modeling/run_mlm", "bert", _rows("plain"), f"{JSON} --max_seq_length 16"),
-    Case(
-        "language-modeling/run_mlm",
-        "bert",
-        _rows("plain"),
-        f"{JSON} --max_seq_length 16 --line_by_line",
-        note="line by line",
-    ),
-    Case("language-modeling/run_plm", "xlnet", _rows("plain"), f"{JSON} --max_seq_length 16"),
-    Case("summarization/run_summarization", "t5", _rows("summarised"), f"{JSON} {_TEXTS}"),
-    Case(
-        "translation/run_translation",
-        "t5",
-        _rows("translated"),
-        f"{JSON} {_TEXTS} --source_lang en --target_lang de",
-    ),
-    Case(
-        "image-classification/run_image_classification",
-        "vit",
-        _images,
-        "--train_dir images/train --validation_dir images/validation --remove_unused_columns False",
-    ),
-    Case("image-pretraining/run_mae", "mae", _images, _IMAGES),
-    Case("image-pretraining/run_mim", "vit", _images, f"{_IMAGES} --mask_patch_size 4"),
-    Case(
-        "contrastive-image-text/run_clip",
-        "clip",
-        save_captions,
-        f"{JSON} --max_seq_length 16 --remove_unused_columns False",
-    ),
-    Case("audio-classification/run_audio_classification", "wav2vec2", _sounds, _SOUNDS),
-    Case(
-        "audio-classification/run_audio_classification",
-        "wav2vec2",
-        _sounds,
-        _SOUNDS,
-        note="without shared coins",
-        edit=without_shared_coins,
-    ),
-    Case(
-        "speech-recognition/run_speech_recognition_ctc",
-        "wav2vec2",
-        partial(_sounds, transcribed=True),
-        "--dataset_name sounds --train_split_name train --eval_split_name validation "
-        "--text_column_name sentence --layerdrop 0 --mask_time_prob 0",
-        private="--earlier_data other",
-        cached=True,
-    ),
-)
+_TABLE = Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8")
+CASES = tuple(Case(**row) for row in yaml.safe_load(_TABLE))
 
 
 # ---- One run ----
@@ -226,7 +139,7 @@ def run(case: Case, examples: Path, private: bool, keep: Path | None = None) -> 
         lines = [0, 0]
         for path in modules_of(script):
             old = path.read_text(encoding="utf-8")
-            new = case.edit(converted(old)) if private else old
+            new = EDITS[case.edit](converted(old)) if private else old
             (folder / path.name).write_text(new, encoding="utf-8")
             marks = [line[0] for line in difflib.ndiff(old.splitlines(), new.splitlines())]
             lines = [lines[0] + marks.count("-"), lines[1] + marks.count("+")]
@@ -235,8 +148,8 @@ def run(case: Case, examples: Path, private: bool, keep: Path | None = None) -> 
             model = save_in_cache(case.model, Path(os.environ["HF_HOME"]))
         else:
             save_model(case.model, folder / model)
-        case.data(folder)
-        words = f"--model_name_or_path {model} {case.options} {COMMON}"
+        save_data(case.data, folder, case.csv)
+        words = f"--model_name_or_path {model} {case.words()} {COMMON}"
         words += f" {PRIVATE} {case.private}" if private else ""
         result = _in_another_process(folder, script.name, words.split())
         if private:

@@ -44,76 +44,49 @@ LONGEST, IMAGE, PATCH, RATE = 64, 16, 4, 16_000
 # ---- Models ----
 
 
-def _bert() -> dict[str, Any]:
-    texts = {"vocab_size": len(VOCABULARY), "max_position_embeddings": LONGEST, "pad_token_id": 0}
-    return {**SIZES, **texts}
-
-
-def _decoder() -> dict[str, Any]:
-    return {**_bert(), "bos_token_id": 5, "eos_token_id": 6}
-
-
-def _t5() -> dict[str, Any]:
-    return {
-        "vocab_size": len(VOCABULARY),
-        "d_model": 32,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "pad_token_id": 0,
-        "eos_token_id": 6,
-        "decoder_start_token_id": 0,
-    }
-
-
-def _vit() -> dict[str, Any]:
-    return {**SIZES, "image_size": IMAGE, "patch_size": PATCH, "encoder_stride": PATCH}
-
-
-def _mae() -> dict[str, Any]:
-    return {**_vit(), **{f"decoder_{name}": size for name, size in SIZES.items()}}
-
-
-def _clip() -> dict[str, Any]:
-    text = {**_bert(), "bos_token_id": 5, "eos_token_id": 6}
-    return {"text_config": text, "vision_config": _vit(), "projection_dim": 16}
-
-
-def _wav2vec2() -> dict[str, Any]:
-    return {
-        **SIZES,
-        "conv_dim": (16, 16, 16),
-        "conv_kernel": (10, 8, 4),
-        "conv_stride": (10, 8, 4),
-        "num_feat_extract_layers": 3,
-        "num_conv_pos_embeddings": 16,
-        "num_conv_pos_embedding_groups": 2,
-        "feat_extract_norm": "layer",
-        "do_stable_layer_norm": True,
-        "classifier_proj_size": 16,
-        "pad_token_id": 0,
-    }
-
-
-MODELS: Mapping[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "bert": ("BertForMaskedLM", _bert),
-    "llama": ("LlamaForCausalLM", _decoder),
-    "t5": ("T5ForConditionalGeneration", _t5),
-    "clip": ("CLIPModel", _clip),
-    "vit": ("ViTForMaskedImageModeling", _vit),
-    "mae": ("ViTMAEForPreTraining", _mae),
-    "wav2vec2": ("Wav2Vec2Model", _wav2vec2),
-    "xlnet": (
-        "XLNetLMHeadModel",
-        lambda: {
-            "vocab_size": len(VOCABULARY),
-            "d_model": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 64,
-        },
-    ),
+BERT = {
+    **SIZES,
+    "vocab_size": len(VOCABULARY),
+    "max_position_embeddings": LONGEST,
+    "pad_token_id": 0,
+}
+DECODER = {**BERT, "bos_token_id": 5, "eos_token_id": 6}
+VIT = {**SIZES, "image_size": IMAGE, "patch_size": PATCH, "encoder_stride": PATCH}
+T5 = {
+    "vocab_size": len(VOCABULARY),
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 6,
+    "decoder_start_token_id": 0,
+}
+XLNET = {"vocab_size": len(VOCABULARY), "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
+WAV2VEC2 = {
+    **SIZES,
+    "conv_dim": (16, 16, 16),
+    "conv_kernel": (10, 8, 4),
+    "conv_stride": (10, 8, 4),
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "feat_extract_norm": "layer",
+    "do_stable_layer_norm": True,
+    "classifier_proj_size": 16,
+    "pad_token_id": 0,
+}
+CLIP = {"text_config": DECODER, "vision_config": VIT, "projection_dim": 16}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bert": ("BertForMaskedLM", BERT),
+    "llama": ("LlamaForCausalLM", DECODER),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "xlnet": ("XLNetLMHeadModel", XLNET),
+    "clip": ("CLIPModel", CLIP),
+    "vit": ("ViTForMaskedImageModeling", VIT),
+    "mae": ("ViTMAEForPreTraining", VIT | {f"decoder_{name}": n for name, n in SIZES.items()}),
+    "wav2vec2": ("Wav2Vec2Model", WAV2VEC2),
 }
 """Classes of transformers, and the settings of their configurations."""
 
@@ -144,7 +117,7 @@ def save_model(name: str, folder: Path) -> None:
     kind, settings = MODELS[name]
     model_class = getattr(transformers, kind)
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**settings()))
+    model = model_class(model_class.config_class(**settings))
     if model.can_generate():
         model.generation_config.max_length = 20
     model.save_pretrained(folder)
@@ -235,6 +208,18 @@ ROWS: Mapping[str, Row] = {
 """Rows of a file, by what they are."""
 
 SPLITS = {"train": TRAINING, "validation": VALIDATION}
+
+
+def save_data(kind: str, folder: Path, as_csv: bool = False) -> None:
+    """Saves data of a kind of ``ROWS``, ``images``, ``captions``, or ``sounds``."""
+    if kind in ROWS:
+        save_rows(kind, folder, "csv" if as_csv else "json")
+    elif kind == "captions":
+        save_captions(folder)
+    elif kind == "images":
+        save_images(folder / "images")
+    else:
+        save_sounds(folder / "sounds", transcribed=kind == "transcribed sounds")
 
 
 def save_rows(kind: str, folder: Path, ending: str = "json") -> None:

@@ -2,9 +2,7 @@
 
 import copy
 import io
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
 from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projections import ProjectionSchedule, Projector, Side
-from recipes.digits import bf16_updates
 from tests.support.models import only
 from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
 
@@ -536,24 +533,3 @@ def test_kept_updates_count_as_state() -> None:
     LowRankUpdates(model, optimizer).use(projectors)
     coordinates = sum(RANK * max(p.shape) for p in model.parameters() if p.dim() == 2)
     assert optimizer.state_bytes() == 4 * coordinates
-
-
-# ---- The recipe ----
-
-
-@pytest.mark.slow
-def test_the_recipe_shows_that_float32_updates_match_float32_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--steps=30", "--target_epsilon=100", "--accountant=rdp"]
-    results = bf16_updates.main([f"--output_dir={tmp_path}", *options])
-    exactly, plain, kept = results["curves"].values()
-    assert exactly["steps"] == plain["steps"] == kept["steps"] == list(range(1, 31))
-    assert abs(kept["loss"][-1] - exactly["loss"][-1]) < 0.01
-    assert plain["loss"][-1] - exactly["loss"][-1] > 0.03
-    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8")) == results
-    assert (tmp_path / "bf16_updates.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert all(way.name in printed for way in bf16_updates.WAYS)
-    assert "epsilon 100 at delta 1e-05" in printed
-    assert "nothing here is private" in printed

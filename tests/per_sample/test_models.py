@@ -2,7 +2,7 @@
 
 The oracle is autograd of the loss that the model itself returns for a batch of one with labels. It
 shares nothing with this package: neither losses nor engines. To check another model, add a row to
-``FAMILIES`` in ``recipes/models/zoo.py``, or to ``WIDE`` in ``recipes/models/zoo_wide.py``.
+``recipes/models/families.yaml``.
 """
 
 from pathlib import Path
@@ -25,8 +25,7 @@ from recipes.models.matrix import (
     whole_error,
     worst_error,
 )
-from recipes.models.zoo import FAMILIES, rows
-from recipes.models.zoo_wide import WIDE
+from recipes.models.zoo import FAMILIES, WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, Batch, Row, row
 from tests.support.oracles import assert_gradients_equal, dense, projectors_for, relative_error

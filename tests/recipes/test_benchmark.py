@@ -15,16 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import release
-from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.per_sample import PerSampleEngine, watching
-from dp_grape_hf.per_sample import engine as per_sample
-from dp_grape_hf.per_sample.layerwise import capture
-from dp_grape_hf.phases import Observer
 from recipes.benchmark import __main__ as benchmark
 from recipes.benchmark import methods as benchmark_methods
-from recipes.benchmark import profile as benchmark_profile
 from recipes.benchmark import timing as benchmark_timing
 from recipes.benchmark.methods import (
     LORA,
@@ -37,17 +29,14 @@ from recipes.benchmark.methods import (
     opacus_error,
     prepare,
 )
-from recipes.benchmark.models import OPT, ROBERTA, TITLES, VIT, Setting
-from recipes.benchmark.profile import OVERHEAD, Clock, profile, profile_table
+from recipes.benchmark.models import OPT, ROBERTA, VIT, Setting
 from recipes.benchmark.timing import (
-    SWEEPS,
-    Sweep,
+    as_markdown,
     measure,
     measuring_line,
     principal_table,
     ratio,
-    sweep_table,
-    table,
+    remarks,
 )
 
 CPU = torch.device("cpu")
@@ -64,9 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     """The folder and the record of one run with all methods."""
     folder = tmp_path_factory.mktemp("benchmark")
     with torch.random.fork_rng(devices=[]):
-        return folder, benchmark.main(
-            [*OPTIONS, f"--json={folder}/x.json", f"--output_dir={folder}"]
-        )
+        return folder, benchmark.main([*OPTIONS, f"--json={folder}/x.json"])
 
 
 # ---- All methods ----
@@ -85,19 +72,10 @@ def test_every_method_runs_and_is_compared_with_plain_adamw(
         assert min(result["seconds"]) > 0
         assert result["speed_of_plain_adamw"] == ratio(results[PLAIN], result)
     assert results[PLAIN]["speed_of_plain_adamw"] == 1.0
+    table = as_markdown(results).splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {title}" for title in results]
     assert record["setting"] == vars(TINY)
     assert json.loads((folder / "x.json").read_text(encoding="utf-8")) == record
-
-
-def test_the_table_has_a_line_per_method_and_is_kept(run: tuple[Path, dict[str, Any]]) -> None:
-    folder, record = run
-    text = table(record["results"], TINY)
-    assert text.startswith("RoBERTa classifier, hidden 32, 1 layers, vocabulary 50, B=3, T=4, r=2")
-    assert all(
-        sum(line.startswith(METHODS[name].title) for line in text.splitlines()) for name in USUAL
-    )
-    kept = (folder / "tables.txt").read_text(encoding="utf-8")
-    assert kept == f"{text}\n{measuring_line(record)}\n"
 
 
 def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None:
@@ -139,9 +117,8 @@ def test_what_opacus_cannot_do_is_in_the_table_and_ends_nothing() -> None:
     results = measure(setting, ["adamw", "opacus_hooks"], rounds=1, warmup=1, device=CPU)
     hooks = METHODS["opacus_hooks"].title
     assert "'int' object has no attribute 'detach'" in results[hooks]["error"]
-    text = table(results, setting)
-    assert "does not run" in text
-    assert results[hooks]["error"] in text
+    assert f"{hooks} does not run: {results[hooks]['error']}" in remarks(results)
+    assert hooks not in as_markdown(results)
     assert "rounds" in results[PLAIN]
 
 
@@ -214,153 +191,13 @@ def test_a_slow_method_takes_part_in_fewer_rounds_and_ratios_are_of_common_ones(
     assert ghost["speed_of_plain_adamw"] == pytest.approx(0.2)
     assert ghost["median_cpu_seconds"] == pytest.approx(10.0)
     assert ratio(ghost, results[OURS]) == pytest.approx(10.0)
-    assert "10.00x (10.00x)" in table(results, TINY)
-    assert "a note" in table(results, TINY)
-
-
-def test_a_ratio_is_of_rounds_that_both_took_part_in() -> None:
-    slow = {"rounds": [0, 2], "seconds": [8.0, 20.0]}
-    fast = {"rounds": [0, 1, 2], "seconds": [2.0, 100.0, 4.0]}
-    assert ratio(slow, fast) == 4.5
-    assert ratio(slow, {"rounds": [1], "seconds": [1.0]}) is None
-
-
-# ---- Sweeps ----
-
-
-def test_a_sweep_has_a_line_per_value_and_a_plot(tmp_path: Path) -> None:
-    record = benchmark.main(
-        [
-            *(*OPTIONS, "--rounds=1", "--sweep=rank", "--values", "1", "3"),
-            *("--methods", "adamw", "dp_grape", "--output_dir", str(tmp_path)),
-        ]
-    )
-    runs = record["sweeps"]["rank"]
-    assert [r["setting"]["rank"] for r in runs] == [1, 3]
-    assert all(set(r["results"]) == {PLAIN, OURS} for r in runs)
-    lines = sweep_table("rank", runs).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["1", "3"]
-    assert "B=3" in lines[0]
-    assert "r=" not in lines[0]
-    assert (tmp_path / "sweep_rank.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_says_what_does_not_run() -> None:
-    error = {"error": "out of memory"}
-    runs = [{"setting": vars(TINY), "results": {PLAIN: error}}]
-    assert f"{PLAIN} does not run at rank=2: out of memory" in sweep_table("rank", runs)
-
-
-@pytest.mark.parametrize("model", TITLES)
-def test_every_swept_length_fits_every_model(model: str) -> None:
-    assert all(replace(TINY, model=model, length=length) for length in SWEEPS["length"].values)
+    assert "10.00x faster (10.00x)" in as_markdown(results)
+    assert "a note" in remarks(results)
 
 
 def test_images_need_a_square_number_of_patches() -> None:
     with pytest.raises(ValueError, match="length=50 is the number of patches"):
         replace(TINY, model=VIT, length=50)
-
-
-def test_values_without_a_sweep_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.parse(["--values", "3"])
-    assert "--sweep" in capsys.readouterr().err
-
-
-# ---- The profile ----
-
-
-def test_a_phase_does_not_count_what_runs_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = Counter(monkeypatch, benchmark_profile)
-    clock = Clock(CPU)
-    with clock.phase("outer"):
-        counter.time += 1
-        with clock.phase("inner"):
-            counter.time += 10
-            with clock.phase("outer"):  # the same phase, deeper
-                counter.time += 100
-        counter.time += 1000
-    seconds, cpu_seconds = clock.take()
-    assert seconds == {"outer": 1101, "inner": 10}
-    assert cpu_seconds == {"outer": 2202, "inner": 20}
-    assert clock.take() == ({}, {})
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "phase"),
-    [
-        (per_sample, "split", benchmark_profile.FORWARD),
-        (torch.autograd, "grad", benchmark_profile.BACKWARD),
-        (capture, "_project", benchmark_profile.PROJECTION),
-        (release, "add_clipped_sum_", benchmark_profile.CLIP),
-        (release, "add_noise_", benchmark_profile.NOISE),
-        (Ledger, "record", benchmark_profile.RECORD),
-        (ProjectedOptimizer, "step", benchmark_profile.UPDATE),
-        (release, "refusing_changed_weights", benchmark_profile.REST),
-    ],
-)
-def test_the_time_of_a_part_goes_to_its_phase(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, phase: str
-) -> None:
-    monkeypatch.setattr(watching, "SHARE", 0)  # of a pass that is watched, half is no phase
-    counter, original = Counter(monkeypatch, benchmark_profile), getattr(owner, name)
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        others = owner is capture and args[1] is None  # a gradient that is not projected
-        counter.time += 0.0 if others else 1.0
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, slow)
-    found = profile(TINY, rounds=1, warmup=1, device=CPU)["private"]
-    assert found["percent"][phase] == pytest.approx(100.0)
-    assert found["cpu_percent"][phase] == pytest.approx(100.0)
-    assert found["overhead_percent"] == pytest.approx(100.0 if phase in OVERHEAD else 0.0)
-
-
-def test_a_profile_accounts_for_the_whole_step_and_leaves_no_timer_behind() -> None:
-    found = profile(TINY, rounds=2, warmup=1, device=CPU)
-    assert type(PerSampleEngine.observer) is Observer
-    for parts in found.values():
-        assert sum(parts["percent"].values()) == pytest.approx(100.0)
-        assert parts["untimed_step_seconds"] > 0
-    private = found["private"]["seconds"]
-    assert set(private) == set(benchmark_profile.PRIVATE_PHASES)
-    assert all(seconds > 0 for seconds in private.values())
-    text = profile_table(found, TINY)
-    assert all(text.count(f"  {phase} ") for phase in (*private, *found["plain"]["seconds"]))
-    assert f"{found['private']['overhead_percent']:.1f} % of the step" in text
-
-
-# ---- The standard set ----
-
-
-@pytest.mark.slow
-def test_the_standard_set_covers_every_model_and_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    plan = benchmark.STANDARD
-    assert {setting.model for setting, _ in plan.settings} == set(TITLES)
-    tiny = replace(
-        plan,
-        settings=((TINY, 1),),
-        profiles=(TINY,),
-        swept=TINY,
-        swept_methods=("dp_grape",),
-        swept_rounds=1,
-        profile_rounds=1,
-    )
-    for quantity, sweep in SWEEPS.items():
-        short = Sweep(sweep.field, sweep.label, sweep.values[:1])
-        monkeypatch.setitem(SWEEPS, quantity, short)
-    record = benchmark.run_all(tiny, ["adamw", "dp_grape"], 1, CPU, tmp_path)
-    assert [set(r["results"]) for r in record["runs"]] == [{PLAIN, OURS}]
-    assert len(record["profiles"]) == 1
-    assert list(record["sweeps"]) == list(SWEEPS)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "tables.txt",
-        *(f"sweep_{quantity}.png" for quantity in SWEEPS),
-    }
-    json.dumps(record)
 
 
 def test_adapters_are_measured_and_opake_where_it_is_installed() -> None:

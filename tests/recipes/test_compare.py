@@ -1,13 +1,14 @@
 """The comparison of methods, with two steps instead of a hundred."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dp_grape_hf import METHODS
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments
 from recipes.digits import compare
 
 CONFIG = compare.CONFIG
@@ -60,6 +61,9 @@ def test_a_comparison_is_resumed_and_rendered(
     assert not any(run.tuning for run in ran)
 
 
-def test_the_configuration_compares_every_method() -> None:
-    rows = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["rows"].values()
+def test_the_configuration_compares_every_method_by_options_that_there_are() -> None:
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    rows, known = config["rows"].values(), {f.name for f in fields(DPGrapeTrainingArguments)}
     assert {row["method"] for row in rows} == set(METHODS), f"{CONFIG.name}: a row for each method"
+    assert config["shared"].keys() <= known
+    assert all(row.keys() - {"grid"} <= known for row in rows)

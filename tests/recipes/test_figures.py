@@ -44,7 +44,7 @@ def test_accuracy_against_epsilon_has_means_errors_and_what_is_not_private() -> 
         for seed in (0, 2)
     ]
     others = [made_up(95.0, method="adam"), made_up(70.0, task="RTE")]
-    ((stem, figure),) = drawn("accuracy against epsilon, of texts", *results, *others).items()
+    ((stem, figure),) = drawn("accuracy against epsilon", *results, *others).items()
     assert stem == "accuracy_against_epsilon-roberta-roberta-large"
     (panel,) = panels(figure).values()  # RTE has one budget only
     assert panel.get_title() == "SST-2"
@@ -54,7 +54,6 @@ def test_accuracy_against_epsilon_has_means_errors_and_what_is_not_private() -> 
     low, high = bars.get_segments()[0][:, 1]
     assert (low, high) == pytest.approx((80.0, 82.0))  # deviations of 1, over sqrt(2 - 1)
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("ε, at δ = 1e-05", "test accuracy, %")
-    assert not drawn("accuracy against epsilon, of images", *results)
 
 
 def test_methods_and_settings_are_lines_of_their_own() -> None:
@@ -67,7 +66,7 @@ def test_methods_and_settings_are_lines_of_their_own() -> None:
             (3.0, {"method": "dp_adam"}),
         )
     ]
-    (figure,) = drawn("accuracy against epsilon, of texts", *results).values()
+    (figure,) = drawn("accuracy against epsilon", *results).values()
     heights = {label: ys for label, (_, ys) in lines(figure.axes[0]).items()}
     assert heights == {
         "DP-Adam": [3.0, 3.0],
@@ -76,19 +75,6 @@ def test_methods_and_settings_are_lines_of_their_own() -> None:
     }
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == list(heights)
-
-
-def test_models_are_never_in_one_figure() -> None:
-    results = [
-        made_up(1.0, model_name_or_path=model, target_epsilon=epsilon)
-        for model in ("roberta-large", "x/MiniLM")
-        for epsilon in (2.0, 6.0)
-    ]
-    found = drawn("accuracy against epsilon, of texts", *results)
-    assert [figure.get_suptitle() for figure in found.values()] == [
-        "roberta-large: scores at a budget",
-        "MiniLM: scores at a budget",
-    ]
 
 
 def test_ticks_that_would_touch_have_no_number() -> None:
@@ -124,9 +110,7 @@ def test_figures_are_files_and_what_has_no_data_is_named(
     said = capsys.readouterr().out.splitlines()
     (picture,) = (tmp_path / "out").iterdir()
     assert str(picture) in said
-    assert sorted(said) == sorted(
-        [str(picture), *(f"{n}: not run" for n in FIGURES if not n.endswith("of texts"))]
-    )
+    assert sorted(said) == sorted([str(picture), "singular values: not run"])
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 

@@ -11,7 +11,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.per_sample import make_engine
 from recipes.paper import opt
-from recipes.paper.experiment import CONFIGS, UNKNOWN, main, parse
+from recipes.paper.experiment import main, parse
 from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
 from recipes.paper.opt_scores import accuracy, f1, generate, mean_f1
 from recipes.paper.opt_tasks import (
@@ -178,12 +177,6 @@ def test_an_answer_without_tokens_or_prompt_is_refused(
         encoder_of(folder, max_length=12).example(Question("Answer:", (option,)))
 
 
-def test_rows_without_room_for_an_answer_are_refused(folder: Path) -> None:
-    assert encoder_of(folder, max_length=3).prompt(Question("water", ()))[0] == 0
-    with pytest.raises(ValueError, match="max_length=2 leaves no room"):
-        encoder_of(folder, max_length=2)
-
-
 def test_rows_begin_with_what_the_tokenizer_puts_there_unless_told(folder: Path) -> None:
     tokenizer = tokenizer_of(folder)
     assert first_tokens(tokenizer, None) == (2,)
@@ -246,8 +239,10 @@ def test_scores_are_mean_log_probabilities_of_the_answers(name: str) -> None:
     torch.testing.assert_close(answer_loss(outputs, labels), -outputs["scores"][:, 0])
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
-@pytest.mark.parametrize(("options", "loss"), [(3, choice_loss), (1, answer_loss)])
+@pytest.mark.parametrize(
+    ("name", "options", "loss"),
+    [("opt", 3, choice_loss), ("opt", 1, answer_loss), ("llama", 3, choice_loss)],
+)
 def test_gradients_are_those_of_each_example_alone(name: str, options: int, loss: Any) -> None:
     model, batch = scorer(name), Collator(PAD)(examples([4, 9, 6], options))
     projectors = projectors_for(model, 3)
@@ -257,13 +252,6 @@ def test_gradients_are_those_of_each_example_alone(name: str, options: int, loss
     expected = single_sample_gradients(model, batch, projectors, loss)
     torch.testing.assert_close(losses, expected[0])
     assert_gradients_equal(gradients, expected[1])
-
-
-def test_both_engines_agree() -> None:
-    model, batch = scorer("opt"), Collator(PAD)(examples([4, 9], options=2))
-    expected = per_sample_gradients(model, batch, loss=choice_loss)[1]
-    found = per_sample_gradients(model, batch, loss=choice_loss, engine="functorch")[1]
-    assert relative_error(dense(found, 2), dense(expected, 2)) < 1e-5
 
 
 @pytest.mark.parametrize("options", [1, 2, 5])
@@ -364,7 +352,7 @@ def continued(model: AnswerScorer, prompt: list[int], most: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["opt", "llama"])
 def test_answers_are_greedy_and_end_with_the_line(name: str) -> None:
     model = scorer(name, initializer_range=1.0)  # so that it does not repeat one token
     prompts = [row for e in examples([4, 11, 7, 6], options=1, seed=3) for row in e["input_ids"]]
@@ -415,56 +403,6 @@ def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.Mo
     assert mean_f1(None, questions, encoder, PAD, 2, 4) == 75.0
 
 
-METRIC = """
-import datasets
-import evaluate
-
-
-class Same(evaluate.Metric):
-    def _info(self):
-        text, place = datasets.Value("string"), datasets.Value("int32")
-        answers = datasets.Features({"text": [text], "answer_start": [place]})
-        return evaluate.MetricInfo(
-            description="Whether an answer is right, letter by letter.",
-            citation="",
-            features=datasets.Features(
-                {
-                    "predictions": {"id": text, "prediction_text": text},
-                    "references": {"id": text, "answers": answers},
-                }
-            ),
-        )
-
-    def _compute(self, predictions, references):
-        right = [
-            found["prediction_text"] in wanted["answers"]["text"]
-            for found, wanted in zip(predictions, references, strict=True)
-        ]
-        return {"f1": 100 * sum(right) / len(right), "exact_match": -1.0}
-"""
-
-
-def test_answers_may_be_scored_by_a_metric_of_evaluate(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has the last word where it is the same F1, and not where there is no answer."""
-    path = tmp_path / "same"
-    path.mkdir()
-    (path / "same.py").write_text(METRIC)
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "metrics")
-    script, args = parse(FAMILY, words(folder, tmp_path, "SQuAD", **ONE, metric_path=path))
-    told = iter(["Ice", "ice", "Nothing", "no answer"])
-    monkeypatch.setattr("recipes.paper.opt_scores.generate", lambda *others: [*told])
-    golds = [("ice",), ("water", "ice"), ("ice",), ("no answer", "ice")]
-    questions = [Question("?", (" ice\n",), golds=each) for each in golds]
-    monkeypatch.setattr(
-        opt, "load_splits", lambda *others: {name: questions for name in ("train", "dev", "test")}
-    )
-    experiment = opt.load(script, args)
-    assert experiment.score(experiment.model, "dev") == {"f1": 50.0}  # 0, 1, 0 and ours, 1
-
-
 # ---- Runs ----
 
 
@@ -482,16 +420,18 @@ def words(folder: Path, tmp_path: Path, task: str, **options: Any) -> list[str]:
 ONE = {"noise_multiplier": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "options"),
     [
         ("SST2", ONE),  # bfloat16 and checkpointing, as `ours` has it
-        ("SQuAD", {**ONE, "dtype": "float32", "float32_updates": False}),
-        ("DROP", {**ONE, "method": "dp_lora"}),
-        ("BoolQ", {**ONE, "method": "dpzero"}),
-        ("SQuAD", {"method": "adam", "dtype": "float32", "frozen": "embed"}),
-        ("DROP", {"method": "adam", "zero_shot": True}),
+        pytest.param("DROP", {**ONE, "method": "dp_lora"}, marks=pytest.mark.slow),
+        pytest.param("BoolQ", {**ONE, "method": "dpzero"}, marks=pytest.mark.slow),
+        pytest.param(
+            "SQuAD",
+            {"method": "adam", "dtype": "float32", "frozen": "embed"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("DROP", {"method": "adam", "zero_shot": True}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings(
@@ -536,16 +476,6 @@ def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert "language_model.model.decoder.embed_tokens.weight" in moved
     head = model.get_output_embeddings()
     assert head.weight.equal(state["language_model.model.decoder.embed_tokens.weight"])
-
-
-def test_frozen_parameters_are_not_trained(folder: Path) -> None:
-    script, args = parse(FAMILY, words(folder, folder, "SST2", **{**ONE, "frozen": "embed_pos"}))
-    model = opt.load_model(script, args, None)
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
-        "language_model.model.decoder.embed_positions.weight"
-    }
-    with pytest.raises(ValueError, match="frozen='wpe' finds no parameter"):
-        opt.load_model(replace(script, frozen="wpe"), args, None)
 
 
 # ---- Presets ----
@@ -595,16 +525,10 @@ def test_presets_have_the_bounds_of_dp_adam(config: str) -> None:
             assert (args.max_grad_norm, args.expected_batch_size) == (bound, 8)
 
 
-@pytest.mark.parametrize(("config", "seed"), [("paper", 0), ("reference_code", 0), ("ours", 42)])
-def test_the_first_seed_is_that_of_the_code(config: str, seed: int) -> None:
-    assert settings(config, "opt-1.3b", "SST2", "dp_grape")[1].seed == seed
-
-
 @pytest.mark.parametrize(
     ("config", "model", "method", "asked"),
     [
         ("paper", "opt-1.3b", "dpzero", "learning_rate, max_grad_norm, perturbation"),
-        ("paper", "opt-6.7b", "dp_adam", "max_grad_norm"),
         ("paper", "opt-125m", "dp_grape", "max_grad_norm, projection_rank"),
         ("reference_code", "opt-2.7b", "dpzero", "learning_rate, max_grad_norm"),
     ],
@@ -614,21 +538,3 @@ def test_a_run_asks_for_what_was_not_published(
 ) -> None:
     with pytest.raises(ValueError, match=f"does not know {asked} of"):
         settings(config, model, "SST2", method)
-
-
-@pytest.mark.parametrize(
-    "method", ["dp_adam", "dp_lora", "dpzero", "dp_zo", "mezo", "lora", "adam"]
-)
-def test_our_preset_knows_all_that_a_method_needs(method: str) -> None:
-    for task in TASKS:
-        _, args = settings("ours", "opt-125m", task, method)
-        assert args.chooses or args.learning_rate > 0
-
-
-def test_presets_name_models_and_tasks_that_there_are() -> None:
-    for path in CONFIGS.glob("opt_*.yaml"):
-        preset = yaml.safe_load(path.read_text())
-        assert set(preset["models"]) == set(opt.MODELS)
-        for layer in (preset, *preset["models"].values()):
-            assert set(layer.get("tasks", {})) <= set(TASKS)
-        assert (UNKNOWN in path.read_text()) == (path.stem != "opt_ours")

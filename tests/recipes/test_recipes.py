@@ -76,18 +76,6 @@ def test_digits_prints_an_aligned_table(run: tuple[Path, dict[str, Any]]) -> Non
     assert len({len(line) for line in table}) == 1
 
 
-def test_digits_saved_files_name_what_the_result_depends_on(
-    run: tuple[Path, dict[str, Any]],
-) -> None:
-    folder, results = run
-    assert {"model.safetensors", "config.json", "README.md", LEDGER_NAME} <= {
-        path.name for path in folder.iterdir()
-    }
-    assert results["settings"]["projection_rank"] == SMALL["projection_rank"]
-    assert results["settings"]["split_seed"] == 0
-    assert results["versions"]["torch"] == torch.__version__
-
-
 def test_the_command_line_wins_over_the_config() -> None:
     _, args = digits.parse(["--output_dir=out", "--eps=3", "--learning_rate=0.5"])
     assert isinstance(args, DPGrapeTrainingArguments)
@@ -111,7 +99,7 @@ def test_the_split_is_reproducible_and_disjoint() -> None:
     assert all(example["pixel_values"].max() <= 1 for example in test)
 
 
-@pytest.mark.parametrize("method", ["dp_galore", "dpzero", "adam"])
+@pytest.mark.parametrize("method", ["dp_galore", "adam"])
 def test_digits_trains_by_other_methods(method: str, tmp_path: Path) -> None:
     """The budget of the configuration does not stand in the way of one that is not private."""
     results = digits.main(*parse(tmp_path, method=method, max_steps=1))

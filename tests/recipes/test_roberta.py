@@ -1,7 +1,6 @@
 """The few-shot recipe: prompts token by token, splits by hand, a head at the mask, short runs."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dp_grape_hf import METHODS, per_sample_gradients
+from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import (
@@ -41,6 +40,7 @@ from dp_grape_hf.projections import (
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
+from tests.support.marks import slow_but
 from tests.support.oracles import (
     Largest,
     assert_gradients_equal,
@@ -119,24 +119,23 @@ def tokens(tokenizer: Any, task: str, *texts: str, max_length: int | None = None
 # ---- Prompts ----
 
 
-def test_the_prompt_of_sst2_keeps_the_trailing_space_of_the_sentence(tokenizer: Any) -> None:
-    assert tokens(tokenizer, "SST-2", "a great film ") == (
-        "<s> a Ġgreat Ġfilm Ġ ĠIt Ġwas <mask> . </s>"
-    )
-    assert tokens(tokenizer, "SST-5", "A film .") == "<s> A Ġfilm Ġ. ĠIt Ġwas <mask> . </s>"
+ENTAILED = ("A man sleeps.", "The Dog runs.")
+ASKED = "<s> A Ġman Ġsleeps ? <mask> , Ġthe ĠDog Ġruns . </s>"  # one letter is in lower case
 
 
-@pytest.mark.parametrize("task", ["SNLI", "MNLI", "RTE"])
-def test_the_prompt_of_entailment_asks_the_premise_and_lower_cases_one_letter(
-    tokenizer: Any, task: str
+@pytest.mark.parametrize(
+    ("task", "texts", "expected"),
+    [
+        ("SST-2", ("a great film ",), "<s> a Ġgreat Ġfilm Ġ ĠIt Ġwas <mask> . </s>"),
+        ("SST-5", ("A film .",), "<s> A Ġfilm Ġ. ĠIt Ġwas <mask> . </s>"),
+        *(("SNLI", ENTAILED, ASKED), ("MNLI", ENTAILED, ASKED), ("RTE", ENTAILED, ASKED)),
+        ("TREC", ("Who wrote it ?",), "<s> <mask> : ĠWho Ġwrote Ġit Ġ? </s>"),
+    ],
+)
+def test_prompts_are_those_of_the_source(
+    tokenizer: Any, task: str, texts: tuple[str, ...], expected: str
 ) -> None:
-    assert tokens(tokenizer, task, "A man sleeps.", "The Dog runs.") == (
-        "<s> A Ġman Ġsleeps ? <mask> , Ġthe ĠDog Ġruns . </s>"
-    )
-
-
-def test_the_prompt_of_trec_is_answered_before_the_question(tokenizer: Any) -> None:
-    assert tokens(tokenizer, "TREC", "Who wrote it ?") == "<s> <mask> : ĠWho Ġwrote Ġit Ġ? </s>"
+    assert tokens(tokenizer, task, *texts) == expected
 
 
 def test_a_long_prompt_loses_its_tail_and_never_its_mask(tokenizer: Any) -> None:
@@ -293,15 +292,14 @@ def test_the_head_reads_the_words_at_the_mask(folder: Path, tokenizer: Any) -> N
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(
-    folder: Path, tokenizer: Any, rank: int | None, engine: str
+    folder: Path, tokenizer: Any, rank: int | None
 ) -> None:
     model, batch = prompted(folder, tokenizer), batch_of(tokenizer)
     assert model.lm_head.decoder.weight is model.roberta.embeddings.word_embeddings.weight
     projectors = projectors_for(model, rank)
     losses, gradients = per_sample_gradients(
-        model, batch, projections=projectors, engine=engine, loss=roberta.cross_entropy
+        model, batch, projections=projectors, loss=roberta.cross_entropy
     )
     expected_losses, expected = single_sample_gradients(
         model, batch, projectors, roberta.cross_entropy
@@ -409,28 +407,24 @@ def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, dat
     assert resumed["privacy"]["steps"] == 2
 
 
-@pytest.mark.parametrize("method", ["dp_lora", "dpzero", "adam"])
+@pytest.mark.parametrize("method", slow_but(("adam",), ["dp_lora", "dpzero", "adam"]))
 def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, method: str) -> None:
     result = main(roberta.FAMILY, words_of(folder, data, f"--method={method}"))
     assert result["privacy"]["private"] == (method != "adam")
     assert result["privacy"]["steps"] == 2
 
 
-@pytest.mark.parametrize("public", [False, True])
-def test_the_prompted_model_is_projected_on_principal_directions(
-    folder: Path, data: Path, tmp_path: Path, public: bool
+def test_the_prompted_model_is_projected_on_directions_of_public_texts(
+    folder: Path, data: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "public").mkdir()
+    write(tmp_path / "public" / "train.jsonl", [{"text": f"{TEXT} {i}"} for i in range(6)])
     others = ["--projection=principal", "--projection_rank=4"]
-    if public:
-        (tmp_path / "public").mkdir()
-        write(tmp_path / "public" / "train.jsonl", [{"text": f"{TEXT} {i}"} for i in range(6)])
-        others.append(f"--public_dataset={tmp_path / 'public'}")
+    others.append(f"--public_dataset={tmp_path / 'public'}")
     result = main(roberta.FAMILY, words_of(folder, data, *others))
-    assert result["settings"]["projection"] == "principal"
     assert result["privacy"]["steps"] == 2
     run = Ledger.load(folder_of_run(data) / LEDGER_NAME)
-    named = "list, 6 examples" if public else None
-    assert run.mechanism.public_dataset == named
+    assert run.mechanism.public_dataset == "list, 6 examples"
     assert run.runs[-1].projection is not None
 
 
@@ -567,40 +561,3 @@ def test_a_result_says_what_its_settings_have_other_than_the_paper() -> None:
     ]
     assert said("--config=ours", "--method=adam") == []  # the paper does not tell, nor account
     assert said("--config=ours", "--method=adam", "--zero_shot", "--bf16") == []
-
-
-@pytest.mark.parametrize(
-    ("method", "rate", "factor"),
-    [
-        *(("dp_grape", 1.6e-2, 20), ("dp_adam", 3e-5, 50), ("dp_galore", 3e-5, 50)),
-        *(("dp_lora", 1e-3, 10), ("adam", 1e-4, 10)),
-    ],
-)
-def test_the_preset_of_a_small_encoder_moves_its_new_head_faster(
-    method: str, rate: float, factor: int
-) -> None:
-    private = ["--eps=2"] * METHODS[method].private
-    given = ["--config=small", "--task=TREC", f"--method={method}", *private]
-    script, args = parse(roberta.FAMILY, given)
-    assert (args.learning_rate, args.learning_rate_factors["classifier"]) == (rate, factor)
-    assert args.projection == ("principal" if method == "dp_grape" else METHODS[method].projection)
-    assert script.head == "mean"
-    vectors = r"|^bert\..*(LayerNorm|bias)" if method == "dp_grape" else ""
-    assert script.frozen == f"embeddings{vectors}"
-    assert (script.max_length, args.expected_batch_size) == (48, 64)
-    assert args.max_steps == (100 if method == "dp_grape" else 200)
-    assert args.per_device_train_batch_size == 16
-    if METHODS[method].private:
-        assert args.max_grad_norm == 0.5
-    with pytest.raises(ValueError, match="does not know learning_rate"):
-        parse(roberta.FAMILY, ["--config=small", "--task=TREC", "--method=dpzero", "--eps=2"])
-
-
-@pytest.mark.parametrize("method", ["adam", "dp_adam", "lora", "dp_lora", "mezo", "dpzero"])
-def test_the_paper_does_not_say_how_its_quoted_rows_were_made(method: str) -> None:
-    with pytest.raises(ValueError, match=r"does not know .*learning_rate"):
-        parse(roberta.FAMILY, ["--config=paper", "--task=SST-2", f"--method={method}"])
-    given = ["--config=ours", "--task=SST-2", f"--method={method}", "--use_cpu"]
-    given += ["--eps=6"] * METHODS[method].private
-    _, args = parse(roberta.FAMILY, given)
-    assert args.chooses or math.isfinite(args.learning_rate)

@@ -3,17 +3,11 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import ViTConfig, ViTForImageClassification
 
-from dp_grape_hf.per_sample import LossFunction
-from recipes.paper import singular_values, vit
+from recipes.paper import singular_values
 from recipes.paper.opt import AnswerScorer, choice_loss
 from recipes.paper.opt_tasks import Collator
 from tests.support import images as mnist
@@ -32,34 +26,19 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny OPT, and questions for it."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "opt"
-    questions.save_model_and_questions(folder)
-    return folder
-
-
 def image_words(folder: Path, data: Path) -> list[str]:
     """A command line for a tiny spectrum of a Vision Transformer."""
     given = mnist.words(folder, data, noise_multiplier=None, max_steps=None)
     return ["--family=vit", *given, f"--spectrum_path={folder / 'spectrum.json'}", *GRID]
 
 
-def text_words(folder: Path, model: Path) -> list[str]:
-    """A command line for a tiny spectrum of a language model that chooses."""
-    options = {
-        **{"config": "paper", "task": "SST2", "model_name_or_path": model},
-        **{"dataset_path": model / "SST2", "num_train": 6, "num_dev": 2, "num_eval": 2},
-        **{"max_grad_norm": 1, "expected_batch_size": 5, "per_device_train_batch_size": 2},
-        **{"use_cpu": True, "spectrum_path": folder / "spectrum.json"},
-    }
-    return ["--family=opt", *(f"--{name}={value}" for name, value in options.items()), *GRID]
-
-
-def assert_spectra_are_right(result: dict[str, Any], path: Path) -> None:
-    assert json.loads(path.read_text()) == result
+def test_spectra_are_written_once(tmp_path: Path, images: Path) -> None:
+    words = image_words(tmp_path, images)
+    result = singular_values.main(words)
+    assert json.loads((tmp_path / "spectrum.json").read_text()) == result
+    with pytest.raises(FileExistsError, match=r"spectrum\.json exists"):
+        singular_values.main(words)
+    assert (result["family"], result["script"]["task"]) == ("vit", "MNIST")
     settings = [(row["C"], row["sigma"]) for row in result["spectra"]]
     assert settings == [(None, 0.0), (0.5, 0.0), (0.5, 2.0), (1e9, 0.0), (1e9, 2.0)]
     plain, clipped, noisy, unclipped, _ = (row["singular_values"] for row in result["spectra"])
@@ -73,51 +52,20 @@ def assert_spectra_are_right(result: dict[str, Any], path: Path) -> None:
     assert result.keys() >= {"date", "git_commit"}
 
 
-def test_spectra_of_images_are_written_once(tmp_path: Path, images: Path) -> None:
-    words = image_words(tmp_path, images)
-    result = singular_values.main(words)
-    assert_spectra_are_right(result, tmp_path / "spectrum.json")
-    assert (result["family"], result["script"]["task"]) == ("vit", "MNIST")
-    with pytest.raises(FileExistsError, match=r"spectrum\.json exists"):
-        singular_values.main(words)
-
-
-def test_spectra_of_texts_are_written(tmp_path: Path, texts: Path) -> None:
-    result = singular_values.main(text_words(tmp_path, texts))
-    assert_spectra_are_right(result, tmp_path / "spectrum.json")
-    assert (result["family"], result["script"]["task"]) == ("opt", "SST2")
-
-
-def test_the_file_is_named_after_family_model_and_task(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [word for word in text_words(tmp_path, texts) if "spectrum_path" not in word]
-    singular_values.main(words)
-    (path,) = (tmp_path / "runs").iterdir()
-    assert path.name == f"singular_values-opt-{texts.name}-SST2.json"
-
-
-def assert_sums_are_of_single_samples(
-    model: nn.Module,
-    names: list[str],
-    samples: list[dict[str, Tensor]],
-    loss: LossFunction | None,
-) -> None:
-    """``clipped_sums`` is the sum of each sample's own gradient, clipped over all parameters.
-
-    The model's output for a sample alone is what ``loss`` or, without, cross-entropy is taken of.
-    """
+def test_clipped_sums_take_all_options_of_an_example_together() -> None:
+    """They are sums of each example's own gradient, clipped over all parameters."""
+    torch.manual_seed(0)
+    model = AnswerScorer(only("opt").model()).eval()
+    kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
+    collator = Collator(pad=1)
+    samples = [collator([e]) for e in questions.examples([5] * 6, options=2, longest=1)]
     bounds = [math.inf, 1.0]
     expected = {bound: dict.fromkeys(names, torch.tensor(0.0)) for bound in bounds}
     for sample in samples:
         model.zero_grad()
         inputs = {name: value for name, value in sample.items() if name != "labels"}
-        outputs, labels = model(**inputs), sample["labels"]
-        if loss is None:
-            functional.cross_entropy(outputs.logits, labels).backward()
-        else:
-            loss(outputs, labels).sum().backward()
+        choice_loss(model(**inputs), sample["labels"]).sum().backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = torch.cat([g.flatten() for g in grads.values()]).norm()
         for bound, sums in expected.items():
@@ -127,29 +75,8 @@ def assert_sums_are_of_single_samples(
         {name: torch.cat([s[name] for s in part]) for name in part[0]}
         for part in (samples[:4], samples[4:])
     ]
-    found = singular_values.clipped_sums(model, batches, bounds, loss)
+    found = singular_values.clipped_sums(model, batches, bounds, choice_loss)
     torch.testing.assert_close(found, expected)
-
-
-def test_clipped_sums_of_images_are_those_of_one_sample_at_a_time() -> None:
-    shape = {k: v for k, v in mnist.SMALL.items() if k in vit._SHAPE}
-    model = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=10))
-    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "classifier" not in n]
-    samples = [
-        {"pixel_values": torch.randn(1, 1, 8, 8), "labels": torch.randint(10, (1,))}
-        for _ in range(6)
-    ]
-    assert_sums_are_of_single_samples(model, names, samples, None)
-
-
-def test_clipped_sums_of_texts_take_all_options_of_an_example_together() -> None:
-    torch.manual_seed(0)
-    model = AnswerScorer(only("opt").model()).eval()
-    kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-    names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
-    collator = Collator(pad=1)
-    samples = [collator([e]) for e in questions.examples([5] * 6, options=2, longest=1)]
-    assert_sums_are_of_single_samples(model, names, samples, choice_loss)
 
 
 def test_singular_values_of_a_known_matrix() -> None:

@@ -33,10 +33,8 @@ from recipes.subspace.energies import (
     gradient_moments,
     measure,
     projected_weights,
-    random_directions,
     share,
     summary,
-    weight_directions,
 )
 from recipes.subspace.rendering import as_markdown, read_results
 from tests.support import images as mnist
@@ -102,29 +100,6 @@ def test_shares_are_those_of_single_samples(make: Any) -> None:
         found = torch.tensor([share(moments[name], p[name]) for p in (random, best)])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         assert found[1] >= found[0]
-
-
-def test_all_directions_keep_all_and_no_others_keep_more_than_the_bound() -> None:
-    model, batch = bert()
-    moments = gradient_moments(model, [batch]) if projected_weights(model) else {}
-    for name, moment in moments.items():
-        n = len(moment)
-        assert share(moment, torch.eye(n)) == pytest.approx(1)
-        bound = share(moment, first_eigenvectors(moments, {name: 2})[name])
-        largest = torch.linalg.eigvalsh(moment)[-2:].sum() / moment.trace()
-        assert bound == pytest.approx(float(largest), rel=1e-3)
-
-
-def test_directions_are_orthonormal_and_those_of_the_weights_are_on_the_input_side() -> None:
-    weights = {"a": torch.randn(5, 7), "b": torch.randn(9, 4)}
-    ranks = {"a": 3, "b": 2}
-    for found in (weight_directions(weights, ranks), random_directions(weights, ranks, 0)):
-        for name, rank in ranks.items():
-            assert found[name].shape == (weights[name].shape[1], rank)
-            torch.testing.assert_close(found[name].T @ found[name], torch.eye(rank))
-    v = weight_directions(weights, ranks)["a"]
-    scales = torch.linalg.svdvals(weights["a"])[:3]
-    torch.testing.assert_close((weights["a"] @ v).norm(dim=0), scales)
 
 
 def test_a_layer_with_few_inputs_has_no_share_of_many_directions() -> None:

@@ -1,7 +1,6 @@
 """Sweeps choose on the dev split, go on where they stopped, and say what the choice cost."""
 
 import json
-import struct
 import subprocess
 import sys
 from dataclasses import asdict
@@ -9,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -18,6 +16,7 @@ from recipes.common.provenance import recorded
 from recipes.paper import opt, roberta, sweep, vit
 from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, parse
 from recipes.paper.sweep import Sweep
+from tests.support.images import both_splits, write_mnist
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {
@@ -127,16 +126,6 @@ def test_the_search_is_shown_and_nothing_that_was_not_run(
     ]
 
 
-def test_a_sweep_without_grids_says_that_nothing_was_searched(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, CONFIG | {"rows": {"Adam": CONFIG["rows"]["Adam"]}})
-    assert [command["method"] for command in runs.commands] == ["adam", "adam"]
-    assert (
-        "The settings are those of the sweep's file, without a search." in capsys.readouterr().out
-    )
-
-
 def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     path = tmp_path / "out" / "runs.jsonl"
@@ -227,13 +216,6 @@ def test_runs_of_a_grid_that_was_changed_were_looked_at_too(
     runs.commands.clear()
     assert run(tmp_path, with_grid(0.1, 0.3)) == 0  # what is there says what it cost then
     assert runs.commands == []
-
-
-def test_runs_that_failed_could_not_be_looked_at(tmp_path: Path, runs: Runs) -> None:
-    runs.fail = "0.3"
-    run(tmp_path)
-    private = [c for c in runs.commands[2:] if c["method"] == "dp_grape"]
-    assert {(c["learning_rate"], c["selection_runs"]) for c in private} == {("0.1", "1")}
 
 
 def test_results_of_a_preset_that_was_changed_are_not_mixed_with_new_ones(
@@ -361,17 +343,6 @@ def test_every_run_of_a_file_has_settings_that_exist(
 # ---- Real processes ----
 
 
-def write_digits(folder: Path) -> None:
-    """Forty training and twenty test images of 8 x 8 pixels, as files of MNIST."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 40), ("t10k", 20)):
-        images = random.integers(0, 256, (count, 8, 8), dtype=np.uint8)
-        for kind, array in (("images-idx3", images), ("labels-idx1", images[:, 0, 0] % 10)):
-            sizes = struct.pack(f">{array.ndim}I", *array.shape)
-            head = bytes([0, 0, 8, array.ndim]) + sizes
-            (folder / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
-
-
 TINY = {
     **{"config": "paper", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16},
     **{"num_hidden_layers": 1, "num_attention_heads": 2, "projection_rank": 4, "max_steps": 1},
@@ -384,7 +355,7 @@ TINY = {
 def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_digits(tmp_path)
+    write_mnist(tmp_path, both_splits((8, 8), counts=(40, 20)))
     config = {
         "recipe": "vit",
         "arguments": TINY,

@@ -57,13 +57,6 @@ def test_without_results_all_of_ours_is_not_run() -> None:
     assert {line[-1] for line in rows(section(text, "## Private methods"), "| ")[1:]} == {"not run"}
 
 
-def test_what_is_not_private_and_what_is_not_trained_have_rows_of_their_own() -> None:
-    results = made_up(93.0, method="adam"), made_up(79.5, zero_shot=True, max_steps=-1)
-    text = section(text_of(*results), "## RoBERTa")
-    assert rows(text, "| Adam (non-private), max_steps = 1000 | ∞")[0][3] == "93.0 [1]"
-    assert rows(text, "| Zero-shot | ∞")[0][2:4] == ["79.0", "79.5 [1]"]
-
-
 def test_a_budget_that_the_paper_does_not_have_is_a_row_without_its_numbers() -> None:
     text = section(text_of(made_up(91.0, target_epsilon=4.0)), "## RoBERTa")
     assert rows(text, "| DP-GRAPE | 4")[0][2:4] == ["n/a", "91.0 [1]"]
@@ -315,22 +308,6 @@ def test_of_a_sweep_only_the_final_runs_count(
     assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.5 ± 0.5 [2]"]
     assert "2 runs with seeds 1, 2" in text
     assert "not shown" not in text
-
-
-@pytest.mark.parametrize("error", [None, float("nan")])
-def test_a_summary_may_have_no_error_of_one_run(tmp_path: Path, error: float | None) -> None:
-    rows_of = {"ours": {"arguments": {"method": "dp_grape"}}}
-    config = {
-        **{"recipe": "roberta", "arguments": {}, "tasks": {"SST-2": {}}, "rows": rows_of},
-        **{"search": {"epsilon": 6, "seed": 100}, "final": {"epsilons": [6], "seeds": [1]}},
-    }
-    sweep = Sweep(config, tmp_path)
-    (cell,) = sweep.final()
-    sweep.add(cell, made_up(90.0, seed=1))
-    scores = {"SST-2": {"ours": {"settings": {}, "search_runs": 0, "scores": [90.0, error, 1]}}}
-    (tmp_path / "sweep.json").write_text(json.dumps({"config": config, "tasks": scores}))
-    text = render(collect([tmp_path]), PAPER)
-    assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.0 [1]"]
 
 
 def test_a_result_that_is_found_twice_counts_once(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from recipes.tutorial.notebooks import (
     text_of,
 )
 
-BY_NUMBER = {int(path.name[0]): path for path in NOTEBOOKS}
 PRIVATE, PUBLIC = "ε = 2", "no privacy"
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

@@ -114,20 +114,6 @@ def as_datasets(arrays: dict[str, Any]) -> DatasetDict:
     )
 
 
-def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
-    arrays = both_splits((5, 7, 3))
-    as_datasets(arrays).save_to_disk(tmp_path / "saved")
-    assert_loaded(load_images(COLOUR, str(tmp_path / "saved")), arrays)
-
-
-def test_a_folder_in_the_form_of_the_hub_is_read(tmp_path: Path) -> None:
-    arrays = both_splits((5, 7, 3))
-    (tmp_path / "data").mkdir()
-    for split, data in as_datasets(arrays).items():
-        data.to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
-    assert_loaded(load_images(COLOUR, str(tmp_path)), arrays)
-
-
 def test_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, asked = both_splits((5, 7, 3)), []
 
@@ -146,36 +132,13 @@ def test_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "images from someone/else" in vit.notes(script, COLOUR, {})
 
 
-def test_other_colours_become_three_channels(tmp_path: Path) -> None:
-    picture = Picture.new("P", (2, 3), 0)
-    picture.putpalette([10, 20, 30])
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    file = np.frombuffer(buffer.getvalue(), dtype=np.uint8)
-    for split in ("train", "test"):
-        offsets, label = np.array([0, len(file)]), np.array([1])
-        np.savez(tmp_path / f"{split}.npz", jpeg=file, offsets=offsets, label=label)
-    pixels = load_images(COLOUR, str(tmp_path))["test"].pixels
-    assert pixels[0, :, 2, 1].tolist() == [10, 20, 30]
-    assert pixels.shape == (1, 3, 3, 2)
-
-
 def break_labels(folder: Path) -> None:
     write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.array([0, 1, 2, 10], dtype=np.uint8))
-
-
-def break_count(folder: Path) -> None:
-    write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.zeros(3, dtype=np.uint8))
 
 
 def break_end(folder: Path) -> None:
     path = folder / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
-
-
-def break_type(folder: Path) -> None:
-    path = folder / "train-labels-idx1-ubyte.gz"
-    path.write_bytes(gzip.compress(b"\x00\x00\x0d\x01" + bytes(8)))
 
 
 def remove_file(folder: Path) -> None:
@@ -186,9 +149,7 @@ def remove_file(folder: Path) -> None:
     ("damage", "message"),
     [
         (break_labels, "go from 0 to 10, and those of the task from 0 to 9"),
-        (break_count, r"4 images have labels of shape \(3,\)"),
         (break_end, r"says \(6, 5, 7\), and holds 209 numbers"),
-        (break_type, "no IDX file of unsigned bytes"),
         (remove_file, r"must hold one train-labels-idx1-ubyte\*, and holds 0"),
     ],
 )
@@ -199,19 +160,6 @@ def test_damaged_files_are_refused(
     damage(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load_images(GREY, str(tmp_path))
-
-
-def test_a_path_to_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nothing' is no folder"):
-        load_images(GREY, str(tmp_path / "nothing"))
-
-
-@pytest.mark.parametrize(
-    "pixels", [torch.zeros(2, 1, 3, 3), torch.zeros(2, 2, 3, 3, dtype=torch.uint8)]
-)
-def test_what_is_no_image_is_refused(pixels: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"Images must be \(N, 1 or 3, H, W\) of type uint8"):
-        Images(pixels, torch.zeros(2, dtype=torch.int64))
 
 
 def test_images_of_several_sizes_are_refused(tmp_path: Path) -> None:
@@ -235,13 +183,6 @@ def test_bytes_are_normalised_and_grey_fills_all_channels() -> None:
     expected = torch.tensor([[-2.0, 2.0], [-1.2, 1.2]]).expand(1, 3, 2, 2)
     torch.testing.assert_close(batch["pixel_values"], expected)
     assert batch["labels"].tolist() == [3]
-
-
-def test_enlarging_interpolates_linearly() -> None:
-    batch = Batches(size=4, channels=1, mean=0.0, std=1.0)(one_image([[0, 255], [0, 255]]))
-    # Pixel centres of the result lie at -1/4, 1/4, 3/4 and 5/4 of the distance of the two.
-    expected = torch.tensor([0.0, 0.25, 0.75, 1.0]).expand(1, 1, 4, 4)
-    torch.testing.assert_close(batch["pixel_values"], expected)
 
 
 def test_shrinking_averages() -> None:
@@ -387,42 +328,15 @@ def test_built_in_sizes_are_those_of_the_paper() -> None:
     assert (model.config.image_size, model.config.patch_size) == (224, 16)
 
 
-def test_the_small_preset_has_a_size_with_a_name_of_its_own() -> None:
-    given = ["--config=small", "--task=FASHION-MNIST", "--eps=8"]
-    script, _ = parse(vit.FAMILY, given)
-    assert script.model_name_or_path == "vit-64x2"  # vit-tiny is 192 x 12 (Touvron et al. 2021)
-    with torch.device("meta"):
-        config = vit.build_model(script, classes=10).config
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 2, 4)
-    assert (config.intermediate_size, config.image_size, config.patch_size) == (256, 28, 7)
-    assert vit.SIZES["vit-tiny"]["hidden_size"] == 192
-
-
 @pytest.mark.parametrize("frozen", [True, False])
 def test_class_token_and_position_table_may_be_frozen(
-    frozen: bool, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, tmp_path: Path, data: Path
 ) -> None:
-    models: list[Any] = []
-    build = vit.build_model
-    monkeypatch.setattr(
-        vit, "build_model", lambda *given: models.append(build(*given)) or models[0]
-    )
-    before: list[Any] = []
-    load = vit.load
-
-    def remembered(*given: Any) -> Any:
-        experiment = load(*given)
-        before.append({k: v.clone() for k, v in experiment.model.state_dict().items()})
-        return experiment
-
-    family = vit.Family("vit", vit.ViTArguments, ("MNIST",), remembered)
-    main(family, words(tmp_path, data, freeze_embeddings=frozen))
-    moved = {
-        name for name, value in models[0].state_dict().items() if not value.equal(before[0][name])
-    }
+    script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
+    model = vit.build_model(script, classes=10)
+    left = {name for name, p in model.named_parameters() if not p.requires_grad}
     tables = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
-    assert tables <= before[0].keys()
-    assert moved == before[0].keys() - (tables if frozen else set())
+    assert left == (tables if frozen else set())
 
 
 def test_accuracy_counts_every_image_once() -> None:
@@ -441,32 +355,26 @@ def test_accuracy_counts_every_image_once() -> None:
 
 # ---- Presets ----
 
-PRINTED = ("dp_grape", "dp_adam", "dp_galore")
-
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_know_the_methods_of_the_paper(preset: str) -> None:
-    """All of them parse, and every delta is below one over the examples of any split in use."""
+def test_every_delta_is_below_one_over_the_examples_of_any_split_in_use(preset: str) -> None:
     for task in vit.FAMILY.tasks:
-        for method in PRINTED:
-            words = [f"--config={preset}", f"--task={task}", f"--method={method}"]
-            script, args = parse(vit.FAMILY, [*words, "--target_epsilon=2", "--use_cpu"])
-            size = vit.SOURCES[task.removesuffix(vit.FINE_TUNE)].sizes["train"]
-            assert args.target_delta < 1 / size or script.held_out
-            assert args.target_delta < 1 / (size * (1 - vit.HELD_OUT))
-            assert script.from_scratch != task.endswith(vit.FINE_TUNE) or preset in (
-                "small",
-                "chosen",
-            )
+        words = [f"--config={preset}", f"--task={task}", "--target_epsilon=2", "--use_cpu"]
+        script, args = parse(vit.FAMILY, words)
+        size = vit.SOURCES[task.removesuffix(vit.FINE_TUNE)].sizes["train"]
+        assert args.target_delta < 1 / size or script.held_out
+        assert args.target_delta < 1 / (size * (1 - vit.HELD_OUT))
+        fine_tuned = task.endswith(vit.FINE_TUNE)
+        assert script.from_scratch != fine_tuned or preset in ("small", "chosen")
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", ["dp_grape", "dp_lora", "dpzero", "adam"])
 def test_what_the_paper_does_not_say_is_asked_for(method: str) -> None:
     words = ["--config=paper", "--task=CIFAR-10", f"--method={method}", "--use_cpu"]
     if METHODS[method].private:
         words += ["--target_epsilon=2", "--max_grad_norm=1"]
     rest = ["--lora_rank=4", *(["--perturbation=1e-3"] if METHODS[method].zeroth_order else [])]
-    if method not in PRINTED:
+    if method != "dp_grape":  # whose settings are printed
         with pytest.raises(ValueError, match=r"does not know .*learning_rate"):
             parse(vit.FAMILY, [*words, *rest])
     _, args = parse(vit.FAMILY, [*words, *rest, "--learning_rate=0.5"])

@@ -1,8 +1,7 @@
 """The models of the tests: a few that many suites iterate over, and the whole zoo.
 
-To check another family, add a row to ``FAMILIES`` in ``recipes/models/zoo.py``; ``ROWS`` has one
-entry for each of its tasks. ``CASES`` and ``TYPICAL`` stay small, because other suites multiply
-them.
+To check another family, add a row to ``recipes/models/families.yaml``; ``ROWS`` has one entry for
+each of its tasks. ``CASES`` and ``TYPICAL`` stay small, because other suites multiply them.
 
 Shapes: B samples in the batch, T positions.
 """

@@ -14,8 +14,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample import PerSampleEngine, loss_for
 from dp_grape_hf.per_sample.losses.heads import HEADS, UNKNOWN_LOSSES
 from dp_grape_hf.per_sample.losses.losses import LabelledPositions, checked, split
-from recipes.models.zoo import rows
-from recipes.models.zoo_wide import WIDE
+from recipes.models.zoo import WIDE, rows
 from tests.support.models import CASES, LABELS, ROWS, VOCABULARY, Batch, Case, Row, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT
