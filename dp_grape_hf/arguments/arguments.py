@@ -325,13 +325,6 @@ class DPGrapeArguments(_Host):
             "keep, reset, or reproject (carried into the new subspace)."
         },
     )
-    noise_correction: bool = field(
-        default=False,
-        metadata={
-            "help": "Subtract the known variance of the noise from Adam's second moment, as "
-            "DP-AdamBC does (Tang et al. 2024). Costs no privacy."
-        },
-    )
     released_iterate: Annotated[str, one_of(sorted(ITERATES))] = field(
         default="last",
         metadata={

@@ -160,11 +160,6 @@ def _refuse_method(args: Any) -> None:
             f"update_rule={args.update_rule!r} needs gradients, which method={args.method!r} "
             "has not. Leave it out."
         )
-    if args.noise_correction and (args.update_rule != "adam" or not row.private):
-        raise PrivacyError(
-            f"noise_correction=True corrects Adam's second moment for noise; there is none in "
-            f"method={args.method!r} with update_rule={args.update_rule!r}. Leave it out."
-        )
 
 
 def _families_of(method: Method) -> set[str]:

@@ -12,9 +12,8 @@ Shapes: m x n the weight as stored, d its projected dimension, r rank; P is (d, 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ class AtRedraw(Choice):
     REPROJECT = "reproject"
 
 
-_PIECE = 2**18  # numbers that have a temporary copy at once
 _RIDGE = 1e-10  # of the mean eigenvalue of P^T P; only a P of lower rank than r needs it
 
 
@@ -44,7 +42,6 @@ class Term(NamedTuple):
     gradient: Tensor
     moments: tuple[Tensor, ...]  # in the order of UpdateRule.moments
     step: Tensor  # (), the steps before this one
-    noise_std: float | None = None  # of a coordinate; None: the second moment is taken as it is
 
 
 class Setting(NamedTuple):
@@ -116,47 +113,12 @@ def require_in_range(name: str, value: Any, good: bool) -> None:
         raise ValueError(f"{name}={value} is out of range.")
 
 
-def known_noise(
-    weights: Iterable[nn.Parameter],
-    std: float | Mapping[nn.Parameter, float] | None,
-) -> dict[nn.Parameter, float]:
-    """Returns the standard deviation of the noise of each weight that has some.
-
-    Raises:
-        ValueError: if the standard deviation of a weight is missing, negative or not finite.
-    """
-    known = {}
-    for weight in weights:
-        own = std.get(weight) if isinstance(std, Mapping) else std
-        if own is None:
-            raise ValueError(
-                f"noise_correction=True, and noise_std is missing for a weight of shape "
-                f"{tuple(weight.shape)}. Pass receive() the standard deviation of the noise in "
-                "its gradient."
-            )
-        require_in_range("noise_std", own, 0 <= own < math.inf)
-        if own > 0:
-            known[weight] = float(own)
-    return known
-
-
 # ---- The rules ----
 
 
 @update_rule("adam")
 class Adam(UpdateRule):
-    """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel.
-
-    Of a term with known noise the second moment is corrected, as in DP-AdamBC (Tang et al. 2024):
-    ``m_hat / (sqrt(max(v_hat - std**2, floor * std**2)) + eps)``. Their gamma' is
-    ``floor * std**2``; relative to the noise it means the same for all layers and budgets.
-
-    The floor is the part of the noise's variance that the first moment still has,
-    ``(1 - b1) (1 + b1**t) / ((1 + b1) (1 - b1**t))`` with ``b1 = betas[0]``: 1 at the first step,
-    and 0.053 in the long run for 0.9. What a smaller second moment would say of a coordinate cannot
-    be told from noise, and a coordinate that is noise alone then moves by lr at most in the root
-    mean square, which is also how far Adam moves one without noise.
-    """
+    """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel."""
 
     moments: ClassVar = {"exp_avg": 1, "exp_avg_sq": 2}
     settings: ClassVar = {
@@ -168,15 +130,14 @@ class Adam(UpdateRule):
         self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
     ) -> None:
         """Takes ``lr * m_hat / (sqrt(v_hat) + eps)`` off each target: one pass over memory."""
-        plain = [term for term in terms if term.noise_std is None]
         beta1, beta2 = settings["betas"]
         adamw(
-            [term.target for term in plain],
-            [term.gradient for term in plain],
-            [term.moments[0] for term in plain],
-            [term.moments[1] for term in plain],
+            [term.target for term in terms],
+            [term.gradient for term in terms],
+            [term.moments[0] for term in terms],
+            [term.moments[1] for term in terms],
             [],
-            [term.step for term in plain],
+            [term.step for term in terms],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -186,28 +147,6 @@ class Adam(UpdateRule):
             eps=settings["eps"],
             maximize=False,
         )
-        for term in terms:
-            if term.noise_std is not None:
-                _corrected_adam(term, term.noise_std, settings, lr, weight_decay)
-
-
-def _corrected_adam(
-    term: Term, std: float, settings: Mapping[str, Any], lr: float, weight_decay: float
-) -> None:
-    (beta1, beta2), variance = settings["betas"], std**2
-    # Tensors, so that no step count has to be fetched from the device.
-    step = term.step.add_(1).double()
-    mass1, mass2 = 1 - beta1**step, 1 - beta2**step
-    left = (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * mass1)
-    floor = variance * left
-    flat = (tensor.view(-1).split(_PIECE) for tensor in (term.target, term.gradient, *term.moments))
-    buffer = term.target.new_empty(min(_PIECE, term.target.numel()))
-    for target, gradient, first, second in zip(*flat, strict=True):
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = torch.div(second, mass2, out=buffer[: len(second)])
-        root.sub_(variance).clamp_min_(floor).sqrt_().add_(settings["eps"])
-        target.mul_(1 - lr * weight_decay).addcdiv_(first, root.mul_(mass1), value=-lr)
 
 
 @update_rule("sgd")

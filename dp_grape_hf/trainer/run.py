@@ -248,11 +248,8 @@ class Run:
         assert args.update_rule is not None
         assert args.max_grad_norm is not None
         stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
-        rule, corrected, settings = args.update_rule, args.noise_correction, _rule_settings(args)
-        walks = {
-            s: walk_of_noise(rule, settings, s, schedule, bands, corrected=corrected)
-            for s in set(stds.values())
-        }
+        rule, settings = args.update_rule, _rule_settings(args)
+        walks = {s: walk_of_noise(rule, settings, s, schedule, bands) for s in set(stds.values())}
         released = math.sqrt(np.square(released_noise(bands, len(schedule))).mean())
         projectors = self.projectors_at(0)  # a state that is loaded later brings its own
         given = None
@@ -391,24 +388,16 @@ class Run:
             self.optimizer.receive(private_grads[DIRECTION], number)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
-        assert self.mechanism is not None
         projectors = self.projectors
-        stds = {}
-        if self._args.noise_correction:
-            noise_std = self.mechanism.noise_std
-            stds = {n: noise_std / self._gradient_factors.get(n, 1.0) for n in private_grads}
         if self.released is not None:
             projectors = self.released.at(number, private_grads)
             self.per_sample.observer.made(PROJECTORS, projectors)
             for name, projector in projectors.items():
                 private_grads[name] = projector.project(private_grads[name])
-                if stds:  # a column of P of length 1 leaves the noise as it is
-                    stds[name] *= float(projector.matrix.norm()) / projector.rank**0.5
         weights = self.trainable
         self.optimizer.receive(
             {weights[name]: gradient for name, gradient in private_grads.items()},
             {weights[name]: projector for name, projector in projectors.items()},
-            noise_std={weights[name]: std for name, std in stds.items()},
         )
 
     # ---- What is kept beside the weights ----
@@ -512,7 +501,6 @@ def _optimizer(
         **common,
         "rule": args.update_rule,
         "moments_at_redraw": args.moments_at_redraw,
-        "noise_correction": args.noise_correction,
         "keep_changes": args.save_as == "adapter",
         **_rule_settings(args),
     }

@@ -32,12 +32,14 @@ MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
         *("grad_sample_mode", "self_check"),
-        "regenerate_projections",  # an option that is gone, which earlier results have
         *("log_unnoised_statistics", "eval_data_is_public", "save_as"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
 )
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
+
+GONE = frozenset({"noise_correction", "regenerate_projections"})
+"""Options that older results have, with what is always done now."""
 
 PROJECTION = frozenset(
     {
@@ -129,7 +131,7 @@ class Run:
         seeds = {name for name in (*script, *settings) if name.endswith("seed")}
         if self.method == ZERO_SHOT:
             return MACHINE | seeds | SINCE.keys() | settings.keys() | ADAPTER | {"frozen"}
-        row, silent = METHODS[self.method], MACHINE | seeds
+        row, silent = METHODS[self.method], MACHINE | GONE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
         silent |= frozenset() if row.zeroth_order else DIRECTIONS

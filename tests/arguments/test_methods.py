@@ -26,7 +26,6 @@ from dp_grape_hf.arguments import METHODS, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.trainer.run import scale_rates
 from tests.support.marks import slow_but
@@ -588,7 +587,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
-        ({"method": "dp_sgd", "noise_correction": True}, "noise_correction=True corrects"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
         ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
         ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
@@ -842,34 +840,6 @@ def test_moments_at_a_redraw_survive_a_checkpoint(
     whole = whole_and_resumed(tmp_path, 5, **settings, moments_at_redraw=moments)
     kept = run(tmp_path / "other", **settings, moments_at_redraw="keep")[-1]
     assert any(not torch.equal(w, kept[n]) for n, w in whole.items())
-
-
-def test_the_noise_correction_knows_the_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sigma C / (f B) at capture; after the release times the length of the columns of P."""
-    seen: list[list[float]] = []
-    original = ProjectedOptimizer.receive
-
-    def receive(self: ProjectedOptimizer, *args: Any, noise_std: Any) -> None:
-        seen.append(list(noise_std.values()))
-        original(self, *args, noise_std=noise_std)
-
-    monkeypatch.setattr(ProjectedOptimizer, "receive", receive)
-    settings = {"noise_multiplier": 3.0, "max_grad_norm": 0.5, "noise_correction": True}
-    settings |= {"gradient_factors": {"head": 8.0, "body.weight": 2.0}}
-    for number, (method, family, scale) in enumerate(
-        [
-            ("dp_grape", "gaussian", 1.0),
-            ("dp_galore", "svd", 1.0),
-            ("d2p2", "stiefel", (6 / 2) ** 0.5),
-        ]
-    ):
-        rule = {"method": method, "projection": family, "update_rule": "adam", "max_steps": 1}
-        make_trainer(tmp_path / str(number), **settings | rule).train()
-        assert seen[-1][0] == pytest.approx(scale * 3.0 * 0.5 / 2 / 4)  # of body.weight, 8 x 6
-        assert seen[-1][1] == pytest.approx(3.0 * 0.5 / 4)  # of its bias
-        assert seen[-1][3] == pytest.approx(3.0 * 0.5 / 8 / 4)  # of the bias of the head
 
 
 # ---- The weights that training ends with ----

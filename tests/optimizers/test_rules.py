@@ -3,7 +3,7 @@
 import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -60,12 +60,10 @@ def step(
     weights: Parameters,
     number: int,
     projectors: Draw,
-    noise_std: Any = None,
 ) -> None:
     optimizer.receive(
         {weights[name]: gradient for name, gradient in gradients(number, projectors).items()},
         {weights[name]: projector for name, projector in projectors.items()},
-        noise_std=noise_std,
     )
     optimizer.step()
 
@@ -78,18 +76,10 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Definition:
-    """An optimizer in float64. Weights projected on the right are transposed: rows are projected.
+    """An optimizer in float64; weights that are projected on the right are transposed."""
 
-    Args:
-        std, floor: the noise that is subtracted from Adam's second moment, and the least that is
-            left of it, in units of std**2.
-    """
-
-    def __init__(
-        self, rule: str, at_redraw: str, lr: float, decay: float, std: float = 0, floor: float = 0
-    ) -> None:
+    def __init__(self, rule: str, at_redraw: str, lr: float, decay: float) -> None:
         self.rule, self.at_redraw, self.lr, self.decay = rule, at_redraw, lr, decay
-        self.std, self.floor = std, floor
         self.weights = {n: self.turned(n, p.detach().double()) for n, p in parameters().items()}
         self.first = dict.fromkeys(SHAPES, torch.zeros(()))
         self.second = dict.fromkeys(SHAPES, torch.zeros(()))
@@ -118,8 +108,7 @@ class Definition:
         (beta1, beta2), t = SETTINGS["adam"]["betas"], self.count[name]
         self.first[name] = beta1 * self.first[name] + (1 - beta1) * g
         self.second[name] = beta2 * self.second[name] + (1 - beta2) * g**2
-        v = self.second[name] / (1 - beta2**t) - self.std**2
-        v = v.clamp(min=self.floor * self.std**2)
+        v = self.second[name] / (1 - beta2**t)
         return self.first[name] / (1 - beta1**t) / (v.sqrt() + SETTINGS["adam"]["eps"])
 
     def redraw(self, name: str, new: Tensor) -> None:
@@ -178,31 +167,6 @@ def test_every_step_is_its_definition(
         assert_defined(weights, definition, rtol=2e-5, atol=2e-5)
         counts = {name: int(optimizer.state[weight]["step"]) for name, weight in weights.items()}
         assert counts == definition.count
-
-
-@pytest.mark.parametrize("nonzero", [0.3, 1.0])
-@pytest.mark.parametrize("at_redraw", AtRedraw)
-def test_a_corrected_step_is_its_definition(at_redraw: str, nonzero: float) -> None:
-    weights, beta1 = parameters(), SETTINGS["adam"]["betas"][0]
-    optimizer = ProjectedAdam(
-        *(weights.values(), 0.1),
-        weight_decay=0.2,
-        moments_at_redraw=at_redraw,
-        noise_correction=True,
-        **SETTINGS["adam"],
-    )
-    definition = Definition("adam", at_redraw, 0.1, 0.2, std=nonzero)
-    for number in range(3 * EVERY):
-        projectors = draw(number // EVERY)
-        # What the noise of t gradients leaves in m_hat, as the sum of the squares of their shares.
-        t = (number % EVERY if at_redraw == "reset" else number) + 1
-        shares = [beta1 ** (t - i) * (1 - beta1) / (1 - beta1**t) for i in range(1, t + 1)]
-        definition.floor = sum(share**2 for share in shares)
-        step(optimizer, weights, number, projectors, nonzero)
-        definition.step(number, projectors)
-        for name in SIDES:  # the others are never reset, so their floor is another
-            found = definition.turned(name, weights[name].detach().double())
-            torch.testing.assert_close(found, definition.weights[name], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -344,17 +308,16 @@ def test_a_saved_state_continues_as_if_it_had_never_been_saved(
     settings = SETTINGS[rule] | {
         "moments_at_redraw": at_redraw,
         "float32_updates": dtype is torch.bfloat16,
-        "noise_correction": rule == "adam",
     }
     optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
     for number in range(saved_after):
-        step(optimizer, weights, number, draw(number // EVERY), 0.3)
+        step(optimizer, weights, number, draw(number // EVERY))
     copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     resumed = ProjectedOptimizer(copies.values(), 0.1, rule=rule, **settings)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for number in range(saved_after, 3 * EVERY):
-        step(optimizer, weights, number, draw(number // EVERY), 0.3)
-        step(resumed, copies, number, draw(number // EVERY), 0.3)
+        step(optimizer, weights, number, draw(number // EVERY))
+        step(resumed, copies, number, draw(number // EVERY))
         for name, weight in weights.items():
             assert torch.equal(copies[name], weight), name
 
@@ -509,114 +472,13 @@ def test_a_redraw_makes_nothing_of_the_size_of_the_weight(shape: tuple[int, int]
     assert largest.numbers == 4 * 90
 
 
-# ---- The noise-corrected second moment ----
-
-
-def mean_updates(corrected: bool, gradient: Tensor, std: float) -> Iterator[Tensor]:
-    """Yields the updates of the last 500 of 3000 steps with a constant gradient and its noise."""
-    weight, generator = nn.Parameter(torch.zeros_like(gradient)), torch.Generator().manual_seed(0)
-    optimizer = ProjectedAdam([weight], lr=1.0, noise_correction=corrected)
-    for number in range(3000):
-        with torch.no_grad():
-            weight.zero_()
-        noise = std * torch.randn(gradient.shape, generator=generator)
-        optimizer.receive({weight: gradient + noise}, noise_std=std)
-        optimizer.step()
-        if number >= 2500:
-            yield -weight.detach()
-
-
-def test_with_known_noise_steps_are_those_of_adam_on_the_clean_gradient() -> None:
-    """Of size lr where the gradient stands out of its noise; without, they shrink with it.
-
-    1000 coordinates each. The second moment is still off by about sqrt(2e-3) of the noise's
-    variance, which moves the mean of 1 / root by a few percent.
-    """
-    values, std = [2.0, 1.0, -0.5, 0.0], 1.0
-    gradient = torch.tensor(values)[:, None].expand(4, 1000).contiguous()
-    corrected = torch.stack(list(mean_updates(True, gradient, std)))
-    plain = torch.stack(list(mean_updates(False, gradient, std)))
-    found, without = corrected.mean((0, 2)), plain.mean((0, 2))
-    torch.testing.assert_close(found, torch.tensor([1.0, 1.0, -1.0, 0.0]), rtol=0.05, atol=0.02)
-    adam = torch.tensor([value / math.hypot(value, std) for value in values])
-    torch.testing.assert_close(without, adam, rtol=0.05, atol=0.02)
-    # A coordinate that is noise alone moves by at most lr in the root mean square.
-    assert 0.5 < float(corrected[:, 3].square().mean().sqrt()) < 1.05
-
-
-def test_a_quadratic_is_descended_alike_in_all_directions() -> None:
-    """With noise above the gradients plain Adam is gradient descent: the flat direction waits."""
-    curvature = torch.tensor([1.0, 0.1])[:, None]
-    left = {}
-    for corrected in (True, False):
-        weight, generator = nn.Parameter(torch.ones(2, 500)), torch.Generator().manual_seed(0)
-        optimizer = ProjectedAdam([weight], lr=0.003, noise_correction=corrected)
-        for _ in range(300):
-            noise = 0.3 * torch.randn(2, 500, generator=generator)
-            optimizer.receive({weight: curvature * weight.detach() + noise}, noise_std=0.3)
-            optimizer.step()
-        left[corrected] = weight.detach().square().mean(1).sqrt()
-    (steep, flat), (plain_steep, plain_flat) = left[True].tolist(), left[False].tolist()
-    assert steep < plain_steep
-    assert flat < 0.6 * plain_flat
-    assert plain_flat > 2 * plain_steep
-
-
-def test_where_there_is_no_noise_nothing_is_corrected() -> None:
-    """Bit for bit; and a mapping has the noise of each weight."""
-    plain, none, mixed, all_noisy = (parameters() for _ in range(4))
-    stds: dict[str, Any] = {"none": 0, "all_noisy": 0.5}
-    stds["mixed"] = {mixed[name]: 0.5 * (name == "left") for name in SHAPES}
-    weights = {"none": none, "mixed": mixed, "all_noisy": all_noisy}
-    reference = ProjectedAdam(plain.values())
-    optimizers = {n: ProjectedAdam(w.values(), noise_correction=True) for n, w in weights.items()}
-    for number in range(4):
-        step(reference, plain, number, draw(0), 0.5)  # which it has no use for
-        for name, optimizer in optimizers.items():
-            step(optimizer, weights[name], number, draw(0), stds[name])
-    for name, weight in plain.items():
-        assert torch.equal(none[name], weight)
-        assert torch.equal(mixed[name], all_noisy[name] if name == "left" else weight)
-        assert not torch.equal(all_noisy[name], weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_weight_without_a_projection_is_corrected(dtype: torch.dtype) -> None:
-    """Also those that torch's kernel does not know how to update: another type, another order."""
-    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    turned, plain = nn.Parameter(values.T.contiguous().T), nn.Parameter(values.float())
-    optimizer = ProjectedAdam([turned, plain], lr=0.1, noise_correction=True)
-    for number in range(4):
-        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-        optimizer.receive({turned: gradient, plain: gradient}, noise_std=0.8)
-        optimizer.step()
-    bound = 1e-6 if dtype is torch.float32 else 0.02
-    torch.testing.assert_close(turned.float(), plain, rtol=bound, atol=bound)
-    assert optimizer.state[turned]["step"] == optimizer.state[plain]["step"] == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_change_no_corrected_update(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for size in (5, 2**20):
-        monkeypatch.setattr(rules, "_PIECE", size)
-        weights = parameters(dtype)
-        optimizer = ProjectedAdam(weights.values(), noise_correction=True, weight_decay=0.1)
-        for number in range(3):
-            step(optimizer, weights, number, draw(0), 0.5)
-        found.append(weights)
-    assert all(torch.equal(found[0][name], weight) for name, weight in found[1].items())
-
-
 def test_private_gradients_are_left_as_they_were() -> None:
     for rule in SETTINGS:
         weights = parameters()
-        optimizer = ProjectedOptimizer(weights.values(), rule=rule, noise_correction=rule == "adam")
+        optimizer = ProjectedOptimizer(weights.values(), rule=rule)
         received = {weights[name]: g for name, g in gradients(0, draw(0)).items()}
         before = {weight: gradient.clone() for weight, gradient in received.items()}
-        optimizer.receive(received, {weights[n]: p for n, p in draw(0).items()}, noise_std=0.1)
+        optimizer.receive(received, {weights[n]: p for n, p in draw(0).items()})
         optimizer.step()
         assert all(torch.equal(gradient, before[weight]) for weight, gradient in received.items())
 
@@ -637,8 +499,6 @@ def test_private_gradients_are_left_as_they_were() -> None:
         ({"rule": "momentum", "momentum": math.nan}, "momentum=nan is out of range"),
         ({"rule": "sgd", "lr": -1.0}, r"lr=-1.0 is out of range"),
         ({"moments_at_redraw": "forget"}, "moments_at_redraw='forget' .* keep, reset, reproject"),
-        ({"rule": "sgd", "noise_correction": True}, "noise_correction=True .*rule='sgd'"),
-        ({"rule": "momentum", "noise_correction": True}, "noise_correction=True .*'momentum'"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(
@@ -651,18 +511,3 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
 def test_adam_takes_no_setting_of_another_rule() -> None:
     with pytest.raises(ValueError, match=r"momentum=0\.9 is no setting"):
         ProjectedAdam(parameters().values(), momentum=0.9)
-
-
-@pytest.mark.parametrize("std", [None, -1.0, math.nan, math.inf, "mapping"])
-def test_a_correction_needs_the_noise_of_every_weight(std: Any) -> None:
-    weights = parameters()
-    optimizer = ProjectedAdam(weights.values(), noise_correction=True)
-    if std == "mapping":
-        std = {weights[name]: 1.0 for name in SHAPES if name != "right"}
-        with pytest.raises(ValueError, match=r"noise_std is missing .*\(20, 8\)"):
-            step(optimizer, weights, 0, {}, std)
-    else:
-        with pytest.raises(ValueError, match="noise_std"):
-            step(optimizer, weights, 0, {}, std)
-    with pytest.raises(PrivacyError, match=r"without receive\(\)"):
-        optimizer.step()
