@@ -24,7 +24,7 @@ from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling, folder_of_its_own
-from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
+from dp_grape_hf.optimizers import UPDATE_RULES, AtRedraw
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import (
     PRINCIPAL,
@@ -325,21 +325,6 @@ class DPGrapeArguments(_Host):
             "keep, reset, or reproject (carried into the new subspace)."
         },
     )
-    released_iterate: Annotated[str, one_of(sorted(ITERATES))] = field(
-        default="last",
-        metadata={
-            "help": f"Which weights training ends with: {', '.join(sorted(ITERATES))}. An average "
-            "takes noise out of them; all of them cost the same privacy."
-        },
-    )
-    average_decay: Annotated[float, Valid("from 0 to 1", lambda v: 0 <= v <= 1)] = field(
-        default=0.99,
-        metadata={
-            "help": "Of the exponential moving average; 1 averages all steps alike. Used with "
-            "released_iterate=average."
-        },
-    )
-
     # ---- The projection ----
     projection: str | None = field(
         default=None,

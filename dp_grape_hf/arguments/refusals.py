@@ -139,16 +139,6 @@ def _refuse_method(args: Any) -> None:
                 f"{name}={value!r} is about {what}, and method={args.method!r} makes none. "
                 "Leave it out."
             )
-    if args.released_iterate != "last" and args.load_best_model_at_end:
-        raise PrivacyError(
-            f"released_iterate={args.released_iterate!r} and load_best_model_at_end=True both "
-            "say which weights training ends with. Choose one."
-        )
-    if args.released_iterate != "last" and args.float32_updates:
-        raise PrivacyError(
-            f"released_iterate={args.released_iterate!r} would round the updates that "
-            "float32_updates=True keeps apart at every step. Choose one."
-        )
     if row.zeroth_order and row.private and args.perturbation < LEAST_PERTURBATION:
         raise PrivacyError(
             f"perturbation={args.perturbation!r} is below {LEAST_PERTURBATION:g}: the rounding "
@@ -207,11 +197,10 @@ def _refuse_adapter(args: Any) -> None:
             f"save_as='adapter' with weight_decay={args.weight_decay!r}: decay changes weights in "
             f"all directions, which no adapter of low rank holds. Set weight_decay=0, {instead}"
         )
-    if args.released_iterate != "last" or args.load_best_model_at_end:
+    if args.load_best_model_at_end:
         raise PrivacyError(
-            f"save_as='adapter' with released_iterate={args.released_iterate!r} and "
-            f"load_best_model_at_end={args.load_best_model_at_end!r}: the adapter is that of the "
-            f"last step. Leave these at 'last' and False, {instead}"
+            f"save_as='adapter' with load_best_model_at_end={args.load_best_model_at_end!r}: the "
+            f"adapter is that of the last step. Leave it at False, {instead}"
         )
 
 

@@ -117,7 +117,6 @@ from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
     PrivacyProgress,
     PrivateLogs,
-    SeeIterates,
     StopAtBudget,
     Withheld,
     refuse_early_stopping,
@@ -301,8 +300,6 @@ class DPGrapeMixin(_Host):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
-        if self.args.released_iterate != "last":
-            self.add_callback(SeeIterates(lambda: me.private_run.iterate.update()))
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
@@ -699,8 +696,6 @@ class DPGrapeMixin(_Host):
         """Moves what is kept beside the weights into them, before the best may be loaded."""
         reshard(self.model)  # an evaluation may have left whole weights, which nothing would reach
         self.private_run.stop()
-        if self.private_run.iterate is not None:
-            self.private_run.iterate.release_()
         output = super()._finalize_training(*args, **kwargs)
         self.save_state()  # with all that was logged
         return output

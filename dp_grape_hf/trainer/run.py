@@ -45,9 +45,6 @@ from dp_grape_hf.mechanism import (
     factors_by_name,
 )
 from dp_grape_hf.optimizers import (
-    ITERATES,
-    Iterate,
-    LastIterate,
     LowRankUpdates,
     ProjectedOptimizer,
     ZerothOrderSGD,
@@ -85,7 +82,6 @@ from dp_grape_hf.sharding import most_of_any, reshard
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
 _READ = 5  # batches of inputs that rates are measured on
-Savable = PrincipalProjection | ReleasedProjection | Iterate
 
 
 class Outcome(NamedTuple):
@@ -116,7 +112,6 @@ class Run:
         projectors: parameter name -> projector, what per-sample gradients met at the last step.
         mechanism: makes a release of a logical batch; None before ``start``.
         signal: how much of the releases was more than noise.
-        iterate: chooses the weights that training ends with; None for those of its last step.
         optimizer: what the release is handed to; None before ``take``.
         idle: what the model is run on while other processes have more; None if it is not sharded.
 
@@ -149,7 +144,6 @@ class Run:
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
         self.signal = Signal()
-        self.iterate: Iterate | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
         self.idle: Inputs | None = None
@@ -194,7 +188,6 @@ class Run:
             self._args, self._stepping, ledger, noise_generator, noise_slice
         )
         self.signal = Signal(ledger.mechanism.bands)
-        self.iterate = _iterate(self._args, self.trainable)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns an optimizer of all that is trained, and takes it."""
@@ -206,7 +199,7 @@ class Run:
     def take(self, optimizer: torch.optim.Optimizer, *, new: bool = True) -> None:
         """Hands releases to this optimizer from now on.
 
-        The state of what the run keeps beside the weights becomes a part of the optimizer's.
+        The state of a projection that no seed makes again becomes a part of the optimizer's.
 
         Args:
             optimizer: of the class and with the arguments of ``optimizer_cls_and_kwargs``.
@@ -222,8 +215,8 @@ class Run:
         self.optimizer = optimizer
         if self.mechanism is not None:
             measured = self.schedule if isinstance(self.schedule, PrincipalProjection) else None
-            parts = {"projection": self.released or measured, "iterate": self.iterate}
-            _save_with(optimizer, {name: part for name, part in parts.items() if part is not None})
+            if (projection := self.released or measured) is not None:
+                _save_with(optimizer, projection)
 
     def rates(
         self,
@@ -515,30 +508,22 @@ def _rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
     return settings.get(args.update_rule, {})
 
 
-def _iterate(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate | None:
-    """Returns what chooses the weights that training ends with; None for those of its last step."""
-    name = args.released_iterate
-    if name == LastIterate.name:
-        return None
-    settings: dict[str, dict[str, Any]] = {"average": {"decay": args.average_decay}}
-    return ITERATES[name](trainable, **settings.get(name, {}))
-
-
-def _save_with(optimizer: torch.optim.Optimizer, parts: Mapping[str, Savable]) -> None:
-    """Makes the state of other parts of a run a part of the optimizer's, under their names."""
+def _save_with(
+    optimizer: torch.optim.Optimizer, projection: PrincipalProjection | ReleasedProjection
+) -> None:
+    """Makes the state of a projection a part of the optimizer's."""
 
     def add(_: Any, state: dict[str, Any]) -> None:
-        state.update({name: part.state_dict() for name, part in parts.items()})
+        state["projection"] = projection.state_dict()
 
     def take(_: Any, state: dict[str, Any]) -> None:
-        for name, part in parts.items():
-            if name not in state:
-                raise PrivacyError(
-                    f"The checkpoint's optimizer has no state of the {name}, without which the run "
-                    "cannot go on as it would have. Resume with the method and the options that "
-                    "the checkpoint was made with."
-                )
-            part.load_state_dict(state[name])
+        if "projection" not in state:
+            raise PrivacyError(
+                "The checkpoint's optimizer has no state of the projection, without which the run "
+                "cannot go on as it would have. Resume with the method and the options that "
+                "the checkpoint was made with."
+            )
+        projection.load_state_dict(state["projection"])
 
     optimizer.register_state_dict_post_hook(add)
     optimizer.register_load_state_dict_pre_hook(take)

@@ -38,7 +38,9 @@ MACHINE = frozenset(
 )
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
 
-GONE = frozenset({"noise_correction", "regenerate_projections"})
+GONE = frozenset(
+    {"average_decay", "noise_correction", "regenerate_projections", "released_iterate"}
+)
 """Options that older results have, with what is always done now."""
 
 PROJECTION = frozenset(

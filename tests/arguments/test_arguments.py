@@ -73,8 +73,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "gradient_factors": None,
         "perturbation": 1e-3,
         "moments_at_redraw": "keep",
-        "released_iterate": "last",
-        "average_decay": 0.99,
         "projection": "principal",
         "projection_rank": 16,
         "projection_ranks": None,

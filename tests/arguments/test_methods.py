@@ -581,10 +581,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
             )
             for method in ("dp_zo", "adam", "galore", "mezo")
         ),
-        (
-            {"released_iterate": "random"},
-            r"released_iterate='random' must be one of \['average', 'last'\]",
-        ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
@@ -840,33 +836,6 @@ def test_moments_at_a_redraw_survive_a_checkpoint(
     whole = whole_and_resumed(tmp_path, 5, **settings, moments_at_redraw=moments)
     kept = run(tmp_path / "other", **settings, moments_at_redraw="keep")[-1]
     assert any(not torch.equal(w, kept[n]) for n, w in whole.items())
-
-
-# ---- The weights that training ends with ----
-
-
-@pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dpzero"])
-def test_the_average_of_iterates_is_what_a_run_ends_with(method: str, tmp_path: Path) -> None:
-    """And what is saved; with decay 1, the plain mean of all weights after a step."""
-    watch = Watch()
-    trainer = make_trainer(
-        tmp_path,
-        method=method,
-        callbacks=[watch],
-        released_iterate="average",
-        average_decay=1.0,
-        learning_rate=0.1,
-    )
-    trainer.train()
-    trainer.save_model()
-    mean = {n: torch.stack([w[n] for w in watch.weights[1:]]).mean(0) for n in watch.weights[0]}
-    assert_same_weights(weights_of(trainer.model), mean, atol=1e-6, rtol=1e-5)
-    assert any(not torch.equal(mean[name], watch.weights[-1][name]) for name in mean)
-
-
-def test_an_average_goes_on_where_a_run_was_stopped(tmp_path: Path) -> None:
-    settings = {**EXACT, "method": "dp_grape", "released_iterate": "average", "max_steps": 5}
-    whole_and_resumed(tmp_path, 2, **settings)
 
 
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:

@@ -394,7 +394,6 @@ def test_training_goes_on_from_an_adapter_with_what_it_spent(saved: Path, tmp_pa
         ({"method": "dp_adam"}, "method='dp_adam' and projection='identity'"),
         ({"method": "dp_galore"}, "method='dp_galore' and projection='svd'"),
         ({"projection": "identity"}, "projection='identity'"),
-        ({"released_iterate": "average"}, "released_iterate='average'"),
         (
             {
                 "load_best_model_at_end": True,

@@ -80,10 +80,9 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "opt"),
         {"method": "dp_adam", "grad_sample_mode": "ghost"},
     ),
-    "opt, average": (
+    "opt, evaluated": (
         partial(_of_case, "opt"),
         {
-            "released_iterate": "average",
             "eval_dataset": examples_of("opt", 5),
             "eval_strategy": "steps",  # the last evaluation is between the last step and the end
             "eval_steps": 1,
