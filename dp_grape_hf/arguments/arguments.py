@@ -24,7 +24,7 @@ from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling, folder_of_its_own
-from dp_grape_hf.optimizers import UPDATE_RULES, AtRedraw
+from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import (
     PRINCIPAL,
@@ -316,13 +316,6 @@ class DPGrapeArguments(_Host):
         metadata={
             "help": "Of dp_jl: from how many random directions the norm of a sample's gradient is "
             f"estimated. Fewer take more noise. Default: {NORM_DIRECTIONS}."
-        },
-    )
-    moments_at_redraw: Annotated[str, one_of(AtRedraw)] = field(
-        default=AtRedraw.KEEP.value,
-        metadata={
-            "help": "What becomes of the optimizer's moments when the projection is redrawn: "
-            "keep, reset, or reproject (carried into the new subspace)."
         },
     )
     # ---- The projection ----

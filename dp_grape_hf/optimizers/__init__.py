@@ -8,12 +8,11 @@ carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random dir
 from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, AtRedraw, Term
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
 from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
     "UPDATE_RULES",
-    "AtRedraw",
     "LowRankChanges",
     "LowRankUpdates",
     "ProjectedAdam",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, Redraws, Term, require_in_range
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term, require_in_range
 from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
@@ -56,12 +56,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. Of a
             weight that is kept apart, Z is multiplied at once and W at the next merge, by the
             product of the factors since the last one: between merges the decay of W lags.
-        moments_at_redraw: what becomes of the moments of a weight when its P is another one than
-            at its last step. ``keep``: they stay as they are, though the coordinates mean something
-            else. ``reset``: moments and step count start at zero. ``reproject``: they are carried
-            into the new coordinates (``change_of_coordinates``, ``reproject_``), and the step count
-            is kept. The last two keep the P of the last step until the next one, and save it with
-            the state; a state that was saved under ``keep`` continues without a redraw.
         float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
             docstring. Weights are kept apart where ``keep_apart`` says so.
         rounding_seed: the public seed of the rounding.
@@ -81,7 +75,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         *,
         rule: str = "adam",
         weight_decay: float = 0.0,
-        moments_at_redraw: str = "keep",
         float32_updates: bool = False,
         rounding_seed: int = 0,
         keep_changes: bool = False,
@@ -97,7 +90,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self.float32_updates = float32_updates
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed
-        self._redraws = Redraws(moments_at_redraw)
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
@@ -314,12 +306,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "A gradient was received in other coordinates than the updates of its weight are "
                 "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
             )
-        if weight in self._projectors:
-            self._redraws.follow(weight, state, self._rule, self._projectors[weight])
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with the P that moments are coordinates of where that matters.
+        """Returns the state.
 
         A collective call where weights are sharded: it holds whole tensors.
         """
@@ -329,8 +319,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         order = [index for group in packed["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
-            if (matrix := self._redraws.last(weight)) is not None:
-                packed["state"][index] = {**packed["state"][index], "projection": matrix}
             if self.changes is not None and weight in self.changes:
                 change = self.changes.state_of(weight)
                 packed["state"][index] = {**packed["state"][index], _CHANGE: change}
@@ -349,19 +337,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._redraws = {}, Redraws(self._redraws.choice)
+        self._apart = {}
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
             entry = saved.get(index, {})
-            for key in (*self._rule.moments, "step", "update", "projection"):
+            for key in (*self._rule.moments, "step", "update"):
                 if key in entry:
                     value = entry[key].to(weight.device, torch.float32, copy=True)
                     self.state[weight][key] = value
             if _CHANGE in entry and self.changes is not None:
                 self.changes.go_on_from(weight, entry[_CHANGE])
-            if "projection" in entry:
-                self._redraws.go_on_from(weight, self.state[weight].pop("projection"))
             if "update" in entry and not self.float32_updates:
                 if entry["update"].any() or entry["decay"] != 1:
                     raise ValueError(

@@ -493,7 +493,6 @@ def _optimizer(
     return ProjectedOptimizer, {
         **common,
         "rule": args.update_rule,
-        "moments_at_redraw": args.moments_at_redraw,
         "keep_changes": args.save_as == "adapter",
         **_rule_settings(args),
     }

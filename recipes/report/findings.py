@@ -39,14 +39,17 @@ MACHINE = frozenset(
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
 
 GONE = frozenset(
-    {"average_decay", "noise_correction", "regenerate_projections", "released_iterate"}
+    {
+        *("average_decay", "moments_at_redraw", "noise_correction", "regenerate_projections"),
+        "released_iterate",
+    }
 )
 """Options that older results have, with what is always done now."""
 
 PROJECTION = frozenset(
     {
         *("projection", "projection_rank", "projection_ranks", "projection_side"),
-        *("projection_update_steps", "project_embeddings", "moments_at_redraw"),
+        *("projection_update_steps", "project_embeddings"),
         *("optim_target_modules", "public_dataset"),
     }
 )

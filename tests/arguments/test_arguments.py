@@ -72,7 +72,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "learning_rate_factors": None,
         "gradient_factors": None,
         "perturbation": 1e-3,
-        "moments_at_redraw": "keep",
         "projection": "principal",
         "projection_rank": 16,
         "projection_ranks": None,

@@ -582,7 +582,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
             for method in ("dp_zo", "adam", "galore", "mezo")
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
-        ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
         ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
         ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
@@ -826,18 +825,6 @@ def test_sides_and_ranks_are_those_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", ["reset", "reproject"])
-@pytest.mark.parametrize("method", ["dp_grape", "dp_galore"])
-def test_moments_at_a_redraw_survive_a_checkpoint(
-    method: str, moments: str, tmp_path: Path
-) -> None:
-    """Stopped between two redraws, at steps 3 and 6, and resumed."""
-    settings = {**EXACT, "method": method, "max_steps": 8}
-    whole = whole_and_resumed(tmp_path, 5, **settings, moments_at_redraw=moments)
-    kept = run(tmp_path / "other", **settings, moments_at_redraw="keep")[-1]
-    assert any(not torch.equal(w, kept[n]) for n, w in whole.items())
-
-
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:
     """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
     sizes = {"num_hidden_layers": 1, "conv_dim": (16, 16), "num_feat_extract_layers": 2}

@@ -114,7 +114,6 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "gpt2"),
         {
             "clipping": "per_layer",
-            "moments_at_redraw": "reproject",
             "projection_update_steps": 2,
         },
     ),
