@@ -31,7 +31,6 @@ from dp_grape_hf.accounting.calibration import (
     smallest_batch_cap,
 )
 from dp_grape_hf.accounting.releases import Adjacency, Releases
-from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
 
 __all__ = [
     "ACCOUNTANTS",
@@ -41,8 +40,6 @@ __all__ = [
     "Bands",
     "EpsilonCurve",
     "Releases",
-    "Trials",
-    "TrialsDistribution",
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",

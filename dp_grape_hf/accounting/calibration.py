@@ -23,9 +23,6 @@ Guarantee:
 
     With ``bands`` noise is correlated over so many steps, and each example is drawn at one of them,
     with a probability that is so much larger; see `banded`.
-
-    With ``num_trials`` all these steps are one run, and the published one is the best of a random
-    number of such runs; `trials` says on what terms. RDP answers, whichever accountant is asked.
 """
 
 import math
@@ -94,8 +91,8 @@ def compute_epsilon(
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
-        variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``,
-            ``num_trials``, ``trials_distribution`` and ``bands``, as `Releases` says.
+        variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``
+            and ``bands``, as `Releases` says.
 
     Raises:
         PrivacyError: An argument is out of range, the cap is below the mean batch size,
@@ -113,9 +110,6 @@ def compute_epsilon(
     >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
     ...                       adjacency="replace_one"), 2)
     4.31
-    >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
-    ...                       num_trials=10, accountant="rdp"), 2)
-    4.38
     """
     releases = Releases(noise_multiplier, sample_rate, steps, **variant)
     return EpsilonCurve(releases, delta, accountant).epsilon(steps)
@@ -126,8 +120,8 @@ def compose_epsilon(
 ) -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged, unless each is the best of several trials; those of no steps cost
-    nothing, even without noise. All have to be about the same neighbours.
+    Equal blocks are merged; those of no steps cost nothing, even without noise. All have to be
+    about the same neighbours.
 
     >>> both = [Releases(4.0, 0.05, 500), Releases(3.0, 0.02, 100)]
     >>> round(compose_epsilon(both, delta=1e-5), 2)
@@ -142,14 +136,9 @@ def compose_epsilon(
 def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
     """Returns what an accountant is asked about: blocks, and how many releases of each, above 0."""
     counts: Counter[Block] = Counter()
-    tuned: list[tuple[Block, int]] = []  # choosing costs once for each
     for equal in releases:
-        block = equal.block()
-        if block.trials is not None:
-            tuned.append((block, equal.counted))
-        else:
-            counts[block] += equal.counted
-    pairs = [(block, count) for block, count in [*counts.items(), *tuned] if count]
+        counts[equal.block()] += equal.counted
+    pairs = [(block, count) for block, count in counts.items() if count]
     if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(
             f"{releases=} are about different neighbours; give all of them the same adjacency."

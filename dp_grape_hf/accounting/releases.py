@@ -7,7 +7,6 @@ import numpy as np
 
 from dp_grape_hf.accounting.accountants import ONCE, Block
 from dp_grape_hf.accounting.estimated_norms import Sensitivities, sensitivities
-from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
 from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import Choice, PrivacyError
 
@@ -28,11 +27,9 @@ class Releases:
     Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
     ``max_batch_size`` is the most examples that a logical batch keeps, and needs ``num_samples``,
     the number of examples or an upper bound on it. ``norm_directions`` is the number of random
-    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
-    is given where the releases are those of one run, and what is published is the best of a random
-    number of such runs, of that mean, distributed as ``trials_distribution``, a
-    `TrialsDistribution`, says: see `trials`. ``bands`` is that of noise which is correlated over so
-    many steps, in each of which another group of the examples takes part: see `banded`.
+    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``bands`` is that
+    of noise which is correlated over so many steps, in each of which another group of the examples
+    takes part: see `banded`.
     """
 
     noise_multiplier: float
@@ -42,8 +39,6 @@ class Releases:
     num_samples: int | None = None
     norm_directions: int | None = None
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
-    num_trials: float | None = None
-    trials_distribution: str | None = None
     bands: int = 1
 
     @property
@@ -83,15 +78,6 @@ class Releases:
                 "(sampling='truncated_poisson'), estimated norms (method='dp_jl'), "
                 "adjacency='replace_one' and bands (noise='banded')."
             )
-        trials = None
-        if self.num_trials is not None:
-            distribution = self.trials_distribution or TrialsDistribution.GEOMETRIC
-            trials = Trials(float(self.num_trials), distribution)
-        elif self.trials_distribution is not None:
-            raise PrivacyError(
-                f"trials_distribution={self.trials_distribution!r} needs num_trials, their mean; "
-                "got None."
-            )
         rate = float(self.sample_rate) * self.bands
         if not rate <= 1 + _ROUNDING:
             raise PrivacyError(
@@ -99,7 +85,7 @@ class Releases:
                 f"most 1/{self.bands}; got {self.sample_rate!r}."
             )
         sigma, rate = float(self.noise_multiplier), min(1.0, rate)
-        return Block(sigma, rate, self._law(), replaces, trials)
+        return Block(sigma, rate, self._law(), replaces)
 
     def _law(self) -> Sensitivities:
         """Returns the law of the sensitivity of each release."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
+from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
 from dp_grape_hf.arguments.methods import METHODS
 from dp_grape_hf.arguments.refusals import (
     reason_against_bands,
@@ -217,19 +217,6 @@ class DPGrapeArguments(_Host):
             "models built by hand."
         },
     )
-    num_trials: float | None = field(
-        default=None,
-        metadata={
-            "help": "The mean of the secret, random number of equal runs of which this is one, and "
-            "only the best will be published: epsilon is then that of the best. Scores to choose "
-            "by must come from public data. See dp-grape calibrate --draw_num_trials."
-        },
-    )
-    trials_distribution: Annotated[str, one_of(TrialsDistribution)] = field(
-        default=TrialsDistribution.GEOMETRIC.value,
-        metadata={"help": f"How that number was drawn: {', '.join(TrialsDistribution)}."},
-    )
-
     adjacency: Annotated[str, one_of(Adjacency)] = field(
         default=Adjacency.ADD_OR_REMOVE_ONE.value,
         metadata={

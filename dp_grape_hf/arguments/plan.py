@@ -241,8 +241,6 @@ class PrivacyPlan:
             given |= dict.fromkeys(
                 ("projection_rank", "projection_update_steps", "projection_seed")
             )
-        if args.num_trials is None:
-            given["trials_distribution"] = None
         ranks = args.projection_ranks
         factors: Any = args.gradient_factors
         given |= {
@@ -253,7 +251,6 @@ class PrivacyPlan:
             "max_batch_size": self._max_batch_size(num_samples),
             "projection_ranks": None if ranks is None else json.dumps(ranks),
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
-            "steps_of_trial": None if args.num_trials is None else self.steps,
             "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,
             "gradient_factors": None
@@ -395,10 +392,7 @@ class PrivacyPlan:
             )
 
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
-        """Returns epsilon for all that a ledger counts, earlier runs included.
-
-        A trial of several counts whole from its start, as in ``Ledger.epsilon``.
-        """
+        """Returns epsilon for all that a ledger counts, earlier runs included."""
         steps = ledger.steps if ledger else 0
         if ledger is None:
             private = self._earlier is None or not self._earlier.not_private_reasons

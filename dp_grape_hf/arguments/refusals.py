@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from dp_grape_hf.accounting import Adjacency, Trials
+from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping, Sampling
@@ -103,13 +103,6 @@ def _refuse_promise(args: Any) -> None:
             "target_delta=None: an epsilon means nothing without its delta. Choose one well below "
             "1/N, for example target_delta=1e-5."
         )
-    if args.num_trials is not None:
-        Trials(args.num_trials, args.trials_distribution)  # refuses what is none
-        if not args.private:
-            raise PrivacyError(
-                f"num_trials={args.num_trials!r} with noise_multiplier=0: without noise there is "
-                "no epsilon that choosing could add to. Leave it out."
-            )
     if args.secure_noise and not args.private:
         raise PrivacyError(
             f"secure_noise={args.secure_noise!r} contradicts "

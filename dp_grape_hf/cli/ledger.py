@@ -67,8 +67,6 @@ def _mechanism(own: Mechanism) -> str:
         rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
     if own.chosen is not None:
         rows["chosen without the data"] = own.chosen
-    if own.trials is not None:
-        rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     return table(rows.items())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import Adjacency, Releases, Trials, TrialsDistribution
+from dp_grape_hf.accounting import Adjacency, Releases
 from dp_grape_hf.errors import Choice, require
 
 SECURE, BANDED = "secure", "banded"
@@ -41,11 +41,7 @@ MAY_CHANGE_ON_RESUME = {
 
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
-_OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (
-    *_OF_TRIALS,
-    *("noise", "coefficients", "public_dataset", "gradient_factors", "chosen"),
-)
+LEFT_OUT_IF_NONE = ("noise", "coefficients", "public_dataset", "gradient_factors", "chosen")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -101,7 +97,6 @@ _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
-_TRIALS = {"valid": (f"one of {', '.join(TrialsDistribution)}", lambda x: x in TrialsDistribution)}
 _NOISE = {"valid": (f"{SECURE} or {BANDED}", lambda x: x in (SECURE, BANDED))}
 _COEFFICIENTS = {
     "valid": ("JSON of two numbers or more, the first positive, of length 1", _are_coefficients)
@@ -128,8 +123,6 @@ class Mechanism:
     ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
     ``max_examples_per_unit`` examples enter a step.
     ``norm_directions`` is the number of random directions that norms are estimated from, if any.
-    With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
-    each of which may have made ``steps_of_trial`` releases.
     ``noise`` is ``secure`` where its low bits hide what it was added to, and ``banded`` where it is
     correlated over steps: ``coefficients`` are then those of its bands, as text
     (``accounting.banded``), and at each step one group of the examples is drawn from.
@@ -165,9 +158,6 @@ class Mechanism:
     max_batch_size: int | None = field(default=None, metadata=_COUNT)
     norm_directions: int | None = field(default=None, metadata=_COUNT)
     max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
-    num_trials: float | None = field(default=None, metadata=_POSITIVE)
-    trials_distribution: str | None = field(default=None, metadata=_TRIALS)
-    steps_of_trial: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
@@ -191,20 +181,6 @@ class Mechanism:
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
         )
-        tuned = [getattr(self, name) is not None for name in _OF_TRIALS]
-        require(
-            all(tuned) or not any(tuned),
-            f"num_trials={self.num_trials!r}, trials_distribution={self.trials_distribution!r} and "
-            f"steps_of_trial={self.steps_of_trial!r} go together: give all of them, or none.",
-        )
-        _ = self.trials  # refuses a mean that the distribution cannot have
-
-    @property
-    def trials(self) -> Trials | None:
-        """How many runs this one is the best of, if it was chosen among several."""
-        if self.num_trials is None or self.trials_distribution is None:
-            return None
-        return Trials(self.num_trials, self.trials_distribution)
 
     @property
     def projection_in_words(self) -> str:
@@ -248,8 +224,6 @@ class Mechanism:
             num_samples=self.num_samples,
             norm_directions=self.norm_directions,
             adjacency=self.adjacency,
-            num_trials=self.num_trials,
-            trials_distribution=self.trials_distribution,
             bands=len(self.bands),
         )
 

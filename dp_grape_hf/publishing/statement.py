@@ -117,11 +117,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
     if mechanism.chosen is not None:
         rows["Chosen without the data"] = mechanism.chosen
-    if mechanism.trials is not None:
-        each = f"of {mechanism.steps_of_trial} releases each"
-        rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
-        releases = sum(max(run.steps, run.mechanism.steps_of_trial or 0) for run in earlier)
+        releases = sum(run.steps for run in earlier)
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε"
         )

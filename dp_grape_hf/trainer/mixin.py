@@ -1232,10 +1232,7 @@ class DPGrapeMixin(_Host):
         """Refuses: choosing the best of several private runs is not covered by any one ledger."""
         raise PrivacyError(
             "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
-            "run does not cover. Tune on public data; or give num_trials, the mean of a secret "
-            "random number of equal runs whose best you publish (dp-grape calibrate "
-            "--draw_num_trials): epsilon is then that of the best; or add all runs up, by "
-            "earlier_data='same'."
+            "run does not cover. Tune on public data, or add all runs up, by earlier_data='same'."
         )
 
 

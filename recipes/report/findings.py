@@ -41,7 +41,7 @@ MACHINE = frozenset(
 GONE = frozenset(
     {
         *("average_decay", "moments_at_redraw", "noise_correction", "regenerate_projections"),
-        "released_iterate",
+        *("num_trials", "released_iterate", "trials_distribution"),
     }
 )
 """Options that older results have, with what is always done now."""

@@ -52,8 +52,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "max_examples_per_unit": None,
         "earlier_data": None,
         "earlier_ledger": None,
-        "num_trials": None,
-        "trials_distribution": "geometric",
         "grad_sample_mode": "auto",
         "n_directions": 1,
         "direction_distribution": "gaussian",

@@ -453,9 +453,6 @@ OTHER_VALUES: dict[str, Any] = {
     "max_batch_size": 128,
     "norm_directions": 16,
     "max_examples_per_unit": 4,
-    "num_trials": 20.0,
-    "trials_distribution": "logarithmic",
-    "steps_of_trial": 200,
     "noise": "banded",
     "coefficients": "[0.8, 0.6]",
     "gradient_factors": '{"head": 4.0}',
@@ -555,6 +552,13 @@ def test_a_damaged_file_is_refused_by_name(which: int, damage: str, run: tuple[P
     path.write_bytes({"empty": b"", "truncated": whole[:-40], "binary": b"\xff\x00"}[damage])
     with pytest.raises(PrivacyError, match=str(path)):
         Ledger.resume(*run, MECHANISM, updates=20)
+
+
+def test_what_this_version_cannot_count_is_refused(run: tuple[Path, Path]) -> None:
+    """That a run was the best of several trials, say, which older versions counted in epsilon."""
+    rewrite(run[0], lambda content: content["entries"][0]["mechanism"].update(num_trials=10.0))
+    with pytest.raises(PrivacyError, match=r"num_trials=10\.0 is unknown .* that wrote it"):
+        Ledger.load(run[0])
 
 
 def test_a_checkpoint_without_a_ledger_is_refused(run: tuple[Path, Path]) -> None:
