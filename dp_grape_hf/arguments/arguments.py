@@ -30,7 +30,6 @@ from dp_grape_hf.projections import (
     PRINCIPAL,
     PROJECTIONS,
     DirectionDistribution,
-    ProjectionSide,
 )
 
 ALIASES = {
@@ -323,21 +322,6 @@ class DPGrapeArguments(_Host):
             **short_name("r"),
         },
     )
-    projection_ranks: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Ranks by layer: a mapping of name patterns to r (as JSON on the command "
-            "line), in front of projection_rank."
-        },
-    )
-    projection_side: Annotated[str | None, one_of(ProjectionSide)] = field(
-        default=None,
-        metadata={
-            "help": "Which dimension of a weight a random P projects: "
-            f"{', '.join(ProjectionSide)} (of the layer). Default: smaller. That of principal "
-            "directions is the input."
-        },
-    )
     projection_update_steps: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
@@ -533,9 +517,6 @@ class DPGrapeArguments(_Host):
         if self.projection is None:
             self.projection = row.projection
         principal = self.projection == PRINCIPAL
-        if self.projection_side is None:
-            side = ProjectionSide.INPUT if principal else ProjectionSide.SMALLER
-            self.projection_side = side.value
         if self.projection_update_steps is None and not principal:
             self.projection_update_steps = UPDATE_STEPS
         self._chooses = (
@@ -562,21 +543,9 @@ class DPGrapeArguments(_Host):
             self.max_grad_norm = 1.0
         if row.norm_estimates and self.norm_directions is None:
             self.norm_directions = NORM_DIRECTIONS
-        self._read_ranks()
         self._read_factors()
         if not row.private:
             self._set_not_private()
-
-    def _read_ranks(self) -> None:
-        """Reads what the command line gives as text."""
-        asked: Any = self.projection_ranks
-        if asked is None:
-            return
-        wrong = PrivacyError(
-            f"projection_ranks={asked!r} must map name patterns to ranks of at least 1, like "
-            '{"query": 8}.'
-        )
-        self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
 
     def _read_factors(self) -> None:
         for name in ("learning_rate_factors", "gradient_factors"):

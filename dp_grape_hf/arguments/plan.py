@@ -45,6 +45,7 @@ from dp_grape_hf.ledger import (
     require_same_neighbours,
 )
 from dp_grape_hf.optimizers import UPDATE_RULES
+from dp_grape_hf.projections import PRINCIPAL
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,6 @@ class PrivacyPlan:
             given |= dict.fromkeys(
                 ("projection_rank", "projection_update_steps", "projection_seed")
             )
-        ranks = args.projection_ranks
         factors: Any = args.gradient_factors
         given |= {
             "noise_multiplier": args.noise_multiplier or 0.0,
@@ -249,7 +249,7 @@ class PrivacyPlan:
             "expected_batch_size": args.logical_batch_size,
             "num_samples": num_samples,
             "max_batch_size": self._max_batch_size(num_samples),
-            "projection_ranks": None if ranks is None else json.dumps(ranks),
+            "projection_side": "input" if args.projection == PRINCIPAL else "smaller",
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
             "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,

@@ -20,7 +20,7 @@ from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping, Sampling
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD, ProjectionSide
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD
 
 LEAST_PERTURBATION = 1e-4
 
@@ -36,7 +36,6 @@ def _projects(row: Method) -> bool:
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", _projects),
     "project_embeddings": ("a projection", _projects),
-    "projection_ranks": ("a projection", _projects),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
     "gradient_factors": (
         "gradients that are clipped",
@@ -118,11 +117,6 @@ def _refuse_method(args: Any) -> None:
         raise PrivacyError(
             f"projection={args.projection!r} must be one of {families} with "
             f"method={args.method!r}. Leave it out, or choose another method."
-        )
-    if args.projection == PRINCIPAL and args.projection_side != ProjectionSide.INPUT:
-        raise PrivacyError(
-            f"projection_side={args.projection_side!r}: principal directions are those of a "
-            "layer's input. Leave it out, or choose a random projection."
         )
     defaults = {f.name: f.default for f in fields(args)}
     for name, (what, makes) in _ONLY_FOR.items():

@@ -118,7 +118,8 @@ class Mechanism:
     ``per_layer`` where C is divided among the layers so that a sample contributes at most C, and
     ``automatic`` where every gradient is scaled to a norm just below C.
     ``sampling`` is ``truncated_poisson`` where a logical batch keeps at most ``max_batch_size``.
-    ``projection_ranks`` says what differs from ``projection_rank``, as text.
+    ``projection_ranks`` says, as text, what differed from ``projection_rank`` in runs of older
+    versions, which also let ``projection_side`` be asked for.
     ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
     ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
     ``max_examples_per_unit`` examples enter a step.

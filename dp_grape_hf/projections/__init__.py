@@ -9,11 +9,9 @@ on the inputs of ``probes``, ``schedules`` says when P is made anew,
 from dp_grape_hf.projections.directions import DIRECTION, DirectionDistribution, Directions
 from dp_grape_hf.projections.placement import (
     Placement,
-    ProjectionSide,
     Side,
     first_matches,
     placements,
-    ranks_for,
 )
 from dp_grape_hf.projections.principal import Batches, Principal, principal_directions
 from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
@@ -56,7 +54,6 @@ __all__ = [
     "PrincipalProjection",
     "Projection",
     "ProjectionSchedule",
-    "ProjectionSide",
     "Projector",
     "ReleasedProjection",
     "Side",
@@ -70,7 +67,6 @@ __all__ = [
     "principal_directions",
     "projection",
     "projection_targets",
-    "ranks_for",
     "round_at_random",
     "rounding_generator",
     "row_blocks",

@@ -74,7 +74,6 @@ from dp_grape_hf.projections import (
     input_dimensions,
     principal_directions,
     projection_targets,
-    ranks_for,
     synthetic_batches,
 )
 from dp_grape_hf.sharding import most_of_any, reshard
@@ -536,6 +535,7 @@ def _projections(
 ) -> tuple[AtCapture | None, ReleasedProjection | None]:
     """Returns the projections of a run at capture and after the release, at most one of them."""
     assert args.projection is not None
+    assert args.projection_rank is not None
     where = METHODS[args.method].projected
     if where is None:
         return None, None
@@ -544,7 +544,7 @@ def _projections(
     )
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
-        "rank": _ranks(args, shapes),
+        "rank": args.projection_rank,
         "update_steps": args.projection_update_steps,
         "device": next(iter(trainable.values())).device,
     }
@@ -558,7 +558,6 @@ def _projections(
     settings |= {
         "family": args.projection,
         "seed": args.projection_seed,
-        "side": args.projection_side,
         "input_dims": input_dimensions(model),
     }
     if where == Projected.AT_CAPTURE:
@@ -660,12 +659,3 @@ def _require_same_factors(
             f"the checkpoint has {saved}, or others of these numbers, whose moments do not fit. "
             "Pass the factors, and train the parameters, that it was saved with."
         )
-
-
-def _ranks(args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]]) -> int | dict[str, int]:
-    """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
-    asked, rank = args.projection_ranks, args.projection_rank
-    assert rank is not None
-    if isinstance(asked, Mapping):
-        return ranks_for(shapes, rank, asked)
-    return rank

@@ -42,13 +42,14 @@ GONE = frozenset(
     {
         *("average_decay", "moments_at_redraw", "noise_correction", "regenerate_projections"),
         *("num_trials", "released_iterate", "trials_distribution"),
+        *("projection_ranks", "projection_side"),
     }
 )
 """Options that older results have, with what is always done now."""
 
 PROJECTION = frozenset(
     {
-        *("projection", "projection_rank", "projection_ranks", "projection_side"),
+        *("projection", "projection_rank"),
         *("projection_update_steps", "project_embeddings"),
         *("optim_target_modules", "public_dataset"),
     }
@@ -65,7 +66,7 @@ PRIVACY = frozenset(
 )
 """What means nothing without privacy."""
 
-RANDOM = {"projection_side": "smaller", "projection_update_steps": 100}
+RANDOM = {"projection_update_steps": 100}
 """What a random projection has unless something else is asked for."""
 
 SINCE = {

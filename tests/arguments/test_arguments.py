@@ -72,8 +72,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "perturbation": 1e-3,
         "projection": "principal",
         "projection_rank": 16,
-        "projection_ranks": None,
-        "projection_side": "input",
         "projection_update_steps": None,
         "projection_seed": 0,
         "project_embeddings": False,

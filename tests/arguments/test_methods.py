@@ -554,11 +554,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
         ({"max_batch_size": 8}, "max_batch_size=8 needs sampling='truncated_poisson'"),
         ({"sampling": "shuffle"}, "sampling='shuffle' must be one of"),
-        ({"projection_side": "left"}, "projection_side='left' must be one of"),
-        ({"projection_ranks": "auto:40"}, "projection_ranks='auto:40' must map"),
-        ({"projection_ranks": {"body": 0}}, "must map name patterns to ranks of at least 1"),
-        ({"method": "dp_adam", "projection_ranks": {"body": 2}}, "is about a projection, and"),
-        ({"projection_ranks": {"query": 2}}, "'query': this pattern matches none"),
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
         ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
@@ -794,37 +789,6 @@ def test_other_factors_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-# ---- Options of projections ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "shapes"),
-    [
-        ({}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-        ({"projection_side": "larger"}, {"body.weight": (2, 6), "head.weight": (3, 2)}),
-        ({"projection_side": "input"}, {"body.weight": (8, 2), "head.weight": (3, 2)}),
-        ({"projection_side": "output"}, {"body.weight": (2, 6), "head.weight": (2, 8)}),
-        ({"projection_ranks": {"body": 4}}, {"body.weight": (8, 4), "head.weight": (2, 8)}),
-        ({"projection_ranks": '{"head": 1}'}, {"body.weight": (8, 2), "head.weight": (1, 8)}),
-        ({"projection": "stiefel"}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-        ({"projection": "rademacher"}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-    ],
-    ids=str,
-)
-def test_sides_and_ranks_are_those_asked_for(
-    changes: dict[str, Any],
-    shapes: dict[str, tuple[int, int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    releases = spy_releases(monkeypatch)
-    trainer = make_trainer(tmp_path, **changes)
-    trainer.train()
-    assert {name: tuple(releases[0][name].shape) for name in shapes} == shapes
-    assert trainer.ledger.mechanism.projection_side == changes.get("projection_side", "smaller")
-
-
-@pytest.mark.slow
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:
     """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
     sizes = {"num_hidden_layers": 1, "conv_dim": (16, 16), "num_feat_extract_layers": 2}

@@ -347,7 +347,7 @@ def test_what_the_trainer_refuses_is_refused(changes: dict[str, Any], message: s
     ("changes", "message"),
     [
         ({"method": "adam"}, "method='adam' cannot be audited"),
-        ({"canaries": 1}, "canaries=1 must be at least 2"),
+        ({"canaries": 3}, "canaries=3 must be at least 4"),
         ({"guesses": 0}, "guesses=0 must lie in"),
         ({"canaries": 10, "guesses": 11}, "guesses=11 must lie in"),
         ({"projection_rank": 4}, "projection_rank=4 must lie in 1"),
