@@ -191,8 +191,8 @@ class AuditSettings:
         require(self.steps >= 1, f"steps={self.steps} must be at least 1.")
         require(
             self.canaries >= _WIDTH,
-            f"canaries={self.canaries} must be at least {_WIDTH}: so many columns the audited matrix "
-            "has, and a row for each.",
+            f"canaries={self.canaries} must be at least {_WIDTH}, as many as the audited matrix has "
+            "columns.",
         )
         require(self.tables >= 1, f"tables={self.tables} must be at least 1.")
         require(0 < self.sample_rate <= 1, f"sample_rate={self.sample_rate} must lie in (0, 1].")

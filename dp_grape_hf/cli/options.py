@@ -230,7 +230,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--all_methods", action="store_true", help="compare every method")
     add(
         "--projection",
-        choices=("principal", "gaussian", "rademacher", "stiefel"),
+        choices=("principal", "gaussian"),
         default="gaussian",
         help="of dp_grape; principal, as runs have it, is measured in the step that is simulated, "
         "and takes no more than gaussian after that (default: gaussian)",

@@ -219,8 +219,7 @@ class ProjectionSchedule:
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
 
-    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere. (The QR of
-    ``stiefel`` may round differently in another linear algebra library.)
+    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
     Raises:
         PrivacyError: for an unknown family, or rank or update_steps below 1; and for
@@ -275,14 +274,13 @@ class ProjectionSchedule:
 
     def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
         assert self._family is not None
-        size = place.rows if self._family.whole else BLOCK_ROWS
         blocks = [
             self._family.draw(
-                min(size, place.rows - start),
+                min(BLOCK_ROWS, place.rows - start),
                 place.rank,
-                projection_generator(self._seed, refresh, name, start // size),
+                projection_generator(self._seed, refresh, name, start // BLOCK_ROWS),
             )
-            for start in range(0, place.rows, size)
+            for start in range(0, place.rows, BLOCK_ROWS)
         ]
         return torch.cat(blocks).to(self._device)
 

@@ -438,7 +438,7 @@ OTHER_VALUES: dict[str, Any] = {
     "target_delta": 1e-6,
     "accountant": "pld",
     "engine": "functorch",
-    "projection": "rademacher",
+    "projection": "gaussian_over_r",
     "projection_rank": 8,
     "projection_update_steps": 50,
     "projection_seed": 1,

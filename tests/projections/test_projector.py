@@ -20,7 +20,7 @@ from dp_grape_hf.projections import (
     default_targets,
     projection,
 )
-from dp_grape_hf.projections.projector import BLOCK_ROWS, Stiefel
+from dp_grape_hf.projections.projector import BLOCK_ROWS
 from dp_grape_hf.projections.seeds import projection_generator
 from tests.support.models import CASES, Case, build, only
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
@@ -44,11 +44,9 @@ def test_lifting_is_unbiased(family: str) -> None:
 
     (That over r, where the family is not isotropic.)
 
-    An entry's standard deviation is at most sqrt(2 / r) (Gaussian, on the diagonal; a Stiefel P
-    has (d - r) / (d + 2) of that variance, a Rademacher P none there and half elsewhere). By the
-    normal approximation a right family fails with probability below 36 * 5.8e-7 = 2.1e-5. The seed
-    is fixed. The same holds of the mean of P, whose 12 entries have standard deviation 1/sqrt(r):
-    without its signs, the Q of a QR fails there, and not above.
+    An entry's standard deviation is at most sqrt(2 / r), on the diagonal. By the normal
+    approximation a right family fails with probability below 36 * 5.8e-7 = 2.1e-5. The seed is
+    fixed. The same holds of the mean of P, whose 12 entries have standard deviation 1/sqrt(r).
     """
     rows, rank, draws = 6, 2, 20_000
     generator = torch.Generator().manual_seed(0)
@@ -60,40 +58,6 @@ def test_lifting_is_unbiased(family: str) -> None:
     expected = torch.eye(rows) if family.isotropic else torch.eye(rows) / rank
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
     torch.testing.assert_close(drawn.mean(0), torch.zeros(rows, rank), atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("rank", [1, 3, 6])
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.orthogonal])
-def test_the_columns_are_orthogonal_where_the_family_says_so(family: str, rank: int) -> None:
-    p = FAMILIES[family]().draw(6, rank, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(p.T @ p, 6 / rank * torch.eye(rank), atol=1e-5, rtol=0)
-    placed = schedule(family=family, shapes={"w": (2 * BLOCK_ROWS + 7, 5000)}, rank=8)
-    p = placed.at(0)["w"].matrix  # not orthogonal, if it were made of blocks
-    torch.testing.assert_close(p.T @ p, len(p) / 8 * torch.eye(8), atol=1e-3, rtol=0)
-
-
-def test_every_entry_of_a_stiefel_projection_is_distributed_as_on_a_sphere() -> None:
-    """The fourth moment of an entry of a uniform unit vector is 3 / (d (d + 2)).
-
-    5 standard errors, estimated from the sample, in 12 entries: below 12 * 5.8e-7 = 7e-6.
-    """
-    rows, rank, draws = 6, 2, 20_000
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.stack([Stiefel().draw(rows, rank, generator) for _ in range(draws)])
-    fourth = (drawn / (rows / rank) ** 0.5) ** 4
-    expected = 3 / (rows * (rows + 2))
-    assert ((fourth.mean(0) - expected).abs() < 5 * fourth.std(0) / draws**0.5).all()
-
-
-def test_a_rademacher_projection_has_two_values() -> None:
-    p = schedule(family="rademacher", shapes={"w": (2000, 2000)}).at(0)["w"].matrix
-    assert set(p.unique().tolist()) == {-p.max().item(), p.max().item()}
-    assert p.max().item() == pytest.approx(3**-0.5)
-
-
-def test_more_orthonormal_columns_than_rows_are_refused() -> None:
-    with pytest.raises(PrivacyError, match="projection_rank=4 is above the 3 rows"):
-        Stiefel().draw(3, 4, torch.Generator())
 
 
 @each_family
@@ -159,7 +123,7 @@ def test_identity_projects_nothing() -> None:
     assert schedule(family="identity").at(0) == {}
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.whole])
+@each_family
 def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
     tall, taller = 2 * BLOCK_ROWS + 7, 3 * BLOCK_ROWS
     matrices = [
@@ -171,12 +135,6 @@ def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
     assert torch.equal(matrices[0][:complete], matrices[1][:complete])
     second = FAMILIES[family]().draw(BLOCK_ROWS, 3, projection_generator(5, 0, "w", 1))
     assert torch.equal(matrices[1][BLOCK_ROWS : 2 * BLOCK_ROWS], second)
-
-
-def test_a_whole_projection_is_one_draw_from_the_first_seed() -> None:
-    rows = BLOCK_ROWS + 7
-    found = schedule(family="stiefel", shapes={"w": (rows, rows)}).at(0)["w"].matrix
-    assert torch.equal(found, Stiefel().draw(rows, 3, projection_generator(5, 0, "w")))
 
 
 def test_gaussian_projections_are_what_ledgers_of_earlier_runs_say() -> None:

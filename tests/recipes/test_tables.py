@@ -83,10 +83,10 @@ def test_runs_that_differ_in_more_than_seeds_are_not_averaged() -> None:
 
 
 def test_a_variant_says_so_and_has_no_number_of_the_paper() -> None:
-    text = section(text_of(made_up(90.0, projection="stiefel")), "## RoBERTa")
+    text = section(text_of(made_up(90.0, projection="identity")), "## RoBERTa")
     plain, other = rows(text, "| DP-GRAPE | 6")[0], rows(text, "| DP-GRAPE, projection")[0]
     assert plain[2:4] == ["93.3 ± 0.4", "not run"]
-    assert other[:4] == ["DP-GRAPE, projection = stiefel", "6", "", "90.0 [1]"]
+    assert other[:4] == ["DP-GRAPE, projection = identity", "6", "", "90.0 [1]"]
 
 
 def test_what_only_a_machine_notices_is_averaged() -> None:
