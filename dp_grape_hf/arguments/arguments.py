@@ -26,11 +26,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling, folder_of_its_own
 from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import (
-    PRINCIPAL,
-    PROJECTIONS,
-    DirectionDistribution,
-)
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -289,13 +285,6 @@ class DPGrapeArguments(_Host):
     n_directions: Annotated[int, AT_LEAST_1] = field(
         default=1,
         metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
-    )
-    direction_distribution: Annotated[str, one_of(DirectionDistribution)] = field(
-        default=DirectionDistribution.GAUSSIAN.value,
-        metadata={
-            "help": "Of the directions of a zeroth-order method: "
-            f"{', '.join(DirectionDistribution)}."
-        },
     )
     norm_directions: Annotated[int | None, AT_LEAST_1] = field(
         default=None,

@@ -43,7 +43,6 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     ),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
-    "direction_distribution": ("finite differences", lambda row: row.zeroth_order),
     "norm_directions": ("estimates of norms", lambda row: row.norm_estimates),
 }
 

@@ -6,7 +6,7 @@ on the inputs of ``probes``, ``schedules`` says when P is made anew,
 ``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
 """
 
-from dp_grape_hf.projections.directions import DIRECTION, DirectionDistribution, Directions
+from dp_grape_hf.projections.directions import DIRECTION, Directions
 from dp_grape_hf.projections.placement import (
     Placement,
     Side,
@@ -46,7 +46,6 @@ __all__ = [
     "PROJECTIONS",
     "SVD",
     "Batches",
-    "DirectionDistribution",
     "Directions",
     "Inputs",
     "Placement",

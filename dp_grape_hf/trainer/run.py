@@ -463,7 +463,6 @@ def _per_sample(
             seed=args.projection_seed,
             perturbation=args.perturbation,
             n_directions=args.n_directions,
-            distribution=args.direction_distribution,
         )
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
 

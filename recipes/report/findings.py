@@ -40,7 +40,13 @@ MACHINE = frozenset(
 
 GONE = frozenset(
     {
-        *("average_decay", "moments_at_redraw", "noise_correction", "regenerate_projections"),
+        *(
+            "average_decay",
+            "direction_distribution",
+            "moments_at_redraw",
+            "noise_correction",
+            "regenerate_projections",
+        ),
         *("num_trials", "released_iterate", "trials_distribution"),
         *("projection_ranks", "projection_side"),
     }
@@ -55,7 +61,7 @@ PROJECTION = frozenset(
     }
 )
 ADAPTER = frozenset({"lora_rank", "lora_init"})
-DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"})
+DIRECTIONS = frozenset({"perturbation", "n_directions"})
 """What means nothing without projections, adapters or random directions."""
 
 PRIVACY = frozenset(

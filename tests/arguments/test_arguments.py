@@ -54,7 +54,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "earlier_ledger": None,
         "grad_sample_mode": "auto",
         "n_directions": 1,
-        "direction_distribution": "gaussian",
         "norm_directions": None,
         "accountant": "least",
         "max_grad_norm": 1.0,

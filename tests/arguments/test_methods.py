@@ -578,7 +578,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
-        ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
         ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
         ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
         ({"privacy_unit_column": "example"}, "a column other than 'example'"),
