@@ -191,7 +191,7 @@ class AuditSettings:
         require(self.steps >= 1, f"steps={self.steps} must be at least 1.")
         require(
             self.canaries >= _WIDTH,
-            f"canaries={self.canaries} must be at least {_WIDTH}, as many as the audited matrix has "
+            f"canaries={self.canaries} must be at least {_WIDTH}: the audited matrix has so many "
             "columns.",
         )
         require(self.tables >= 1, f"tables={self.tables} must be at least 1.")

@@ -28,7 +28,6 @@ from dp_grape_hf.accounting.calibration import (
     expected_steps_per_epoch,
     find_noise_multiplier,
     refuse_large_delta,
-    smallest_batch_cap,
 )
 from dp_grape_hf.accounting.releases import Adjacency, Releases
 
@@ -52,6 +51,5 @@ __all__ = [
     "refuse_large_delta",
     "released_noise",
     "rounded_up",
-    "smallest_batch_cap",
     "what_arrives",
 ]

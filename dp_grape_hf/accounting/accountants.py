@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     Each is a Poisson subsampled Gaussian that reveals its sensitivity. ``sensitivities`` is the
     law of it, as (probability, sensitivity in units of the clipping norm) from the smallest to the
-    largest: see `truncated_poisson` and `estimated_norms`. Where it is infinite, nothing is hidden
+    largest: see `estimated_norms`. Where it is infinite, nothing is hidden
     if the example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`.
     """
 

@@ -23,7 +23,7 @@ from dp_grape_hf.arguments.refusals import (
 from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling, folder_of_its_own
+from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, folder_of_its_own
 from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
@@ -172,20 +172,6 @@ class DPGrapeArguments(_Host):
             "(num_train_epochs) and N; else per_device_train_batch_size * "
             "gradient_accumulation_steps * number of processes. per_device_train_batch_size itself "
             "bounds memory only."
-        },
-    )
-    sampling: Annotated[str, one_of(Sampling)] = field(
-        default=Sampling.POISSON.value,
-        metadata={
-            "help": "How logical batches are drawn: poisson, or truncated_poisson, which keeps at "
-            "most max_batch_size of those drawn, so that no step takes much longer than others."
-        },
-    )
-    max_batch_size: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "The most examples a logical batch of truncated_poisson keeps. Default: the "
-            "smallest number that costs no noise; a smaller one is accounted for."
         },
     )
     num_samples: Annotated[int | None, AT_LEAST_1] = field(

@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping, Sampling
+from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD
 
@@ -70,11 +70,6 @@ def refuse_contradictions(args: Any) -> None:
             f"which no epsilon covers, so it contradicts "
             f"target_epsilon={args.target_epsilon!r}. Debug with "
             "noise_multiplier=..., on public data; the ledger then says not private."
-        )
-    if args.max_batch_size is not None and args.sampling != Sampling.TRUNCATED_POISSON:
-        raise PrivacyError(
-            f"max_batch_size={args.max_batch_size!r} needs sampling='truncated_poisson'; plain "
-            "Poisson draws have no largest size."
         )
     if args.clipping == Clipping.AUTOMATIC and math.isinf(args.max_grad_norm):
         raise PrivacyError(
@@ -207,7 +202,6 @@ def reason_against_bands(args: Any) -> str | None:
         )
     for name, value, plain in (
         ("adjacency", args.adjacency, Adjacency.ADD_OR_REMOVE_ONE),
-        ("sampling", args.sampling, Sampling.POISSON),
         ("norm_directions", args.norm_directions, None),
     ):
         if value != plain:

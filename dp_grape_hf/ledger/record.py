@@ -14,6 +14,7 @@ from dp_grape_hf.errors import Choice, require
 
 SECURE, BANDED = "secure", "banded"
 EXAMPLE = "example"  # the privacy unit, where no column names another
+POISSON = "poisson"  # how a logical batch is drawn: each unit by a coin of its own
 
 
 class Clipping(Choice):
@@ -22,13 +23,6 @@ class Clipping(Choice):
     FLAT = "flat"
     PER_LAYER = "per_layer"
     AUTOMATIC = "automatic"
-
-
-class Sampling(Choice):
-    """How a logical batch is drawn; see `Mechanism`."""
-
-    POISSON = "poisson"
-    TRUNCATED_POISSON = "truncated_poisson"
 
 
 # What may differ between a checkpoint and the run that resumes it, and why. Everything else
@@ -107,6 +101,13 @@ _FACTORS = {
         _are_factors,
     )
 }
+_NO_CAP = {
+    "valid": (
+        "None: what a cap costs is no longer known here. Read the ledger with the version of "
+        "dp_grape_hf that wrote it",
+        lambda x: False,
+    )
+}
 _CLIPPING = {"valid": (f"one of {', '.join(Clipping)}", lambda x: x in Clipping)}
 
 
@@ -117,7 +118,7 @@ class Mechanism:
     ``clipping`` is ``flat`` where one norm runs over all parameters of a sample jointly, and
     ``per_layer`` where C is divided among the layers so that a sample contributes at most C, and
     ``automatic`` where every gradient is scaled to a norm just below C.
-    ``sampling`` is ``truncated_poisson`` where a logical batch keeps at most ``max_batch_size``.
+    ``max_batch_size`` is None: older versions could cap a logical batch.
     ``projection_ranks`` says, as text, what differed from ``projection_rank`` in runs of older
     versions, which also let ``projection_side`` be asked for.
     ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
@@ -151,12 +152,12 @@ class Mechanism:
     projection_device: str = "cpu"
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
     privacy_unit: str = EXAMPLE
-    sampling: str = Sampling.POISSON.value
+    sampling: str = POISSON
     method: str = "dp_grape"
     clipping: str = field(default=Clipping.FLAT.value, metadata=_CLIPPING)
     projection_side: str = "smaller"
     projection_ranks: str | None = None
-    max_batch_size: int | None = field(default=None, metadata=_COUNT)
+    max_batch_size: int | None = field(default=None, metadata=_NO_CAP)
     norm_directions: int | None = field(default=None, metadata=_COUNT)
     max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
@@ -172,11 +173,6 @@ class Mechanism:
             f"norm_directions={self.norm_directions!r} estimates the norm over all layers jointly, "
             f"and clipping={self.clipping!r} needs one of each layer. Choose clipping='flat' or "
             "'automatic', or a method that computes norms.",
-        )
-        capped = self.sampling == Sampling.TRUNCATED_POISSON
-        require(
-            capped == (self.max_batch_size is not None),
-            f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
         )
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
@@ -221,8 +217,6 @@ class Mechanism:
             self.noise_multiplier,
             self.sample_rate,
             steps,
-            max_batch_size=self.max_batch_size,
-            num_samples=self.num_samples,
             norm_directions=self.norm_directions,
             adjacency=self.adjacency,
             bands=len(self.bands),
@@ -239,7 +233,7 @@ class Mechanism:
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
         excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": Sampling, "adjacency": Adjacency}
+        needed = {"sampling": [POISSON], "adjacency": Adjacency}
         own = {name: getattr(self, name) for name in (*excluded, *needed)}
         return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
             f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"

@@ -546,7 +546,6 @@ class DPGrapeMixin(_Host):
             raise ValueError("Trainer: training requires a train_dataset.")
         args = self.args
         dataset, collator = self._with_used_columns(self.train_dataset, "training")
-        self.plan.require_size(self._dataset_size)
         generator = (
             self._known_streams.sampling
             if self._known_streams
@@ -560,7 +559,6 @@ class DPGrapeMixin(_Host):
             generator=generator,
             rank=args.process_index,
             world_size=args.world_size,
-            max_batch_size=self.plan.mechanism.max_batch_size,
             turns=lambda: me.private_run.turn,
         )
         return loader_of(draws, dataset, collator, args, self._units, positions_of(self.model))

@@ -48,7 +48,7 @@ GONE = frozenset(
             "regenerate_projections",
         ),
         *("num_trials", "released_iterate", "trials_distribution"),
-        *("projection_ranks", "projection_side"),
+        *("max_batch_size", "projection_ranks", "projection_side", "sampling"),
     }
 )
 """Options that older results have, with what is always done now."""

@@ -33,7 +33,6 @@ from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (
     EXACT,
     Examples,
-    RecordingTrainer,
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
@@ -500,40 +499,6 @@ def test_an_empty_draw_releases_noise(
     assert all(value.abs().min() > 0 for release in releases for value in release.values())
 
 
-# ---- Capped batches ----
-
-
-@pytest.mark.parametrize("cap", [6, None])
-def test_a_capped_draw_is_never_larger_and_stands_in_the_ledger(
-    cap: int | None, tmp_path: Path
-) -> None:
-    trainer = make_trainer(
-        tmp_path,
-        cls=RecordingTrainer,
-        sampling="truncated_poisson",
-        max_batch_size=cap,
-        max_steps=40,
-        target_epsilon=4.0,
-    )
-    trainer.train()
-    kept = trainer.ledger.mechanism.max_batch_size
-    assert trainer.ledger.mechanism.sampling == "truncated_poisson"
-    assert kept == cap or (cap is None and 6 < kept <= 24)
-    assert max(map(len, trainer.draws)) <= kept
-    assert cap is None or max(map(len, trainer.draws)) == 6  # false alarm below 1e-3
-    assert trainer.ledger.epsilon() <= 4.0
-    plain = make_trainer(tmp_path / "plain", max_steps=40, target_epsilon=4.0)
-    ratio = trainer.plan.mechanism.noise_multiplier / plain.plan.mechanism.noise_multiplier
-    assert ratio > 1.05 if cap else 0.999 < ratio < 1.002
-
-
-def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
-    with pytest.raises(
-        PrivacyError, match="num_samples=20 is below the number of training examples"
-    ):
-        make_trainer(tmp_path, sampling="truncated_poisson", num_samples=20)
-
-
 # ---- Refusals ----
 
 
@@ -552,7 +517,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
         ({"method": "galore", "noise_multiplier": 1.0}, "noise_multiplier=1.0 contradicts"),
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
-        ({"max_batch_size": 8}, "max_batch_size=8 needs sampling='truncated_poisson'"),
         ({"sampling": "shuffle"}, "sampling='shuffle' must be one of"),
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
@@ -599,7 +563,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"clipping": "per_layer", "grad_sample_mode": "ghost"}, "which clipping='per_layer' does"),
         ({"method": "dp_jl", "clipping": "per_layer"}, "clipping='per_layer' needs one"),
         ({"method": "dp_jl", "adjacency": "replace_one"}, "have no joint analysis"),
-        ({"method": "dp_jl", "sampling": "truncated_poisson"}, "have no joint analysis"),
         ({"adjacency": "replace"}, "adjacency='replace' must be one of"),
         ({"grad_sample_mode": "hooks"}, "grad_sample_mode='hooks' must be one of"),
     ],
@@ -627,15 +590,6 @@ def test_rounding_that_a_finite_difference_would_magnify_is_refused(
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, method=method, **changes)
-
-
-def test_a_data_set_that_grew_behind_a_cap_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, sampling="truncated_poisson", max_batch_size=12)
-    trainer.train_dataset = points(30)
-    with pytest.raises(
-        PrivacyError, match="num_samples=24 is below the number of training examples"
-    ):
-        trainer.train()
 
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])

@@ -104,10 +104,6 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
             "update_rule": "momentum",
         },
     ),
-    "opt, truncated": (
-        partial(_of_case, "opt"),
-        {"sampling": "truncated_poisson", "max_batch_size": 9},
-    ),
     "llama, uneven": (partial(_of_case, "llama"), UNEVEN),
     "llama, LoRA": (lambda: _of_case("llama") | {"model": with_lora()}, {"method": "dp_lora"}),
     "gpt2, per layer": (
