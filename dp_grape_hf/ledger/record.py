@@ -233,7 +233,7 @@ class Mechanism:
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
         excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": [POISSON], "adjacency": Adjacency}
+        needed: dict[str, list[str]] = {"sampling": [POISSON], "adjacency": [*Adjacency]}
         own = {name: getattr(self, name) for name in (*excluded, *needed)}
         return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
             f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"
