@@ -60,7 +60,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "clipping": "flat",
         "secure_noise": False,
         "expected_batch_size": 8,
-        "sampling": "poisson",
         "num_samples": None,
         "method": "dp_grape",
         "learning_rate": 1e-3,
