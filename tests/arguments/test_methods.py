@@ -517,7 +517,6 @@ def test_an_empty_draw_releases_noise(
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
         ({"method": "galore", "noise_multiplier": 1.0}, "noise_multiplier=1.0 contradicts"),
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
-        ({"sampling": "shuffle"}, "sampling='shuffle' must be one of"),
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
         ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
