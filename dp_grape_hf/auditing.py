@@ -34,7 +34,7 @@ from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import factors_by_name, secret_generator
-from dp_grape_hf.projections import PRINCIPAL, ProjectionSide, Projector
+from dp_grape_hf.projections import PRINCIPAL, Projector
 from dp_grape_hf.sharding import whole
 from dp_grape_hf.trainer import DPGrapeTrainer
 
@@ -189,7 +189,11 @@ class AuditSettings:
             f"{', '.join(AUDITED_METHODS)}.",
         )
         require(self.steps >= 1, f"steps={self.steps} must be at least 1.")
-        require(self.canaries >= 2, f"canaries={self.canaries} must be at least 2.")
+        require(
+            self.canaries >= _WIDTH,
+            f"canaries={self.canaries} must be at least {_WIDTH}: the audited matrix has so many "
+            "columns.",
+        )
         require(self.tables >= 1, f"tables={self.tables} must be at least 1.")
         require(0 < self.sample_rate <= 1, f"sample_rate={self.sample_rate} must lie in (0, 1].")
         require(0 < self.confidence < 1, f"confidence={self.confidence} must lie in (0, 1).")
@@ -359,7 +363,6 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
         budget = {"target_epsilon": settings.target_epsilon}
     projected: dict[str, Any] = {
         "optim_target_modules": ["body"],
-        "projection_side": ProjectionSide.INPUT,
         "projection_rank": settings.projection_rank,
         "projection_update_steps": 2,
     }

@@ -28,10 +28,8 @@ from dp_grape_hf.accounting.calibration import (
     expected_steps_per_epoch,
     find_noise_multiplier,
     refuse_large_delta,
-    smallest_batch_cap,
 )
 from dp_grape_hf.accounting.releases import Adjacency, Releases
-from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
 
 __all__ = [
     "ACCOUNTANTS",
@@ -41,8 +39,6 @@ __all__ = [
     "Bands",
     "EpsilonCurve",
     "Releases",
-    "Trials",
-    "TrialsDistribution",
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",
@@ -55,6 +51,5 @@ __all__ = [
     "refuse_large_delta",
     "released_noise",
     "rounded_up",
-    "smallest_batch_cap",
     "what_arrives",
 ]

@@ -25,7 +25,6 @@ from scipy.fft import next_fast_len
 from scipy.special import gammaln, logsumexp, ndtr
 
 from dp_grape_hf.accounting import replace_one
-from dp_grape_hf.accounting.trials import Trials
 
 ACCOUNTANTS: dict[str, type["Accountant"]] = {}
 """Every accountant by name; subclasses of `Accountant` enter themselves."""
@@ -42,17 +41,14 @@ class Block(NamedTuple):
 
     Each is a Poisson subsampled Gaussian that reveals its sensitivity. ``sensitivities`` is the
     law of it, as (probability, sensitivity in units of the clipping norm) from the smallest to the
-    largest: see `truncated_poisson` and `estimated_norms`. Where it is infinite, nothing is hidden
+    largest: see `estimated_norms`. Where it is infinite, nothing is hidden
     if the example is drawn. With ``replaces``, neighbours replace one example: see `replace_one`.
-    With ``trials``, all releases of the block are one run, and what is published is the best of a
-    random number of such runs: see `trials`. Two such blocks do not merge.
     """
 
     noise_multiplier: float
     sample_rate: float
     sensitivities: tuple[tuple[float, float], ...] = ONCE
     replaces: bool = False
-    trials: Trials | None = None
 
     def parts(self) -> list[tuple[float, float]]:
         """Returns the mixture a release is: (probability, noise multiplier), none impossible."""
@@ -131,7 +127,6 @@ class PRV(Accountant, name="prv"):
     max_cells = 1_000_000  # about a second and a quarter of a GB
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
-        _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
         self._steps = sum(max_counts)
@@ -182,7 +177,6 @@ class PLD(Accountant, name="pld"):
     max_epsilon = 1000.0  # about 10 s
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
-        _refuse_trials(blocks)
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
         steps = sum(max_counts)
@@ -237,7 +231,8 @@ class RDP(Accountant, name="rdp"):
             blocks, ever = _charged(self._blocks, counts, limit)
             if ever < self._delta:
                 moments = [
-                    _log_moments_of_run(block, n) for block, n in zip(blocks, counts, strict=True)
+                    n * _log_moments_of_mixture(block)
+                    for block, n in zip(blocks, counts, strict=True)
                 ]
                 bounds.append(_convert(moments, _what_is_left(self._delta, ever)))
         return min(bounds, default=math.inf)
@@ -259,15 +254,11 @@ def _charged(
     Whether a release includes the example at a sensitivity above the limit is as likely with the
     example as without it, if coins are thrown for it nevertheless. So if p is the probability that
     any does, δ(ε) <= p + (1 - p) δ'(ε), δ' being that of the others.
-
-    Of a random number of trials, as many count as are made on average: (1 - p)^K is convex in K.
-    Given that none does, K is distributed as before, with a smaller mean.
     """
     left, rare = zip(*(block.up_to(limit) for block in blocks), strict=True)
     with np.errstate(divide="ignore"):  # a certain event leaves log(0)
         never = np.log1p(-np.array(rare))
-    trials = [1.0 if block.trials is None else block.trials.mean for block in blocks]
-    return list(left), -math.expm1(float(np.dot(np.multiply(counts, trials), never)))
+    return list(left), -math.expm1(float(np.dot(counts, never)))
 
 
 def _without_rare(
@@ -437,11 +428,6 @@ def _log_moments_of_mixture(block: Block) -> npt.NDArray[np.float64]:
     return np.asarray(np.logaddexp.reduce(moments))
 
 
-def _log_moments_of_run(block: Block, count: int) -> npt.NDArray[np.float64]:
-    run = count * _log_moments_of_mixture(block)
-    return run if block.trials is None else block.trials.log_moments(run, ORDERS)
-
-
 def _convert(moments: Sequence[npt.NDArray[np.float64]], delta: float) -> float:
     """Returns ε at ``delta`` for runs with these log moments."""
     total = sum(moments, np.zeros_like(ORDERS))
@@ -464,12 +450,6 @@ def _quiet() -> Iterator[None]:
             yield
     except (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError) as error:
         raise AccountantFailure(f"{type(error).__name__}: {error}") from error
-
-
-def _refuse_trials(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        if block.trials is not None:
-            raise AccountantFailure(f"{block.trials}: known for Renyi moments only, which rdp has")
 
 
 def _refuse_little_noise(blocks: Sequence[Block]) -> None:

@@ -10,11 +10,6 @@ Guarantee:
     *sum* of the contributions. Two datasets are adjacent if one has a single example more than
     the other, so the sum has sensitivity C. A step counts even when nobody was drawn.
 
-    With ``max_batch_size`` it is the truncated one: of a larger draw, a uniformly random subset
-    of exactly that size is summed. A kept example may then have pushed another out, which
-    doubles the sensitivity; `truncated_poisson` says how that is bounded. ``num_samples`` is needed
-    to know how rare it is, and any upper bound on the number of examples will do.
-
     With ``norm_directions`` the contributions are clipped by estimates of their norms, which may
     be too small; `estimated_norms` says by how much how often.
 
@@ -23,9 +18,6 @@ Guarantee:
 
     With ``bands`` noise is correlated over so many steps, and each example is drawn at one of them,
     with a probability that is so much larger; see `banded`.
-
-    With ``num_trials`` all these steps are one run, and the published one is the best of a random
-    number of such runs; `trials` says on what terms. RDP answers, whichever accountant is asked.
 """
 
 import math
@@ -33,8 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-from scipy.stats import binom
 
 from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
@@ -50,7 +40,6 @@ from dp_grape_hf.accounting.accountants import (
 )
 from dp_grape_hf.accounting.composition import Composition
 from dp_grape_hf.accounting.releases import Adjacency, Releases
-from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import PrivacyError, require
 
 __all__ = [
@@ -71,7 +60,6 @@ __all__ = [
     "expected_steps_per_epoch",
     "find_noise_multiplier",
     "refuse_large_delta",
-    "smallest_batch_cap",
 ]
 
 
@@ -94,28 +82,19 @@ def compute_epsilon(
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
-        variant: ``max_batch_size``, ``num_samples``, ``norm_directions``, ``adjacency``,
-            ``num_trials``, ``trials_distribution`` and ``bands``, as `Releases` says.
+        variant: ``norm_directions``, ``adjacency`` and ``bands``, as `Releases` says.
 
     Raises:
-        PrivacyError: An argument is out of range, the cap is below the mean batch size,
-            ``num_samples`` is missing, or two of a cap, estimated norms, replace-one neighbours and
-            bands are asked for together.
+        PrivacyError: An argument is out of range, or two of estimated norms, replace-one
+            neighbours and bands are asked for together.
 
     >>> compute_epsilon(noise_multiplier=0.0, sample_rate=0.01, steps=10, delta=1e-5)
     inf
     >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5), 2)
     2.03
-    >>> capped = {"max_batch_size": 80, "num_samples": 1024}
-    >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
-    ...                       **capped), 2)
-    2.14
     >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
     ...                       adjacency="replace_one"), 2)
     4.31
-    >>> round(compute_epsilon(noise_multiplier=4.0, sample_rate=1 / 16, steps=1000, delta=1e-5,
-    ...                       num_trials=10, accountant="rdp"), 2)
-    4.38
     """
     releases = Releases(noise_multiplier, sample_rate, steps, **variant)
     return EpsilonCurve(releases, delta, accountant).epsilon(steps)
@@ -126,8 +105,8 @@ def compose_epsilon(
 ) -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged, unless each is the best of several trials; those of no steps cost
-    nothing, even without noise. All have to be about the same neighbours.
+    Equal blocks are merged; those of no steps cost nothing, even without noise. All have to be
+    about the same neighbours.
 
     >>> both = [Releases(4.0, 0.05, 500), Releases(3.0, 0.02, 100)]
     >>> round(compose_epsilon(both, delta=1e-5), 2)
@@ -142,14 +121,9 @@ def compose_epsilon(
 def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
     """Returns what an accountant is asked about: blocks, and how many releases of each, above 0."""
     counts: Counter[Block] = Counter()
-    tuned: list[tuple[Block, int]] = []  # choosing costs once for each
     for equal in releases:
-        block = equal.block()
-        if block.trials is not None:
-            tuned.append((block, equal.counted))
-        else:
-            counts[block] += equal.counted
-    pairs = [(block, count) for block, count in [*counts.items(), *tuned] if count]
+        counts[equal.block()] += equal.counted
+    pairs = [(block, count) for block, count in counts.items() if count]
     if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(
             f"{releases=} are about different neighbours; give all of them the same adjacency."
@@ -272,41 +246,6 @@ def refuse_large_delta(delta: float, num_samples: int, unit: str = "example") ->
         f"target_delta={delta:g} is not below 1/{num_samples}: publishing one random {unit} "
         f"outright would satisfy it; choose a smaller one, for example {0.01 / num_samples:.0e}.",
     )
-
-
-def smallest_batch_cap(
-    *, sample_rate: float, num_samples: int, steps: int, delta: float, share: float = 1e-3
-) -> int:
-    """Returns the smallest ``max_batch_size`` that is free of charge, whatever the noise.
-
-    With it, the probability that any of ``steps`` capped draws includes a given example is at
-    most ``share * delta``; charged to δ outright, no ε exceeds the uncapped one at
-    ``(1 - share) * delta``. A smaller cap may be as good as free where the noise is large
-    (`truncated_poisson` has figures); ask `compute_epsilon`.
-
-    Args:
-        sample_rate: q, the probability with which each example enters a step.
-        num_samples: Number of examples, or an upper bound on it.
-        steps: Number of releases.
-        delta: δ of the guarantee.
-        share: The part of δ that the cap may use, in (0, 1).
-
-    Raises:
-        PrivacyError: An argument is out of range.
-
-    >>> smallest_batch_cap(sample_rate=64 / 1024, num_samples=1024, steps=1000, delta=1e-5)
-    119
-    """
-    Releases(1.0, sample_rate, steps, num_samples=num_samples).block()  # refuses wrong values
-    _check_delta("delta", delta)
-    _check_delta("share", share)
-    mean = max(1, math.ceil(sample_rate * num_samples * (1 - 1e-9)))
-    rarity = share * delta / max(1, steps) / sample_rate
-    # P[Binomial >= cap] <= rarity: one above the quantile, corrected for its rounding.
-    cap = max(mean, int(binom.isf(min(1.0, rarity), num_samples, sample_rate)))
-    while doubling_probability(sample_rate, num_samples, cap) > rarity:
-        cap += 1
-    return cap
 
 
 def expected_steps_per_epoch(sample_rate: float) -> int:

@@ -34,10 +34,6 @@ class Composition:
     def __init__(
         self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float, accountant: str
     ) -> None:
-        if any(block.trials is not None for block in blocks):
-            if accountant not in (LEAST, LAST_RESORT):
-                logger.info(f"What choosing among trials costs is found by rdp, not {accountant}.")
-            accountant = LAST_RESORT
         self._asked, self._arguments = accountant, (blocks, max_counts, delta)
         self._noiseless = any(block.noise_multiplier == 0 for block in blocks)
         self._chosen: tuple[str, Accountant] | None = None

@@ -7,8 +7,6 @@ import numpy as np
 
 from dp_grape_hf.accounting.accountants import ONCE, Block
 from dp_grape_hf.accounting.estimated_norms import Sensitivities, sensitivities
-from dp_grape_hf.accounting.trials import Trials, TrialsDistribution
-from dp_grape_hf.accounting.truncated_poisson import doubling_probability
 from dp_grape_hf.errors import Choice, PrivacyError
 
 _ROUNDING = 1e-9
@@ -26,24 +24,17 @@ class Releases:
     """Equal releases, so many ``steps`` of them, and in what they differ from the plain ones.
 
     Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
-    ``max_batch_size`` is the most examples that a logical batch keeps, and needs ``num_samples``,
-    the number of examples or an upper bound on it. ``norm_directions`` is the number of random
-    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``num_trials``
-    is given where the releases are those of one run, and what is published is the best of a random
-    number of such runs, of that mean, distributed as ``trials_distribution``, a
-    `TrialsDistribution`, says: see `trials`. ``bands`` is that of noise which is correlated over so
-    many steps, in each of which another group of the examples takes part: see `banded`.
+    ``norm_directions`` is the number of random
+    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``bands`` is that
+    of noise which is correlated over so many steps, in each of which another group of the examples
+    takes part: see `banded`.
     """
 
     noise_multiplier: float
     sample_rate: float
     steps: int
-    max_batch_size: int | None = None
-    num_samples: int | None = None
     norm_directions: int | None = None
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
-    num_trials: float | None = None
-    trials_distribution: str | None = None
     bands: int = 1
 
     @property
@@ -60,7 +51,7 @@ class Releases:
         _check_mechanism(self.noise_multiplier, self.sample_rate)
         if not _is_whole(self.steps, 0):
             raise PrivacyError(f"steps={self.steps!r} must be a whole number, not negative.")
-        for name in ("num_samples", "max_batch_size", "norm_directions", "bands"):
+        for name in ("norm_directions", "bands"):
             value = getattr(self, name)
             if value is not None and not _is_whole(value, 1):
                 raise PrivacyError(f"{name}={value!r} must be a whole number, at least 1.")
@@ -70,7 +61,6 @@ class Releases:
         unusual = [
             f"{name}={getattr(self, name)!r}"
             for name, given in (
-                ("max_batch_size", self.max_batch_size is not None),
                 ("norm_directions", self.norm_directions is not None),
                 ("adjacency", replaces),
                 ("bands", self.bands > 1),
@@ -79,18 +69,9 @@ class Releases:
         ]
         if len(unusual) > 1:
             raise PrivacyError(
-                f"{' and '.join(unusual)} have no joint analysis: use at most one of a cap "
-                "(sampling='truncated_poisson'), estimated norms (method='dp_jl'), "
-                "adjacency='replace_one' and bands (noise='banded')."
-            )
-        trials = None
-        if self.num_trials is not None:
-            distribution = self.trials_distribution or TrialsDistribution.GEOMETRIC
-            trials = Trials(float(self.num_trials), distribution)
-        elif self.trials_distribution is not None:
-            raise PrivacyError(
-                f"trials_distribution={self.trials_distribution!r} needs num_trials, their mean; "
-                "got None."
+                f"{' and '.join(unusual)} have no joint analysis: use at most one of "
+                "estimated norms (method='dp_jl'), adjacency='replace_one' and bands "
+                "(noise='banded')."
             )
         rate = float(self.sample_rate) * self.bands
         if not rate <= 1 + _ROUNDING:
@@ -99,23 +80,13 @@ class Releases:
                 f"most 1/{self.bands}; got {self.sample_rate!r}."
             )
         sigma, rate = float(self.noise_multiplier), min(1.0, rate)
-        return Block(sigma, rate, self._law(), replaces, trials)
+        return Block(sigma, rate, self._law(), replaces)
 
     def _law(self) -> Sensitivities:
         """Returns the law of the sensitivity of each release."""
         if self.norm_directions is not None:
             return sensitivities(int(self.norm_directions), float(self.noise_multiplier))
-        if self.max_batch_size is None:
-            return ONCE
-        if self.num_samples is None:
-            raise PrivacyError(
-                f"max_batch_size={self.max_batch_size!r} needs num_samples, got None: what a cap "
-                "costs depends on the number of examples, or an upper bound on it."
-            )
-        doubling = doubling_probability(
-            self.sample_rate, int(self.num_samples), int(self.max_batch_size)
-        )
-        return ((1.0 - doubling, 1.0), (doubling, 2.0)) if doubling else ONCE
+        return ONCE
 
 
 def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:

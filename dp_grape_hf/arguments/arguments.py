@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 
 from transformers import TrainingArguments
 
-from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency, TrialsDistribution
+from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
 from dp_grape_hf.arguments.methods import METHODS
 from dp_grape_hf.arguments.refusals import (
     reason_against_bands,
@@ -23,15 +23,10 @@ from dp_grape_hf.arguments.refusals import (
 from dp_grape_hf.choosing import rule_and_rank
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, Sampling, folder_of_its_own
-from dp_grape_hf.optimizers import ITERATES, UPDATE_RULES, AtRedraw
+from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, folder_of_its_own
+from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import (
-    PRINCIPAL,
-    PROJECTIONS,
-    DirectionDistribution,
-    ProjectionSide,
-)
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -179,20 +174,6 @@ class DPGrapeArguments(_Host):
             "bounds memory only."
         },
     )
-    sampling: Annotated[str, one_of(Sampling)] = field(
-        default=Sampling.POISSON.value,
-        metadata={
-            "help": "How logical batches are drawn: poisson, or truncated_poisson, which keeps at "
-            "most max_batch_size of those drawn, so that no step takes much longer than others."
-        },
-    )
-    max_batch_size: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "The most examples a logical batch of truncated_poisson keeps. Default: the "
-            "smallest number that costs no noise; a smaller one is accounted for."
-        },
-    )
     num_samples: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
@@ -217,19 +198,6 @@ class DPGrapeArguments(_Host):
             "models built by hand."
         },
     )
-    num_trials: float | None = field(
-        default=None,
-        metadata={
-            "help": "The mean of the secret, random number of equal runs of which this is one, and "
-            "only the best will be published: epsilon is then that of the best. Scores to choose "
-            "by must come from public data. See dp-grape calibrate --draw_num_trials."
-        },
-    )
-    trials_distribution: Annotated[str, one_of(TrialsDistribution)] = field(
-        default=TrialsDistribution.GEOMETRIC.value,
-        metadata={"help": f"How that number was drawn: {', '.join(TrialsDistribution)}."},
-    )
-
     adjacency: Annotated[str, one_of(Adjacency)] = field(
         default=Adjacency.ADD_OR_REMOVE_ONE.value,
         metadata={
@@ -304,13 +272,6 @@ class DPGrapeArguments(_Host):
         default=1,
         metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
     )
-    direction_distribution: Annotated[str, one_of(DirectionDistribution)] = field(
-        default=DirectionDistribution.GAUSSIAN.value,
-        metadata={
-            "help": "Of the directions of a zeroth-order method: "
-            f"{', '.join(DirectionDistribution)}."
-        },
-    )
     norm_directions: Annotated[int | None, AT_LEAST_1] = field(
         default=None,
         metadata={
@@ -318,35 +279,6 @@ class DPGrapeArguments(_Host):
             f"estimated. Fewer take more noise. Default: {NORM_DIRECTIONS}."
         },
     )
-    moments_at_redraw: Annotated[str, one_of(AtRedraw)] = field(
-        default=AtRedraw.KEEP.value,
-        metadata={
-            "help": "What becomes of the optimizer's moments when the projection is redrawn: "
-            "keep, reset, or reproject (carried into the new subspace)."
-        },
-    )
-    noise_correction: bool = field(
-        default=False,
-        metadata={
-            "help": "Subtract the known variance of the noise from Adam's second moment, as "
-            "DP-AdamBC does (Tang et al. 2024). Costs no privacy."
-        },
-    )
-    released_iterate: Annotated[str, one_of(sorted(ITERATES))] = field(
-        default="last",
-        metadata={
-            "help": f"Which weights training ends with: {', '.join(sorted(ITERATES))}. An average "
-            "takes noise out of them; all of them cost the same privacy."
-        },
-    )
-    average_decay: Annotated[float, Valid("from 0 to 1", lambda v: 0 <= v <= 1)] = field(
-        default=0.99,
-        metadata={
-            "help": "Of the exponential moving average; 1 averages all steps alike. Used with "
-            "released_iterate=average."
-        },
-    )
-
     # ---- The projection ----
     projection: str | None = field(
         default=None,
@@ -363,21 +295,6 @@ class DPGrapeArguments(_Host):
             f"not above r is not projected. Default: {RANK}; chosen for principal directions where "
             "learning_rate is.",
             **short_name("r"),
-        },
-    )
-    projection_ranks: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Ranks by layer: a mapping of name patterns to r (as JSON on the command "
-            "line), in front of projection_rank."
-        },
-    )
-    projection_side: Annotated[str | None, one_of(ProjectionSide)] = field(
-        default=None,
-        metadata={
-            "help": "Which dimension of a weight a random P projects: "
-            f"{', '.join(ProjectionSide)} (of the layer). Default: smaller. That of principal "
-            "directions is the input."
         },
     )
     projection_update_steps: Annotated[int | None, AT_LEAST_1] = field(
@@ -575,9 +492,6 @@ class DPGrapeArguments(_Host):
         if self.projection is None:
             self.projection = row.projection
         principal = self.projection == PRINCIPAL
-        if self.projection_side is None:
-            side = ProjectionSide.INPUT if principal else ProjectionSide.SMALLER
-            self.projection_side = side.value
         if self.projection_update_steps is None and not principal:
             self.projection_update_steps = UPDATE_STEPS
         self._chooses = (
@@ -604,21 +518,9 @@ class DPGrapeArguments(_Host):
             self.max_grad_norm = 1.0
         if row.norm_estimates and self.norm_directions is None:
             self.norm_directions = NORM_DIRECTIONS
-        self._read_ranks()
         self._read_factors()
         if not row.private:
             self._set_not_private()
-
-    def _read_ranks(self) -> None:
-        """Reads what the command line gives as text."""
-        asked: Any = self.projection_ranks
-        if asked is None:
-            return
-        wrong = PrivacyError(
-            f"projection_ranks={asked!r} must map name patterns to ranks of at least 1, like "
-            '{"query": 8}.'
-        )
-        self.projection_ranks = _mapping(asked, wrong, lambda r: type(r) is int and r >= 1)
 
     def _read_factors(self) -> None:
         for name in ("learning_rate_factors", "gradient_factors"):

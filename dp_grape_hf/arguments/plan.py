@@ -26,7 +26,6 @@ from dp_grape_hf.accounting import (
     find_noise_multiplier,
     refuse_large_delta,
     rounded_up,
-    smallest_batch_cap,
 )
 from dp_grape_hf.arguments.arguments import INDEPENDENT, DPGrapeArguments
 from dp_grape_hf.arguments.methods import METHODS
@@ -40,11 +39,11 @@ from dp_grape_hf.ledger import (
     Earlier,
     Ledger,
     Mechanism,
-    Sampling,
     refuse_used_folder,
     require_same_neighbours,
 )
 from dp_grape_hf.optimizers import UPDATE_RULES
+from dp_grape_hf.projections import PRINCIPAL
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,6 @@ class PrivacyPlan:
         epochs = math.ceil(args.num_train_epochs * epoch)
         self.steps = args.max_steps if args.max_steps > 0 else epochs
         self._mechanism = self._asked(num_samples)
-        self.require_size(dataset_size)
         if args.noise_multiplier is None:
             self._mechanism = self._calibrated()
         self._curve: EpsilonCurve | None = None
@@ -209,30 +207,6 @@ class PrivacyPlan:
         own = self._mechanism.releases(self.steps)
         return EpsilonCurve(own, delta, self._args.accountant, earlier)
 
-    def require_size(self, dataset_size: int) -> None:
-        """Refuses more examples than a cap was accounted for; call it before every use of them."""
-        own = self._mechanism
-        if own.max_batch_size is not None and dataset_size > own.num_samples:
-            raise PrivacyError(
-                f"num_samples={own.num_samples} is below the number of training {self._units}: "
-                "how often a capped batch is full depends on it. Declare at least that, in a new "
-                "trainer."
-            )
-
-    def _max_batch_size(self, num_samples: int) -> int | None:
-        """Returns the cap of the logical batch; unless one is given, one that costs no noise."""
-        args = self._args
-        if args.sampling != Sampling.TRUNCATED_POISSON:
-            return None
-        if args.max_batch_size is not None:
-            return args.max_batch_size
-        return smallest_batch_cap(
-            sample_rate=args.logical_batch_size / num_samples,
-            num_samples=num_samples,
-            steps=self.steps,
-            delta=args.target_delta or 1 / (10 * num_samples),
-        )
-
     def _asked(self, num_samples: int) -> Mechanism:
         """Returns what the arguments ask for; without noise, where that is still to be found."""
         args = self._args
@@ -241,19 +215,14 @@ class PrivacyPlan:
             given |= dict.fromkeys(
                 ("projection_rank", "projection_update_steps", "projection_seed")
             )
-        if args.num_trials is None:
-            given["trials_distribution"] = None
-        ranks = args.projection_ranks
         factors: Any = args.gradient_factors
         given |= {
             "noise_multiplier": args.noise_multiplier or 0.0,
             "sample_rate": args.logical_batch_size / num_samples,
             "expected_batch_size": args.logical_batch_size,
             "num_samples": num_samples,
-            "max_batch_size": self._max_batch_size(num_samples),
-            "projection_ranks": None if ranks is None else json.dumps(ranks),
+            "projection_side": "input" if args.projection == PRINCIPAL else "smaller",
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
-            "steps_of_trial": None if args.num_trials is None else self.steps,
             "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,
             "gradient_factors": None
@@ -283,7 +252,6 @@ class PrivacyPlan:
             updates: how many updates the weights contain.
             trainable: parameter name -> parameter.
         """
-        self.require_size(dataset_size)
         facts: dict[str, object] = asdict(self.mechanism)
         # They follow from the others, and may depend on the kind of processor in the last digit.
         for name in ("noise_multiplier", "coefficients", "noise", "accountant"):
@@ -395,10 +363,7 @@ class PrivacyPlan:
             )
 
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
-        """Returns epsilon for all that a ledger counts, earlier runs included.
-
-        A trial of several counts whole from its start, as in ``Ledger.epsilon``.
-        """
+        """Returns epsilon for all that a ledger counts, earlier runs included."""
         steps = ledger.steps if ledger else 0
         if ledger is None:
             private = self._earlier is None or not self._earlier.not_private_reasons

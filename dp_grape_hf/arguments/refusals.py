@@ -15,12 +15,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from dp_grape_hf.accounting import Adjacency, Trials
+from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping, Sampling
+from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
-from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD, ProjectionSide
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD
 
 LEAST_PERTURBATION = 1e-4
 
@@ -36,7 +36,6 @@ def _projects(row: Method) -> bool:
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", _projects),
     "project_embeddings": ("a projection", _projects),
-    "projection_ranks": ("a projection", _projects),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
     "gradient_factors": (
         "gradients that are clipped",
@@ -44,7 +43,6 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     ),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
-    "direction_distribution": ("finite differences", lambda row: row.zeroth_order),
     "norm_directions": ("estimates of norms", lambda row: row.norm_estimates),
 }
 
@@ -73,11 +71,6 @@ def refuse_contradictions(args: Any) -> None:
             f"target_epsilon={args.target_epsilon!r}. Debug with "
             "noise_multiplier=..., on public data; the ledger then says not private."
         )
-    if args.max_batch_size is not None and args.sampling != Sampling.TRUNCATED_POISSON:
-        raise PrivacyError(
-            f"max_batch_size={args.max_batch_size!r} needs sampling='truncated_poisson'; plain "
-            "Poisson draws have no largest size."
-        )
     if args.clipping == Clipping.AUTOMATIC and math.isinf(args.max_grad_norm):
         raise PrivacyError(
             f"clipping={args.clipping!r} scales gradients to max_grad_norm="
@@ -103,13 +96,6 @@ def _refuse_promise(args: Any) -> None:
             "target_delta=None: an epsilon means nothing without its delta. Choose one well below "
             "1/N, for example target_delta=1e-5."
         )
-    if args.num_trials is not None:
-        Trials(args.num_trials, args.trials_distribution)  # refuses what is none
-        if not args.private:
-            raise PrivacyError(
-                f"num_trials={args.num_trials!r} with noise_multiplier=0: without noise there is "
-                "no epsilon that choosing could add to. Leave it out."
-            )
     if args.secure_noise and not args.private:
         raise PrivacyError(
             f"secure_noise={args.secure_noise!r} contradicts "
@@ -126,11 +112,6 @@ def _refuse_method(args: Any) -> None:
             f"projection={args.projection!r} must be one of {families} with "
             f"method={args.method!r}. Leave it out, or choose another method."
         )
-    if args.projection == PRINCIPAL and args.projection_side != ProjectionSide.INPUT:
-        raise PrivacyError(
-            f"projection_side={args.projection_side!r}: principal directions are those of a "
-            "layer's input. Leave it out, or choose a random projection."
-        )
     defaults = {f.name: f.default for f in fields(args)}
     for name, (what, makes) in _ONLY_FOR.items():
         value = getattr(args, name)
@@ -139,16 +120,6 @@ def _refuse_method(args: Any) -> None:
                 f"{name}={value!r} is about {what}, and method={args.method!r} makes none. "
                 "Leave it out."
             )
-    if args.released_iterate != "last" and args.load_best_model_at_end:
-        raise PrivacyError(
-            f"released_iterate={args.released_iterate!r} and load_best_model_at_end=True both "
-            "say which weights training ends with. Choose one."
-        )
-    if args.released_iterate != "last" and args.float32_updates:
-        raise PrivacyError(
-            f"released_iterate={args.released_iterate!r} would round the updates that "
-            "float32_updates=True keeps apart at every step. Choose one."
-        )
     if row.zeroth_order and row.private and args.perturbation < LEAST_PERTURBATION:
         raise PrivacyError(
             f"perturbation={args.perturbation!r} is below {LEAST_PERTURBATION:g}: the rounding "
@@ -159,11 +130,6 @@ def _refuse_method(args: Any) -> None:
         raise PrivacyError(
             f"update_rule={args.update_rule!r} needs gradients, which method={args.method!r} "
             "has not. Leave it out."
-        )
-    if args.noise_correction and (args.update_rule != "adam" or not row.private):
-        raise PrivacyError(
-            f"noise_correction=True corrects Adam's second moment for noise; there is none in "
-            f"method={args.method!r} with update_rule={args.update_rule!r}. Leave it out."
         )
 
 
@@ -212,11 +178,10 @@ def _refuse_adapter(args: Any) -> None:
             f"save_as='adapter' with weight_decay={args.weight_decay!r}: decay changes weights in "
             f"all directions, which no adapter of low rank holds. Set weight_decay=0, {instead}"
         )
-    if args.released_iterate != "last" or args.load_best_model_at_end:
+    if args.load_best_model_at_end:
         raise PrivacyError(
-            f"save_as='adapter' with released_iterate={args.released_iterate!r} and "
-            f"load_best_model_at_end={args.load_best_model_at_end!r}: the adapter is that of the "
-            f"last step. Leave these at 'last' and False, {instead}"
+            f"save_as='adapter' with load_best_model_at_end={args.load_best_model_at_end!r}: the "
+            f"adapter is that of the last step. Leave it at False, {instead}"
         )
 
 
@@ -237,7 +202,6 @@ def reason_against_bands(args: Any) -> str | None:
         )
     for name, value, plain in (
         ("adjacency", args.adjacency, Adjacency.ADD_OR_REMOVE_ONE),
-        ("sampling", args.sampling, Sampling.POISSON),
         ("norm_directions", args.norm_directions, None),
     ):
         if value != plain:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.accounting import correlated, released_noise
+from dp_grape_hf.accounting import correlated
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
@@ -52,8 +52,6 @@ def walk_of_noise(
     std: float,
     schedule: Sequence[float],
     bands: Sequence[float] = (1.0,),
-    *,
-    corrected: bool = False,
 ) -> float:
     """Returns how far the noise of a run takes a number, as a standard deviation, at a rate of 1.
 
@@ -65,13 +63,11 @@ def walk_of_noise(
         std: of the noise in each number of a private gradient, before it is correlated.
         schedule: what the rate is multiplied by at each step.
         bands: the coefficients that it is correlated with over steps.
-        corrected: whether the variance of the noise is taken off the second moment.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(schedule), _NUMBERS, generator=generator) * std
     noise = torch.from_numpy(correlated(bands, drawn.numpy())).float()
-    stds = (released_noise(bands, len(schedule)) * std).tolist()
-    return _moved(rule, settings, noise, schedule, stds if corrected else None)
+    return _moved(rule, settings, noise, schedule)
 
 
 def push_of_signal(
@@ -86,7 +82,7 @@ def push_of_signal(
         schedule: what the rate is multiplied by at each step.
     """
     same = torch.full((1,), size)
-    return _moved(rule, settings, (same for _ in schedule), schedule, None)
+    return _moved(rule, settings, (same for _ in schedule), schedule)
 
 
 def _moved(
@@ -94,16 +90,14 @@ def _moved(
     settings: Mapping[str, Any],
     gradients: Iterable[Tensor],
     schedule: Sequence[float],
-    stds: Sequence[float] | None,
 ) -> float:
     """Returns how far gradients move numbers, root mean square."""
     own, step = UPDATE_RULES[rule], torch.zeros(())
     values = own.checked(settings)
     state: tuple[Tensor, ...] = ()
-    known: Sequence[float | None] = stds or [None] * len(schedule)
-    for gradient, factor, std in zip(gradients, schedule, known, strict=True):
+    for gradient, factor in zip(gradients, schedule, strict=True):
         state = state or tuple(torch.zeros_like(gradient) for _ in range(1 + len(own.moments)))
-        own.apply([Term(state[0], gradient, state[1:], step, std)], values, factor, 0.0)
+        own.apply([Term(state[0], gradient, state[1:], step)], values, factor, 0.0)
     return float(state[0].square().mean().sqrt()) if state else 0.0
 
 

@@ -11,8 +11,6 @@ from dp_grape_hf.accounting import (
     Bands,
     EpsilonCurve,
     Releases,
-    Trials,
-    TrialsDistribution,
     expected_steps_per_epoch,
     find_bands,
     find_noise_multiplier,
@@ -31,7 +29,6 @@ class _Row(NamedTuple):
     epsilon: float
     noise_std_on_mean_over_max_grad_norm: float | None
     accountant: str
-    epsilon_of_one_run: float | None
     coefficients: tuple[float, ...]
     noise_left: float | None  # in the weights at the end, over that of independent noise
 
@@ -41,14 +38,10 @@ def run(args: argparse.Namespace) -> str:
     sample_rate, batch_size, steps = _rate_and_steps(args)
     delta: float = args.target_delta
     noise: list[float] | None = args.noise_multiplier
-    plain: dict[str, Any] = {
+    variant: dict[str, Any] = {
         "adjacency": args.adjacency,
         "norm_directions": args.norm_directions,
     }
-    variant, trials = plain.copy(), _trials(args)
-    if trials is not None:
-        variant["num_trials"] = trials.mean
-        variant["trials_distribution"] = trials.distribution
     workload = _workload(args, steps)
     rows: list[_Row] = []
     for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
@@ -72,14 +65,9 @@ def run(args: argparse.Namespace) -> str:
         curve = EpsilonCurve(releases, delta, args.accountant)
         target = asked if noise is None else None
         on_mean = None if batch_size is None else sigma / batch_size
-        epsilon, one_run = curve.epsilon(steps), None
-        if trials is not None:
-            alone = Releases(sigma, sample_rate, steps, **plain, bands=number)
-            one_run = EpsilonCurve(alone, delta, args.accountant).epsilon(steps)
         left = None if workload is None else bands.left
-        own = (target, sigma, epsilon, on_mean, curve.accountant, one_run)
+        own = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
         rows.append(_Row(*own, bands.coefficients, left))
-    drawn = trials.draw() if trials is not None and args.draw_num_trials else None
     if args.json:
         # JSON has no infinity; Python, R and JavaScript all read the string back.
         dicts = [
@@ -90,8 +78,6 @@ def run(args: argparse.Namespace) -> str:
         if workload is None:
             for row in dicts:
                 del row["coefficients"], row["noise_left"]
-        if drawn is not None:
-            result["num_trials_drawn"] = drawn
         return json.dumps({**result, "rows": dicts}, indent=2) + "\n"
     columns = {
         "noise multiplier": [
@@ -106,22 +92,16 @@ def run(args: argparse.Namespace) -> str:
     }
     if noise is None:
         columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
-    if trials is not None:
-        columns["of one run"] = [
-            f"{rounded_up(one):.4f}" for row in rows if (one := row.epsilon_of_one_run) is not None
-        ]
     if workload is not None:
         columns["bands"] = [f"{len(row.coefficients)}" for row in rows]
         columns["left"] = [f"{row.noise_left:.3f}" for row in rows]
     directions = args.norm_directions
     estimated = "" if directions is None else f", norms from {directions} directions"
-    chosen = "" if trials is None else f"\n{trials}"
-    text = (
+    return (
         f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, "
-        f"adjacency {args.adjacency}{estimated}{chosen}\n\n"
+        f"adjacency {args.adjacency}{estimated}\n\n"
         + table(zip(*([title, *cells] for title, cells in columns.items()), strict=True), ">")
     )
-    return text if drawn is None else f"{text}\nSecret number of runs to make: {drawn}\n"
 
 
 def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:
@@ -139,17 +119,6 @@ def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:
     if not 0 <= momentum < 1:
         raise PrivacyError(f"{momentum=} must be at least 0 and below 1.")
     return {"schedule": [1 - step / steps for step in range(steps)], "inertia": momentum}
-
-
-def _trials(args: argparse.Namespace) -> Trials | None:
-    if args.num_trials is not None:
-        return Trials(args.num_trials, args.trials_distribution or TrialsDistribution.GEOMETRIC)
-    if args.trials_distribution is not None or args.draw_num_trials:
-        raise PrivacyError(
-            f"trials_distribution={args.trials_distribution!r} and draw_num_trials="
-            f"{args.draw_num_trials!r} need the mean of that number; give --num_trials."
-        )
-    return None
 
 
 def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]:

@@ -44,12 +44,11 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _mechanism(own: Mechanism) -> str:
-    cap, unit = own.max_batch_size, own.privacy_unit
+    unit = own.privacy_unit
     rows = {
         "method": own.method,
         "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
-        "sampling": f"{own.sampling}, q = {own.sample_rate:.6g}"
-        + ("" if cap is None else f", at most {cap} at a time"),
+        "sampling": f"{own.sampling}, q = {own.sample_rate:.6g}",
         "clipping": f"{own.clipping}, C = {own.max_grad_norm:g}",
         "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
         "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
@@ -67,8 +66,6 @@ def _mechanism(own: Mechanism) -> str:
         rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
     if own.chosen is not None:
         rows["chosen without the data"] = own.chosen
-    if own.trials is not None:
-        rows["trials"] = f"{own.trials}, of {own.steps_of_trial} releases each"
     return table(rows.items())
 
 

@@ -90,17 +90,6 @@ What does a given noise spend, over 3 epochs of the same data?
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
                1            3.2405                0.01562         pld
 
-And if the model published will be the best of several runs, 10 on average?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --max_steps 1000 --delta 1e-5 --eps 2 6 --num_trials 10
-  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
-  the best of a geometric number of trials, 10 on average
-
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  of one run
-              2            8.5849            1.9995                 0.1341         rdp      0.8550
-              6            2.9615            5.9984                0.04627         rdp      2.9016
-
 And with noise of which later steps take back a part?
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
@@ -120,10 +109,7 @@ example more, or with --adjacency replace_one if one example of the one is anoth
 it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
 only (each example drawn independently with probability q; batches vary in size), for noise nobody
 can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
-else learnt from it. With --num_trials it holds for the best of K runs with the same noise, q and T,
-where K is drawn once and kept secret (--draw_num_trials), the runs' other settings are drawn or
-fixed before, and the score that chooses is computed on public data. Every epsilon is an upper bound
-and every noise multiplier is rounded up.
+else learnt from it. Every epsilon is an upper bound and every noise multiplier is rounded up.
 """
 
 
@@ -187,24 +173,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="m",
         help="of the update rule, for --noise banded; 0 for SGD (default: 0.9)",
     )
-    parser.add_argument(
-        "--num_trials",
-        type=float,
-        metavar="mean",
-        help="publish only the best of a random number of such runs, of this mean: eps is then "
-        "that of the best, found by rdp (Papernot and Steinke, 2022)",
-    )
-    parser.add_argument(
-        "--trials_distribution",
-        metavar="name",
-        help="geometric, logarithmic, poisson: how that number is drawn (default: the first)",
-    )
-    parser.add_argument(
-        "--draw_num_trials",
-        action="store_true",
-        help="draw that number, once, and tell nobody: whoever draws again until it suits, or "
-        "makes another number of runs, has not the eps shown",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -262,7 +230,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--all_methods", action="store_true", help="compare every method")
     add(
         "--projection",
-        choices=("principal", "gaussian", "rademacher", "stiefel"),
+        choices=("principal", "gaussian"),
         default="gaussian",
         help="of dp_grape; principal, as runs have it, is measured in the step that is simulated, "
         "and takes no more than gaussian after that (default: gaussian)",

@@ -130,16 +130,12 @@ def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
     blocks, accountant = ledger.composed, ledger.mechanism.accountant
     ends = list(accumulate(block.steps for block in blocks))
     steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
-    curves = []
-    for n, block in enumerate(blocks):
-        own = EpsilonCurve(block, delta, accountant, blocks[:n])
-        curves.append((own, block.num_trials is not None))
+    curves = [EpsilonCurve(block, delta, accountant, blocks[:n]) for n, block in enumerate(blocks)]
     epsilons = []
     for done in tqdm(steps, disable=None):
         n = bisect_left(ends, done)
-        (curve, tuned), before = curves[n], ends[n] - blocks[n].steps
-        # Of a trial among several, all counts from the start.
-        epsilons.append(curve.epsilon(blocks[n].steps if tuned and done else done - before))
+        before = ends[n] - blocks[n].steps
+        epsilons.append(curves[n].epsilon(done - before))
     return steps, epsilons
 
 

@@ -53,7 +53,6 @@ from dp_grape_hf.ledger.record import (
     Clipping,
     Mechanism,
     Release,
-    Sampling,
 )
 
 __all__ = [
@@ -78,7 +77,6 @@ __all__ = [
     "Projection",
     "Release",
     "Resume",
-    "Sampling",
     "Start",
     "Weights",
     "adapter_folders",

@@ -196,12 +196,8 @@ class Run:
 
     @property
     def accounted(self) -> accounting.Releases:
-        """What the run may have cost: its releases, or all of a trial if it was chosen among some.
-
-        The other trials may have gone on where this one stopped.
-        """
-        own = self.mechanism
-        return own.releases(max(own.counted(self.sessions), own.steps_of_trial or 0))
+        """What the run may have cost."""
+        return self.mechanism.releases(self.mechanism.counted(self.sessions))
 
 
 def runs_of(entries: Iterable[Entry]) -> list[Run]:
@@ -340,7 +336,10 @@ def require_keys(content: Any, names: set[str], where: str, may_miss: Collection
     require(isinstance(content, dict), f"{where}={content!r} must be an object.")
     for name in sorted(content.keys() ^ names):
         if name in content:
-            raise PrivacyError(f"{where}: {name}={content[name]!r} is unknown.")
+            raise PrivacyError(
+                f"{where}: {name}={content[name]!r} is unknown to this version, which could not "
+                "count it. Read the file with the version of dp_grape_hf that wrote it."
+            )
         require(name in may_miss, f"{where}: {name} is missing.")
 
 

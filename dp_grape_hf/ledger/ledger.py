@@ -347,10 +347,9 @@ class Ledger:
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.
 
-        Those of earlier runs on the same data are among them, and what it costs to choose this run
-        among several. It holds at ``delta``, or at ``target_delta`` if that is ``None``. It is
-        infinite if the run is not private, and 0 before the first release; but a trial of several
-        counts whole from its start.
+        Those of earlier runs on the same data are among them. It holds at ``delta``, or at
+        ``target_delta`` if that is ``None``. It is infinite if the run is not private, and 0 before
+        the first release.
         """
         if not self.private:
             return math.inf

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from dp_grape_hf.accounting import Adjacency, Releases, Trials, TrialsDistribution
+from dp_grape_hf.accounting import Adjacency, Releases
 from dp_grape_hf.errors import Choice, require
 
 SECURE, BANDED = "secure", "banded"
 EXAMPLE = "example"  # the privacy unit, where no column names another
+POISSON = "poisson"  # how a logical batch is drawn: each unit by a coin of its own
 
 
 class Clipping(Choice):
@@ -22,13 +23,6 @@ class Clipping(Choice):
     FLAT = "flat"
     PER_LAYER = "per_layer"
     AUTOMATIC = "automatic"
-
-
-class Sampling(Choice):
-    """How a logical batch is drawn; see `Mechanism`."""
-
-    POISSON = "poisson"
-    TRUNCATED_POISSON = "truncated_poisson"
 
 
 # What may differ between a checkpoint and the run that resumes it, and why. Everything else
@@ -41,11 +35,7 @@ MAY_CHANGE_ON_RESUME = {
 
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
-_OF_TRIALS = ("num_trials", "trials_distribution", "steps_of_trial")
-LEFT_OUT_IF_NONE = (
-    *_OF_TRIALS,
-    *("noise", "coefficients", "public_dataset", "gradient_factors", "chosen"),
-)
+LEFT_OUT_IF_NONE = ("noise", "coefficients", "public_dataset", "gradient_factors", "chosen")
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -101,7 +91,6 @@ _SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _CLIP = {"valid": ("positive", lambda x: x > 0)}
 _DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
-_TRIALS = {"valid": (f"one of {', '.join(TrialsDistribution)}", lambda x: x in TrialsDistribution)}
 _NOISE = {"valid": (f"{SECURE} or {BANDED}", lambda x: x in (SECURE, BANDED))}
 _COEFFICIENTS = {
     "valid": ("JSON of two numbers or more, the first positive, of length 1", _are_coefficients)
@@ -110,6 +99,13 @@ _FACTORS = {
     "valid": (
         f"JSON that maps name patterns to factors from {_LEAST_FACTOR:g} to {_LARGEST_FACTOR:g}",
         _are_factors,
+    )
+}
+_NO_CAP = {
+    "valid": (
+        "None: what a cap costs is no longer known here. Read the ledger with the version of "
+        "dp_grape_hf that wrote it",
+        lambda x: False,
     )
 }
 _CLIPPING = {"valid": (f"one of {', '.join(Clipping)}", lambda x: x in Clipping)}
@@ -122,14 +118,13 @@ class Mechanism:
     ``clipping`` is ``flat`` where one norm runs over all parameters of a sample jointly, and
     ``per_layer`` where C is divided among the layers so that a sample contributes at most C, and
     ``automatic`` where every gradient is scaled to a norm just below C.
-    ``sampling`` is ``truncated_poisson`` where a logical batch keeps at most ``max_batch_size``.
-    ``projection_ranks`` says what differs from ``projection_rank``, as text.
+    ``max_batch_size`` is None: older versions could cap a logical batch.
+    ``projection_ranks`` says, as text, what differed from ``projection_rank`` in runs of older
+    versions, which also let ``projection_side`` be asked for.
     ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
     ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
     ``max_examples_per_unit`` examples enter a step.
     ``norm_directions`` is the number of random directions that norms are estimated from, if any.
-    With ``num_trials`` the run is the best of a random number of trials, whose mean that is, and
-    each of which may have made ``steps_of_trial`` releases.
     ``noise`` is ``secure`` where its low bits hide what it was added to, and ``banded`` where it is
     correlated over steps: ``coefficients`` are then those of its bands, as text
     (``accounting.banded``), and at each step one group of the examples is drawn from.
@@ -157,17 +152,14 @@ class Mechanism:
     projection_device: str = "cpu"
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
     privacy_unit: str = EXAMPLE
-    sampling: str = Sampling.POISSON.value
+    sampling: str = POISSON
     method: str = "dp_grape"
     clipping: str = field(default=Clipping.FLAT.value, metadata=_CLIPPING)
     projection_side: str = "smaller"
     projection_ranks: str | None = None
-    max_batch_size: int | None = field(default=None, metadata=_COUNT)
+    max_batch_size: int | None = field(default=None, metadata=_NO_CAP)
     norm_directions: int | None = field(default=None, metadata=_COUNT)
     max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
-    num_trials: float | None = field(default=None, metadata=_POSITIVE)
-    trials_distribution: str | None = field(default=None, metadata=_TRIALS)
-    steps_of_trial: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
@@ -182,29 +174,10 @@ class Mechanism:
             f"and clipping={self.clipping!r} needs one of each layer. Choose clipping='flat' or "
             "'automatic', or a method that computes norms.",
         )
-        capped = self.sampling == Sampling.TRUNCATED_POISSON
-        require(
-            capped == (self.max_batch_size is not None),
-            f"sampling={self.sampling!r} contradicts max_batch_size={self.max_batch_size!r}.",
-        )
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
         )
-        tuned = [getattr(self, name) is not None for name in _OF_TRIALS]
-        require(
-            all(tuned) or not any(tuned),
-            f"num_trials={self.num_trials!r}, trials_distribution={self.trials_distribution!r} and "
-            f"steps_of_trial={self.steps_of_trial!r} go together: give all of them, or none.",
-        )
-        _ = self.trials  # refuses a mean that the distribution cannot have
-
-    @property
-    def trials(self) -> Trials | None:
-        """How many runs this one is the best of, if it was chosen among several."""
-        if self.num_trials is None or self.trials_distribution is None:
-            return None
-        return Trials(self.num_trials, self.trials_distribution)
 
     @property
     def projection_in_words(self) -> str:
@@ -244,12 +217,8 @@ class Mechanism:
             self.noise_multiplier,
             self.sample_rate,
             steps,
-            max_batch_size=self.max_batch_size,
-            num_samples=self.num_samples,
             norm_directions=self.norm_directions,
             adjacency=self.adjacency,
-            num_trials=self.num_trials,
-            trials_distribution=self.trials_distribution,
             bands=len(self.bands),
         )
 
@@ -264,7 +233,7 @@ class Mechanism:
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
         excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed = {"sampling": Sampling, "adjacency": Adjacency}
+        needed: dict[str, list[str]] = {"sampling": [POISSON], "adjacency": [*Adjacency]}
         own = {name: getattr(self, name) for name in (*excluded, *needed)}
         return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
             f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"

@@ -13,7 +13,6 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism.noise import add_noise_
 
@@ -66,12 +65,6 @@ class BandedNoise:
     def kept(self) -> list[Tensor]:
         """The tensors that hold the noise of earlier steps; secret."""
         return [] if self._ring is None else [self._ring]
-
-    @property
-    def factor(self) -> float:
-        """The standard deviation of the last w, for z of variance 1."""
-        coefficients = (self._first, *self._others)
-        return float(released_noise(coefficients, max(1, self.made))[-1])
 
     def add_(
         self,

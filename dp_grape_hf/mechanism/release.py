@@ -146,14 +146,6 @@ class PrivateMechanism:
         self.projectors: Mapping[str, Projector] = {}
 
     @property
-    def noise_std(self) -> float:
-        """The standard deviation of the noise in each number of the last release.
-
-        Where a parameter has a gradient factor f, that of its numbers is this divided by f.
-        """
-        return self.independent_std * (1.0 if self._banded is None else self._banded.factor)
-
-    @property
     def independent_std(self) -> float:
         """That of noise that is not correlated, or not yet."""
         return self._summed_noise_std / self.expected_batch_size
@@ -329,7 +321,7 @@ class BatchGradient:
         PrivacyError: if the ledger would claim a guarantee.
     """
 
-    noise_std = independent_std = 0.0
+    independent_std = 0.0
 
     def __init__(
         self, per_sample: PerSampleEngine, *, ledger: Ledger, distributed: bool = False

@@ -38,16 +38,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
             all of them (``streams.shared_sampling_generator``).
         rank: Index of this process among those that share each draw.
         world_size: Number of these processes.
-        max_batch_size: Most examples a draw keeps, over all ranks together; None for no cap.
-            The accountant must be told of it.
         turns: Says, when a pass begins, how many groups of examples take turns, and how many
             releases were made since they were formed. Without, there is one group.
 
     Guarantee:
         In every draw each example is included independently with probability q, exact to 2**-53,
         and independently of all other draws. No example occurs twice in a draw. Draws are never
-        merged, dropped or padded, nor truncated without ``max_batch_size``: a draw may be empty,
-        and so may be a rank's share of it. The shares of the ranks are disjoint, their union is
+        merged, dropped, padded or truncated: a draw may be empty, and so may be a rank's share of
+        it. The shares of the ranks are disjoint, their union is
         the draw, their sizes differ by one at most, and every rank yields ``steps`` of them.
         With b groups (``banded.Groups``) each example is included with probability b q in every
         b-th draw, and in no other: that of release t is of group t mod b, also where a pass was
@@ -55,12 +53,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         Coins are never replayed: a second pass goes on where the first stopped. A pass that is
         left early may have drawn a few steps ahead (the workers of a data loader do); their
         coins are discarded unused.
-
-        A draw larger than ``max_batch_size`` keeps a uniformly random subset of exactly that
-        size, those with the smallest coins: given that an example is drawn its coin is uniform
-        below q, independently of all others. So the cap tosses no coins of its own, every rank
-        finds the same subset before it takes its share, and with the same generator a capped
-        draw is a subset of the uncapped one, in every step.
 
     Raises:
         PrivacyError: An argument is out of range.
@@ -74,7 +66,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         generator: torch.Generator,
         rank: int = 0,
         world_size: int = 1,
-        max_batch_size: int | None = None,
         turns: Turns = lambda: INDEPENDENT,
     ) -> None:
         """Checks and keeps the arguments; no coin is tossed before the first draw."""
@@ -93,17 +84,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
             generator.device.type == "cpu",
             f"{generator.device=} must be the CPU, where every rank tosses the same coins.",
         )
-        require(
-            max_batch_size is None or max_batch_size >= 1,
-            f"{max_batch_size=} must be at least 1, or None for draws of any size.",
-        )
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
         self.generator = generator
         self.rank = rank
         self.world_size = world_size
-        self.max_batch_size = max_batch_size
         self._turns = turns
         self._groups: Groups | None = None
 
@@ -136,18 +122,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def draw(self) -> list[int]:
         """Returns a whole draw, in increasing order; every rank has to make it."""
-        indices, drawn_coins = [], []
+        draw: list[int] = []
         for start in range(0, self.num_samples, _COINS_AT_ONCE):
             size = min(_COINS_AT_ONCE, self.num_samples - start)
             coins = torch.rand(size, dtype=torch.float64, generator=self.generator)
-            drawn = (coins < self.sample_rate).nonzero().flatten()
-            indices.append(drawn + start)
-            drawn_coins.append(coins[drawn])
-        draw = torch.cat(indices)
-        if self.max_batch_size is not None and len(draw) > self.max_batch_size:
-            kept = torch.cat(drawn_coins).topk(self.max_batch_size, largest=False).indices
-            draw = draw[kept.sort().values]
-        return draw.tolist()
+            draw += ((coins < self.sample_rate).nonzero().flatten() + start).tolist()
+        return draw
 
 
 class LogicalBatch(list[Any]):

@@ -2,23 +2,17 @@
 
 ``projected`` keeps its state in the coordinates of P, ``rules`` has its update rules, ``low_rank``
 carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random directions, and
-``iterates`` says which weights of a run are released. ``changes`` keeps what was added to a weight,
-as factors.
+``changes`` keeps what was added to a weight, as factors.
 """
 
 from dp_grape_hf.optimizers.changes import LowRankChanges
-from dp_grape_hf.optimizers.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, AtRedraw, Term
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
 from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
-    "ITERATES",
     "UPDATE_RULES",
-    "AtRedraw",
-    "Iterate",
-    "LastIterate",
     "LowRankChanges",
     "LowRankUpdates",
     "ProjectedAdam",

@@ -12,8 +12,7 @@ When the projection is redrawn, the sum is rounded to the weight's type at rando
 Other low-precision weights are rounded in that way at every step.
 
 The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
-the coins of the rounding, which are public, so that all ranks round alike, nor the noise's
-variance, which is as public as the noise multiplier.
+the coins of the rounding, which are public, so that all ranks round alike.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, Redraws, Term, known_noise, require_in_range
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term, require_in_range
 from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
@@ -57,14 +56,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. Of a
             weight that is kept apart, Z is multiplied at once and W at the next merge, by the
             product of the factors since the last one: between merges the decay of W lags.
-        moments_at_redraw: what becomes of the moments of a weight when its P is another one than
-            at its last step. ``keep``: they stay as they are, though the coordinates mean something
-            else. ``reset``: moments and step count start at zero. ``reproject``: they are carried
-            into the new coordinates (``change_of_coordinates``, ``reproject_``), and the step count
-            is kept. The last two keep the P of the last step until the next one, and save it with
-            the state; a state that was saved under ``keep`` continues without a redraw.
-        noise_correction: the variance of the noise, which ``receive`` must then be given, is
-            subtracted from Adam's second moment before the root (DP-AdamBC, Tang et al. 2024).
         float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
             docstring. Weights are kept apart where ``keep_apart`` says so.
         rounding_seed: the public seed of the rounding.
@@ -84,8 +75,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         *,
         rule: str = "adam",
         weight_decay: float = 0.0,
-        moments_at_redraw: str = "keep",
-        noise_correction: bool = False,
         float32_updates: bool = False,
         rounding_seed: int = 0,
         keep_changes: bool = False,
@@ -97,44 +86,25 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         require_in_range("lr", lr, lr >= 0)
         settings = self._rule.checked(settings)
         require_in_range("weight_decay", weight_decay, weight_decay >= 0)
-        if noise_correction and 2 not in self._rule.moments.values():
-            raise ValueError(
-                f"{noise_correction=} corrects a second moment, and {rule=} has none. Leave it "
-                "out, or choose rule='adam'."
-            )
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.float32_updates = float32_updates
         self.changes = LowRankChanges() if keep_changes else None
-        self._noise_correction = noise_correction
         self._rounding_seed = rounding_seed
-        self._redraws = Redraws(moments_at_redraw)
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        self._noise: dict[nn.Parameter, float] = {}  # its standard deviation
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
 
     def receive(
         self,
         private_grads: Mapping[nn.Parameter, Tensor],
         projectors: Mapping[nn.Parameter, Projector] | None = None,
-        *,
-        noise_std: float | Mapping[nn.Parameter, float] | None = None,
     ) -> None:
         """Takes the private gradients of the next step, in coordinates.
 
         Args:
             private_grads: weight -> gradient, in coordinates where it has a projector.
             projectors: weight -> projector.
-            noise_std: the standard deviation of the noise in each number of the gradients, sigma C
-                / B for the Gaussian mechanism; or weight -> its own. Of a weight with 0 nothing is
-                subtracted. Used with ``noise_correction`` only.
-
-        Raises:
-            ValueError: if ``noise_correction`` misses it, or it is negative or not finite.
         """
-        self._noise = {}
-        if self._noise_correction:
-            self._noise = known_noise(private_grads, noise_std)
         self._private_grads, self._projectors = private_grads, projectors or {}
 
     @torch.no_grad()
@@ -161,7 +131,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             given = [w for w in group["params"] if w in self._private_grads]
             self._step_group(given, self._private_grads, group)
-        self._private_grads, self._projectors, self._noise = None, {}, {}
+        self._private_grads, self._projectors = None, {}
 
     def _step_group(
         self,
@@ -179,7 +149,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             gradient = gradient.contiguous()  # as torch's kernel takes for granted
             state, here = self._checked_state(weight, gradient), local(weight)
             moments = tuple(local(state[key]) for key in self._rule.moments)
-            term = Term(here, gradient, moments, state["step"], self._noise.get(weight))
+            term = Term(here, gradient, moments, state["step"])
             if weight in self._apart:
                 at_once.append(term._replace(target=state["update"]))
                 state["decay"] *= decay
@@ -206,7 +176,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             rows = part.here
             gradient, moments = term.gradient[rows], tuple(m[rows] for m in term.moments)
             update = torch.zeros_like(gradient)
-            block = Term(update, gradient, moments, term.step.clone(), term.noise_std)
+            block = Term(update, gradient, moments, term.step.clone())
             self._rule.apply([block], group, 1.0, 0.0)
             if self._rounds(weight):
                 total = here[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
@@ -336,12 +306,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "A gradient was received in other coordinates than the updates of its weight are "
                 "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
             )
-        if weight in self._projectors:
-            self._redraws.follow(weight, state, self._rule, self._projectors[weight])
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with the P that moments are coordinates of where that matters.
+        """Returns the state.
 
         A collective call where weights are sharded: it holds whole tensors.
         """
@@ -351,8 +319,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         order = [index for group in packed["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
-            if (matrix := self._redraws.last(weight)) is not None:
-                packed["state"][index] = {**packed["state"][index], "projection": matrix}
             if self.changes is not None and weight in self.changes:
                 change = self.changes.state_of(weight)
                 packed["state"][index] = {**packed["state"][index], _CHANGE: change}
@@ -371,19 +337,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._redraws = {}, Redraws(self._redraws.choice)
+        self._apart = {}
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in zip(order, weights, strict=True):
             entry = saved.get(index, {})
-            for key in (*self._rule.moments, "step", "update", "projection"):
+            for key in (*self._rule.moments, "step", "update"):
                 if key in entry:
                     value = entry[key].to(weight.device, torch.float32, copy=True)
                     self.state[weight][key] = value
             if _CHANGE in entry and self.changes is not None:
                 self.changes.go_on_from(weight, entry[_CHANGE])
-            if "projection" in entry:
-                self._redraws.go_on_from(weight, self.state[weight].pop("projection"))
             if "update" in entry and not self.float32_updates:
                 if entry["update"].any() or entry["decay"] != 1:
                     raise ValueError(

@@ -1,40 +1,20 @@
-"""What an optimizer does with private gradients in coordinates, and with its moments at a redraw.
+"""What an optimizer does with private gradients in coordinates.
 
 A rule moves targets, which are weights or the coordinates of an update, by gradients and moments
 of the same shape. It knows no projection: the optimizer lifts what it computes. All of it is
 post-processing of private gradients and costs no privacy.
 
 To add a rule, subclass ``UpdateRule`` and register it with ``@update_rule("name")``.
-
-Shapes: m x n the weight as stored, d its projected dimension, r rank; P is (d, r), coordinates are
-(r, n) on the left and (m, r) on the right.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
-
-from dp_grape_hf.errors import Choice
-from dp_grape_hf.projections import Projector, Side
-
-
-class AtRedraw(Choice):
-    """What becomes of moments when P is redrawn."""
-
-    KEEP = "keep"
-    RESET = "reset"
-    REPROJECT = "reproject"
-
-
-_PIECE = 2**18  # numbers that have a temporary copy at once
-_RIDGE = 1e-10  # of the mean eigenvalue of P^T P; only a P of lower rank than r needs it
 
 
 class Term(NamedTuple):
@@ -44,7 +24,6 @@ class Term(NamedTuple):
     gradient: Tensor
     moments: tuple[Tensor, ...]  # in the order of UpdateRule.moments
     step: Tensor  # (), the steps before this one
-    noise_std: float | None = None  # of a coordinate; None: the second moment is taken as it is
 
 
 class Setting(NamedTuple):
@@ -116,47 +95,12 @@ def require_in_range(name: str, value: Any, good: bool) -> None:
         raise ValueError(f"{name}={value} is out of range.")
 
 
-def known_noise(
-    weights: Iterable[nn.Parameter],
-    std: float | Mapping[nn.Parameter, float] | None,
-) -> dict[nn.Parameter, float]:
-    """Returns the standard deviation of the noise of each weight that has some.
-
-    Raises:
-        ValueError: if the standard deviation of a weight is missing, negative or not finite.
-    """
-    known = {}
-    for weight in weights:
-        own = std.get(weight) if isinstance(std, Mapping) else std
-        if own is None:
-            raise ValueError(
-                f"noise_correction=True, and noise_std is missing for a weight of shape "
-                f"{tuple(weight.shape)}. Pass receive() the standard deviation of the noise in "
-                "its gradient."
-            )
-        require_in_range("noise_std", own, 0 <= own < math.inf)
-        if own > 0:
-            known[weight] = float(own)
-    return known
-
-
 # ---- The rules ----
 
 
 @update_rule("adam")
 class Adam(UpdateRule):
-    """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel.
-
-    Of a term with known noise the second moment is corrected, as in DP-AdamBC (Tang et al. 2024):
-    ``m_hat / (sqrt(max(v_hat - std**2, floor * std**2)) + eps)``. Their gamma' is
-    ``floor * std**2``; relative to the noise it means the same for all layers and budgets.
-
-    The floor is the part of the noise's variance that the first moment still has,
-    ``(1 - b1) (1 + b1**t) / ((1 + b1) (1 - b1**t))`` with ``b1 = betas[0]``: 1 at the first step,
-    and 0.053 in the long run for 0.9. What a smaller second moment would say of a coordinate cannot
-    be told from noise, and a coordinate that is noise alone then moves by lr at most in the root
-    mean square, which is also how far Adam moves one without noise.
-    """
+    """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel."""
 
     moments: ClassVar = {"exp_avg": 1, "exp_avg_sq": 2}
     settings: ClassVar = {
@@ -168,15 +112,14 @@ class Adam(UpdateRule):
         self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
     ) -> None:
         """Takes ``lr * m_hat / (sqrt(v_hat) + eps)`` off each target: one pass over memory."""
-        plain = [term for term in terms if term.noise_std is None]
         beta1, beta2 = settings["betas"]
         adamw(
-            [term.target for term in plain],
-            [term.gradient for term in plain],
-            [term.moments[0] for term in plain],
-            [term.moments[1] for term in plain],
+            [term.target for term in terms],
+            [term.gradient for term in terms],
+            [term.moments[0] for term in terms],
+            [term.moments[1] for term in terms],
             [],
-            [term.step for term in plain],
+            [term.step for term in terms],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -186,28 +129,6 @@ class Adam(UpdateRule):
             eps=settings["eps"],
             maximize=False,
         )
-        for term in terms:
-            if term.noise_std is not None:
-                _corrected_adam(term, term.noise_std, settings, lr, weight_decay)
-
-
-def _corrected_adam(
-    term: Term, std: float, settings: Mapping[str, Any], lr: float, weight_decay: float
-) -> None:
-    (beta1, beta2), variance = settings["betas"], std**2
-    # Tensors, so that no step count has to be fetched from the device.
-    step = term.step.add_(1).double()
-    mass1, mass2 = 1 - beta1**step, 1 - beta2**step
-    left = (1 - beta1) * (1 + beta1**step) / ((1 + beta1) * mass1)
-    floor = variance * left
-    flat = (tensor.view(-1).split(_PIECE) for tensor in (term.target, term.gradient, *term.moments))
-    buffer = term.target.new_empty(min(_PIECE, term.target.numel()))
-    for target, gradient, first, second in zip(*flat, strict=True):
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = torch.div(second, mass2, out=buffer[: len(second)])
-        root.sub_(variance).clamp_min_(floor).sqrt_().add_(settings["eps"])
-        target.mul_(1 - lr * weight_decay).addcdiv_(first, root.mul_(mass1), value=-lr)
 
 
 @update_rule("sgd")
@@ -241,111 +162,3 @@ class Momentum(UpdateRule):
             buffer.mul_(settings["momentum"]).add_(term.gradient)
             target = term.target if weight_decay == 0 else term.target.mul_(1 - lr * weight_decay)
             target.add_(buffer, alpha=-lr)
-
-
-# ---- At a redraw of the projection ----
-
-
-class Redraws:
-    """Follows the P that the moments of each weight are coordinates of.
-
-    A redraw is told by the values of P: a resumed run makes another object of the same P. Between
-    two steps with the same object nothing is compared.
-
-    Args:
-        choice: a name in ``AtRedraw``. With ``keep`` nothing is followed.
-
-    Raises:
-        ValueError: for another choice.
-    """
-
-    def __init__(self, choice: str) -> None:
-        if choice not in AtRedraw:
-            raise ValueError(f"moments_at_redraw={choice!r} must be one of: {', '.join(AtRedraw)}.")
-        self.choice = choice
-        self._last: dict[nn.Parameter, Projector | Tensor] = {}  # P alone after loading
-
-    def follow(
-        self, weight: nn.Parameter, state: dict[str, Any], rule: UpdateRule, projector: Projector
-    ) -> None:
-        """Makes the state of a weight one in coordinates of the projector, in place."""
-        if self.choice == AtRedraw.KEEP or not rule.moments:
-            return
-        old, self._last[weight] = self._last.get(weight, projector), projector
-        if old is projector:
-            return
-        before, now = _matrix(old), projector.matrix
-        if torch.equal(before, now):
-            return
-        if self.choice == AtRedraw.RESET:
-            for key in (*rule.moments, "step"):
-                state[key].zero_()
-            return
-        change = change_of_coordinates(before, now)
-        for key, power in rule.moments.items():
-            reproject_(state[key], power, change, projector.side)
-
-    def last(self, weight: nn.Parameter) -> Tensor | None:
-        """Returns P of the last step, (d, r), or None where it does not matter."""
-        return _matrix(self._last[weight]) if weight in self._last else None
-
-    def go_on_from(self, weight: nn.Parameter, matrix: Tensor) -> None:
-        """Takes P of the last step from a state that was saved."""
-        if self.choice != AtRedraw.KEEP:
-            self._last[weight] = matrix
-
-
-def _matrix(last: Projector | Tensor) -> Tensor:
-    return last if isinstance(last, Tensor) else last.matrix
-
-
-def change_of_coordinates(old: Tensor, new: Tensor) -> Tensor:
-    """Returns Q, which takes gradients in coordinates of the old P to those of the new one.
-
-    ``Q = P_new^T P_old (P_old^T P_old)^-1``: of all full gradients with the given coordinates
-    ``P_old^T G`` the shortest is taken, which is the most likely one if no direction is preferred,
-    and projected anew. So Q is the identity if P did not change, and ``P_new^T P_old`` if P_old has
-    orthonormal columns. Without the inverse, a P with ``E[P P^T] = I`` stretches by
-    ``sqrt(d / r)`` on average at each redraw, and averages that survive several redraws diverge.
-    Between independent draws Q shrinks by ``sqrt(r / d)``: most of a gradient is not known from
-    its coordinates, so little of a first moment outlives a redraw.
-
-    Args:
-        old: (d, r), float32, as all P.
-        new: (d, r').
-
-    Returns:
-        (r', r), float32.
-    """
-    old, new = old.double(), new.double()
-    gram = old.T @ old
-    gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    return torch.cholesky_solve(old.T @ new, torch.linalg.cholesky(gram)).T.float()
-
-
-def reproject_(moment: Tensor, power: int, change: Tensor, side: Side) -> None:
-    """Carries a moment into new coordinates, in place.
-
-    A first moment is linear in the gradient: ``Q M``, on the right ``M Q^T``. A second moment is
-    the diagonal of a covariance that nobody kept, and is carried by the diagonal rule,
-    ``(Q * Q) V`` (as the variances of LDAdam, Robert et al. 2024), completed for what the old
-    coordinates did not see: row i of ``Q * Q`` sums to the share of the new direction i that lay
-    in the old subspace, and the rest of it gets the mean of the old second moments. So every new
-    one is a weighted mean of old ones. It is never negative, and noise of equal variance in all
-    coordinates, which is most of a private second moment, keeps its variance.
-
-    Args:
-        moment: (r, n) on the left, (m, r) on the right.
-        power: 1 or 2, of the gradient.
-        change: Q, (r, r).
-        side: the side that P acts on.
-    """
-    rows = moment if side is Side.LEFT else moment.T  # (r, ...)
-    if power == 1:
-        rows.copy_(change @ rows)
-        return
-    weights = change.square()
-    weights /= weights.sum(1, keepdim=True).clamp_min_(1)  # more than 1: P is not orthogonal
-    unseen = 1 - weights.sum(1, keepdim=True)
-    weights += unseen / len(change)
-    rows.copy_(weights @ rows)

@@ -56,7 +56,6 @@ class ZerothOrderEngine(PerSampleEngine):
         seed: the public seed of the directions.
         perturbation: mu, how far from the weights the losses are taken; in the unit of a weight.
         n_directions: K.
-        distribution: of the directions, as in ``Directions``.
 
     Raises:
         PrivacyError: for a value out of range.
@@ -73,13 +72,12 @@ class ZerothOrderEngine(PerSampleEngine):
         seed: int,
         perturbation: float = 1e-3,
         n_directions: int = 1,
-        distribution: str = "gaussian",
     ) -> None:
         super().__init__(model, loss)
         if not 0 < perturbation < math.inf:
             raise PrivacyError(f"{perturbation=} must be positive and finite; 1e-3 is usual.")
         self.perturbation = perturbation
-        self.directions = Directions(self.trainable, seed, n_directions, distribution)
+        self.directions = Directions(self.trainable, seed, n_directions)
         self.groups = [(DIRECTION,)]
         self._step: int | None = None
         self._probed = 0  # how many different samples a probe has seen: 0, 1, or 2 and more

@@ -6,14 +6,12 @@ on the inputs of ``probes``, ``schedules`` says when P is made anew,
 ``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
 """
 
-from dp_grape_hf.projections.directions import DIRECTION, DirectionDistribution, Directions
+from dp_grape_hf.projections.directions import DIRECTION, Directions
 from dp_grape_hf.projections.placement import (
     Placement,
-    ProjectionSide,
     Side,
     first_matches,
     placements,
-    ranks_for,
 )
 from dp_grape_hf.projections.principal import Batches, Principal, principal_directions
 from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
@@ -48,7 +46,6 @@ __all__ = [
     "PROJECTIONS",
     "SVD",
     "Batches",
-    "DirectionDistribution",
     "Directions",
     "Inputs",
     "Placement",
@@ -56,7 +53,6 @@ __all__ = [
     "PrincipalProjection",
     "Projection",
     "ProjectionSchedule",
-    "ProjectionSide",
     "Projector",
     "ReleasedProjection",
     "Side",
@@ -70,7 +66,6 @@ __all__ = [
     "principal_directions",
     "projection",
     "projection_targets",
-    "ranks_for",
     "round_at_random",
     "rounding_generator",
     "row_blocks",

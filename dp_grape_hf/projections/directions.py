@@ -10,14 +10,13 @@ Shapes: K directions, d trainable numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import Choice, PrivacyError
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections.seeds import (
     projection_seed_for,
     row_blocks,
@@ -27,52 +26,30 @@ DIRECTION = "direction"
 """The name under which a release has its scalars, (K,)."""
 
 
-class DirectionDistribution(Choice):
-    """Of the numbers of a direction."""
-
-    GAUSSIAN = "gaussian"
-    SPHERE = "sphere"
-
-
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
 _KEPT = 2**24  # numbers of the directions of one step that are kept, of any model
 
 
 class Directions:
-    """The directions of every step: public, and a function of the seed.
+    """The directions of every step, N(0, I): public, and a function of the seed.
 
     Args:
         trainable: the parameters by name; a tied weight is one of them, and has one direction.
         seed: the public seed. All ranks draw the same, on devices of one type.
         count: K, how many directions a step has.
-        distribution: ``gaussian``, N(0, I), or ``sphere``, uniform on the sphere of radius
-            sqrt(d), which costs one more draw of each direction. They differ by a factor of
-            ``1 + O(1 / sqrt(d))``.
 
     Raises:
-        PrivacyError: for a count below 1 or another distribution.
+        PrivacyError: for a count below 1.
     """
 
-    def __init__(
-        self,
-        trainable: Mapping[str, nn.Parameter],
-        seed: int,
-        count: int = 1,
-        distribution: str = DirectionDistribution.GAUSSIAN,
-    ) -> None:
+    def __init__(self, trainable: Mapping[str, nn.Parameter], seed: int, count: int = 1) -> None:
         if count < 1:
             raise PrivacyError(f"n_directions={count} must be at least 1.")
-        if distribution not in DirectionDistribution:
-            raise PrivacyError(
-                f"{distribution=} is not known; choose one of: {', '.join(DirectionDistribution)}."
-            )
-        self.seed, self.count, self.distribution = seed, count, distribution
-        self._trainable = dict(trainable)
+        self.seed, self.count = seed, count
         self._names = {id(p): name for name, p in trainable.items()}
         self._kept: dict[tuple[str, int, int, torch.device], Tensor] = {}  # of one step
         self._kept_step = -1
         self._room = _KEPT
-        self._on_sphere: tuple[int, list[float]] | None = None  # a step and its factors
 
     def name_of(self, weight: Tensor) -> str | None:
         """Returns the name of a trainable parameter; None for any other tensor."""
@@ -81,11 +58,10 @@ class Directions:
     @torch.no_grad()
     def displaced(self, weight: Tensor, step: int, number: int, distance: float) -> Tensor:
         """Returns ``W + distance * z`` of a trainable parameter, rounded once to its type."""
-        alpha = distance * self.factors(step)[number]
         moved = torch.empty_like(weight, requires_grad=False)
         for block, rows in enumerate(row_blocks(weight, _BLOCK)):
             z = self._draw(weight, step, number, block, rows)
-            torch.add(weight.detach()[rows], z, alpha=alpha, out=moved[rows])
+            torch.add(weight.detach()[rows], z, alpha=distance, out=moved[rows])
         return moved
 
     def combined(
@@ -95,30 +71,12 @@ class Directions:
 
         Each comes with the index of the rows of the weight that it is about.
         """
-        scales = [c * f for c, f in zip(coefficients, self.factors(step), strict=True)]
         for block, rows in enumerate(row_blocks(weight, _BLOCK)):
-            total = self._draw(weight, step, 0, block, rows) * scales[0]
+            total = self._draw(weight, step, 0, block, rows) * coefficients[0]
             for number in range(1, self.count):
                 z = self._draw(weight, step, number, block, rows)
-                total.add_(z, alpha=scales[number])
+                total.add_(z, alpha=coefficients[number])
             yield rows, total
-
-    def factors(self, step: int) -> list[float]:
-        """Returns by what the Gaussian numbers of each direction are multiplied."""
-        if self.distribution == DirectionDistribution.GAUSSIAN:
-            return [1.0] * self.count
-        if self._on_sphere is None or self._on_sphere[0] != step:
-            self._on_sphere = step, [self._onto_sphere(step, k) for k in range(self.count)]
-        return self._on_sphere[1]
-
-    def _onto_sphere(self, step: int, number: int) -> float:
-        squared = [
-            self._draw(weight, step, number, block, rows).square().sum()
-            for weight in self._trainable.values()
-            for block, rows in enumerate(row_blocks(weight, _BLOCK))
-        ]
-        size = sum(weight.numel() for weight in self._trainable.values())
-        return math.sqrt(size / torch.stack(squared).sum(dtype=torch.float64).item())
 
     def _draw(self, weight: Tensor, step: int, number: int, block: int, rows: Any) -> Tensor:
         """Returns a block of a direction, which must not be written to."""

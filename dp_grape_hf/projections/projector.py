@@ -23,7 +23,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dp_grape_hf.errors import require
 from dp_grape_hf.projections.placement import Side
 
 BLOCK_ROWS = 1024  # P is drawn in blocks of rows, so that any rank can draw any slice of it
@@ -34,13 +33,10 @@ _ALL_ROWS = slice(None)
 class Projection(ABC):
     """A family of random matrices with ``E[P P^T] = I``, unless it is not ``isotropic``.
 
-    The rows of P are independent of each other, and are drawn in blocks of ``BLOCK_ROWS``, unless
-    a family says ``whole``.
+    The rows of P are independent of each other, and are drawn in blocks of ``BLOCK_ROWS``.
     """
 
     name: ClassVar[str]
-    whole: ClassVar[bool] = False  # one draw makes all rows of P
-    orthogonal: ClassVar[bool] = False  # P^T P = (d/r) I
     isotropic: ClassVar[bool] = True  # E[P P^T] = I, so that a projected gradient keeps its length
 
     @abstractmethod
@@ -87,46 +83,6 @@ class GaussianOverR(Projection):
     def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
         """Returns independent normal entries of variance 1/rank^2, (rows, rank)."""
         return torch.randn(rows, rank, generator=generator) / rank
-
-
-@projection("rademacher")
-class Rademacher(Projection):
-    """Independent entries +-1/sqrt(r) (Achlioptas 2003).
-
-    The squared norm of a projected vector varies less than with Gaussian entries, whose fourth
-    moment is three times as large.
-    """
-
-    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
-        """Returns independent fair signs times 1/sqrt(rank), (rows, rank)."""
-        # Not bernoulli_, whose coins depend on the library that torch was built with.
-        coins = torch.randint(2, (rows, rank), generator=generator, dtype=torch.float32)
-        return (2 * coins - 1) / rank**0.5
-
-
-@projection("stiefel")
-class Stiefel(Projection):
-    """Haar-distributed orthonormal columns times sqrt(d/r), so that ``P^T P = (d/r) I``.
-
-    Every coordinate sees its direction with the same gain, and no two see the same. P is the Q of
-    a Gaussian matrix whose R has a positive diagonal: only then is Q uniform (Mezzadri 2007). It
-    costs ``O(d r^2)`` on the CPU for each draw, in float64.
-    """
-
-    whole = True
-    orthogonal = True
-
-    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
-        """Returns a whole P, (rows, rank).
-
-        Raises:
-            PrivacyError: if rank > rows: there are not so many orthonormal columns.
-        """
-        require(rank <= rows, f"projection_rank={rank} is above the {rows} rows of a stiefel P.")
-        gaussian = torch.randn(rows, rank, generator=generator, dtype=torch.float64)
-        q, r = torch.linalg.qr(gaussian)
-        signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
-        return (q * (signs * (rows / rank) ** 0.5)).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.projections.placement import Placement, ProjectionSide, Side, placements
+from dp_grape_hf.projections.placement import Placement, Side, placements
 from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
 from dp_grape_hf.projections.seeds import projection_generator
 
@@ -96,8 +96,8 @@ class _KeptProjection:
         fresh = state.get("refresh") == -1 and not saved
         require(
             (saved == shapes or fresh) and bool(state) == bool(shapes),
-            "the state of the projection was saved with another projection, projection_rank, "
-            "projection_side or optim_target_modules. Resume with those of the checkpoint.",
+            "the state of the projection was saved with another projection, projection_rank or "
+            "optim_target_modules. Resume with those of the checkpoint.",
         )
         if state:
             self._refresh = state["refresh"]
@@ -122,16 +122,15 @@ class ReleasedProjection(_KeptProjection):
             not below the projected dimension stay unprojected, and with ``svd`` those with
             ``min(m, n) <= rank``, which have no more singular vectors.
         family: ``svd`` or a name in ``PROJECTIONS``; ``identity`` projects nothing.
-        rank: r, the columns of P; or parameter name -> r, for every matrix in ``shapes``.
+        rank: r, the columns of P.
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed; ``svd`` has no use for it.
         device: where projectors are used; the gradients given for ``svd`` are there too.
-        side: which dimension is projected, a name in ``placement.ProjectionSide``.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
 
     Raises:
-        PrivacyError: for an unknown family or side, or rank or update_steps below 1.
+        PrivacyError: for an unknown family, or rank or update_steps below 1.
     """
 
     def __init__(
@@ -139,11 +138,10 @@ class ReleasedProjection(_KeptProjection):
         shapes: Mapping[str, tuple[int, ...]],
         *,
         family: str,
-        rank: int | Mapping[str, int],
+        rank: int,
         update_steps: int,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        side: str = "smaller",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
         if family != SVD and family not in PROJECTIONS:
@@ -158,13 +156,12 @@ class ReleasedProjection(_KeptProjection):
             update_steps=update_steps,
             seed=seed,
             device=device,
-            side=side,
             input_dims=input_dims,
         )
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._placed = {}
         if family == SVD:
-            placed = placements(shapes, rank, side, input_dims)
+            placed = placements(shapes, rank, input_dims)
             self._placed = {n: p for n, p in placed.items() if p.rank < min(shapes[n])}
 
     def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
@@ -215,19 +212,17 @@ class ProjectionSchedule:
         shapes: parameter name -> shape, of the parameters to project; those with a rank that is
             not below the projected dimension stay unprojected.
         family: a name in ``PROJECTIONS``; ``identity`` projects nothing.
-        rank: r, the columns of P; or parameter name -> r, for every matrix in ``shapes``.
+        rank: r, the columns of P.
         update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed.
         device: where projectors are used.
-        side: which dimension is projected, a name in ``ProjectionSide``.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
 
-    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere. (The QR of
-    ``stiefel`` may round differently in another linear algebra library.)
+    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
     Raises:
-        PrivacyError: for an unknown family or side, or rank or update_steps below 1; and for
+        PrivacyError: for an unknown family, or rank or update_steps below 1; and for
             ``svd``, which must not see the gradients that are projected before they are private.
     """
 
@@ -236,11 +231,10 @@ class ProjectionSchedule:
         shapes: Mapping[str, tuple[int, ...]],
         *,
         family: str = "gaussian",
-        rank: int | Mapping[str, int],
+        rank: int,
         update_steps: int,
         seed: int,
         device: torch.device | str = "cpu",
-        side: str = "smaller",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
         known = ", ".join(sorted(PROJECTIONS))
@@ -253,7 +247,7 @@ class ProjectionSchedule:
         if family not in PROJECTIONS:
             raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
         require(update_steps >= 1, f"projection_update_steps={update_steps} must be at least 1.")
-        placed = placements(shapes, rank, side, input_dims)
+        placed = placements(shapes, rank, input_dims)
         cls = PROJECTIONS[family]
         self._family = cls() if cls else None
         self._update_steps, self._seed = update_steps, seed
@@ -280,14 +274,13 @@ class ProjectionSchedule:
 
     def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
         assert self._family is not None
-        size = place.rows if self._family.whole else BLOCK_ROWS
         blocks = [
             self._family.draw(
-                min(size, place.rows - start),
+                min(BLOCK_ROWS, place.rows - start),
                 place.rank,
-                projection_generator(self._seed, refresh, name, start // size),
+                projection_generator(self._seed, refresh, name, start // BLOCK_ROWS),
             )
-            for start in range(0, place.rows, size)
+            for start in range(0, place.rows, BLOCK_ROWS)
         ]
         return torch.cat(blocks).to(self._device)
 
@@ -308,7 +301,7 @@ class PrincipalProjection(_KeptProjection):
     Args:
         shapes: parameter name -> shape, of the parameters to project; those with a rank that is
             not below that dimension stay unprojected.
-        rank: r, or parameter name -> r, for every matrix in ``shapes``.
+        rank: r.
         update_steps: F; None measures before the first step only.
         measure: makes the matrices. All ranks call it at the same time, and get the same.
         device: where projectors are used.
@@ -322,7 +315,7 @@ class PrincipalProjection(_KeptProjection):
         self,
         shapes: Mapping[str, tuple[int, ...]],
         *,
-        rank: int | Mapping[str, int],
+        rank: int,
         update_steps: int | None,
         measure: Measure,
         device: torch.device | str = "cpu",
@@ -333,7 +326,7 @@ class PrincipalProjection(_KeptProjection):
             update_steps is None or update_steps >= 1,
             f"projection_update_steps={update_steps} must be at least 1.",
         )
-        self._placed = placements(shapes, rank, ProjectionSide.INPUT, input_dims)
+        self._placed = placements(shapes, rank, input_dims, of_input=True)
         self._update_steps, self._measure = update_steps, measure
         self._device = torch.device(device)
 

@@ -158,7 +158,6 @@ def render(
         private=private,
         unit=f"one {unit_of(mechanism)}",
         units="examples" if mechanism.privacy_unit == EXAMPLE else "units",
-        trials=mechanism.trials is not None,
         runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
         metrics=[(plain(name), f"{float(value):.4g}") for name, value in details.metrics.items()],

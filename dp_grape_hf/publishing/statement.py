@@ -86,7 +86,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     """Returns the table: name -> cell."""
     mechanism = ledger.mechanism
     seed = mechanism.projection_seed
-    cap, known = mechanism.max_batch_size, mechanism.norm_directions
+    known = mechanism.norm_directions
     most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
@@ -95,8 +95,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
         "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
-        "Sampling": f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}"
-        + ("" if cap is None else f", at most {cap} at a time"),
+        "Sampling": f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}",
         "Dataset size N, as declared": f"{mechanism.num_samples}",
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
         "Noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
@@ -117,11 +116,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
     if mechanism.chosen is not None:
         rows["Chosen without the data"] = mechanism.chosen
-    if mechanism.trials is not None:
-        each = f"of {mechanism.steps_of_trial} releases each"
-        rows["Chosen among trials"] = f"{mechanism.trials}, {each}, counted in ε"
     if earlier := ledger.composed_runs[:-1]:
-        releases = sum(max(run.steps, run.mechanism.steps_of_trial or 0) for run in earlier)
+        releases = sum(run.steps for run in earlier)
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε"
         )

@@ -104,17 +104,6 @@ class StopAtBudget(TrainerCallback):
             control.should_log = True
 
 
-class SeeIterates(TrainerCallback):
-    """Shows the weights after every step to what chooses those that training ends with."""
-
-    def __init__(self, see: Callable[[], None]) -> None:
-        self._see = see
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes note of the weights."""
-        self._see()
-
-
 class PrivacyProgress(ProgressCallback):
     """The progress bar of the Trainer; behind it, epsilon spent, and signal and noise as logged.
 

@@ -117,7 +117,6 @@ from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
     PrivacyProgress,
     PrivateLogs,
-    SeeIterates,
     StopAtBudget,
     Withheld,
     refuse_early_stopping,
@@ -301,8 +300,6 @@ class DPGrapeMixin(_Host):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
-        if self.args.released_iterate != "last":
-            self.add_callback(SeeIterates(lambda: me.private_run.iterate.update()))
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
@@ -549,7 +546,6 @@ class DPGrapeMixin(_Host):
             raise ValueError("Trainer: training requires a train_dataset.")
         args = self.args
         dataset, collator = self._with_used_columns(self.train_dataset, "training")
-        self.plan.require_size(self._dataset_size)
         generator = (
             self._known_streams.sampling
             if self._known_streams
@@ -563,7 +559,6 @@ class DPGrapeMixin(_Host):
             generator=generator,
             rank=args.process_index,
             world_size=args.world_size,
-            max_batch_size=self.plan.mechanism.max_batch_size,
             turns=lambda: me.private_run.turn,
         )
         return loader_of(draws, dataset, collator, args, self._units, positions_of(self.model))
@@ -699,8 +694,6 @@ class DPGrapeMixin(_Host):
         """Moves what is kept beside the weights into them, before the best may be loaded."""
         reshard(self.model)  # an evaluation may have left whole weights, which nothing would reach
         self.private_run.stop()
-        if self.private_run.iterate is not None:
-            self.private_run.iterate.release_()
         output = super()._finalize_training(*args, **kwargs)
         self.save_state()  # with all that was logged
         return output
@@ -1237,10 +1230,7 @@ class DPGrapeMixin(_Host):
         """Refuses: choosing the best of several private runs is not covered by any one ledger."""
         raise PrivacyError(
             "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
-            "run does not cover. Tune on public data; or give num_trials, the mean of a secret "
-            "random number of equal runs whose best you publish (dp-grape calibrate "
-            "--draw_num_trials): epsilon is then that of the best; or add all runs up, by "
-            "earlier_data='same'."
+            "run does not cover. Tune on public data, or add all runs up, by earlier_data='same'."
         )
 
 

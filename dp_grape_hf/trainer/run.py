@@ -45,10 +45,7 @@ from dp_grape_hf.mechanism import (
     factors_by_name,
 )
 from dp_grape_hf.optimizers import (
-    ITERATES,
     UPDATE_RULES,
-    Iterate,
-    LastIterate,
     LowRankUpdates,
     ProjectedOptimizer,
     ZerothOrderSGD,
@@ -78,7 +75,6 @@ from dp_grape_hf.projections import (
     input_dimensions,
     principal_directions,
     projection_targets,
-    ranks_for,
     synthetic_batches,
 )
 from dp_grape_hf.sharding import most_of_any, reshard
@@ -86,7 +82,6 @@ from dp_grape_hf.sharding import most_of_any, reshard
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
 _READ = 5  # batches of inputs that rates are measured on
-Savable = PrincipalProjection | ReleasedProjection | Iterate
 
 
 class Outcome(NamedTuple):
@@ -117,7 +112,6 @@ class Run:
         projectors: parameter name -> projector, what per-sample gradients met at the last step.
         mechanism: makes a release of a logical batch; None before ``start``.
         signal: how much of the releases was more than noise.
-        iterate: chooses the weights that training ends with; None for those of its last step.
         optimizer: what the release is handed to; None before ``take``.
         idle: what the model is run on while other processes have more; None if it is not sharded.
 
@@ -150,7 +144,6 @@ class Run:
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
         self.signal = Signal()
-        self.iterate: Iterate | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
         self.idle: Inputs | None = None
@@ -195,7 +188,6 @@ class Run:
             self._args, self._stepping, ledger, noise_generator, noise_slice
         )
         self.signal = Signal(ledger.mechanism.bands)
-        self.iterate = _iterate(self._args, self.trainable)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns an optimizer of all that is trained, and takes it."""
@@ -207,7 +199,7 @@ class Run:
     def take(self, optimizer: torch.optim.Optimizer, *, new: bool = True) -> None:
         """Hands releases to this optimizer from now on.
 
-        The state of what the run keeps beside the weights becomes a part of the optimizer's.
+        The state of a projection that no seed makes again becomes a part of the optimizer's.
 
         Args:
             optimizer: of the class and with the arguments of ``optimizer_cls_and_kwargs``.
@@ -223,8 +215,8 @@ class Run:
         self.optimizer = optimizer
         if self.mechanism is not None:
             measured = self.schedule if isinstance(self.schedule, PrincipalProjection) else None
-            parts = {"projection": self.released or measured, "iterate": self.iterate}
-            _save_with(optimizer, {name: part for name, part in parts.items() if part is not None})
+            if (projection := self.released or measured) is not None:
+                _save_with(optimizer, projection)
 
     def rates(
         self,
@@ -249,11 +241,8 @@ class Run:
         assert args.update_rule is not None
         assert args.max_grad_norm is not None
         stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
-        rule, corrected, settings = args.update_rule, args.noise_correction, _rule_settings(args)
-        walks = {
-            s: walk_of_noise(rule, settings, s, schedule, bands, corrected=corrected)
-            for s in set(stds.values())
-        }
+        rule, settings = args.update_rule, _rule_settings(args)
+        walks = {s: walk_of_noise(rule, settings, s, schedule, bands) for s in set(stds.values())}
         released = math.sqrt(np.square(released_noise(bands, len(schedule))).mean())
         projectors = self.projectors_at(0)  # a state that is loaded later brings its own
         given = None
@@ -398,24 +387,16 @@ class Run:
             self.optimizer.receive(private_grads[DIRECTION], number)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
-        assert self.mechanism is not None
         projectors = self.projectors
-        stds = {}
-        if self._args.noise_correction:
-            noise_std = self.mechanism.noise_std
-            stds = {n: noise_std / self._gradient_factors.get(n, 1.0) for n in private_grads}
         if self.released is not None:
             projectors = self.released.at(number, private_grads)
             self.per_sample.observer.made(PROJECTORS, projectors)
             for name, projector in projectors.items():
                 private_grads[name] = projector.project(private_grads[name])
-                if stds:  # a column of P of length 1 leaves the noise as it is
-                    stds[name] *= float(projector.matrix.norm()) / projector.rank**0.5
         weights = self.trainable
         self.optimizer.receive(
             {weights[name]: gradient for name, gradient in private_grads.items()},
             {weights[name]: projector for name, projector in projectors.items()},
-            noise_std={weights[name]: std for name, std in stds.items()},
         )
 
     # ---- What is kept beside the weights ----
@@ -489,7 +470,6 @@ def _per_sample(
             seed=args.projection_seed,
             perturbation=args.perturbation,
             n_directions=args.n_directions,
-            distribution=args.direction_distribution,
         )
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
 
@@ -518,8 +498,6 @@ def _optimizer(
     return ProjectedOptimizer, {
         **common,
         "rule": args.update_rule,
-        "moments_at_redraw": args.moments_at_redraw,
-        "noise_correction": args.noise_correction,
         "keep_changes": args.save_as == "adapter",
         **_rule_settings(args),
     }
@@ -534,30 +512,22 @@ def _rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
     return settings.get(args.update_rule, {})
 
 
-def _iterate(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> Iterate | None:
-    """Returns what chooses the weights that training ends with; None for those of its last step."""
-    name = args.released_iterate
-    if name == LastIterate.name:
-        return None
-    settings: dict[str, dict[str, Any]] = {"average": {"decay": args.average_decay}}
-    return ITERATES[name](trainable, **settings.get(name, {}))
-
-
-def _save_with(optimizer: torch.optim.Optimizer, parts: Mapping[str, Savable]) -> None:
-    """Makes the state of other parts of a run a part of the optimizer's, under their names."""
+def _save_with(
+    optimizer: torch.optim.Optimizer, projection: PrincipalProjection | ReleasedProjection
+) -> None:
+    """Makes the state of a projection a part of the optimizer's."""
 
     def add(_: Any, state: dict[str, Any]) -> None:
-        state.update({name: part.state_dict() for name, part in parts.items()})
+        state["projection"] = projection.state_dict()
 
     def take(_: Any, state: dict[str, Any]) -> None:
-        for name, part in parts.items():
-            if name not in state:
-                raise PrivacyError(
-                    f"The checkpoint's optimizer has no state of the {name}, without which the run "
-                    "cannot go on as it would have. Resume with the method and the options that "
-                    "the checkpoint was made with."
-                )
-            part.load_state_dict(state[name])
+        if "projection" not in state:
+            raise PrivacyError(
+                "The checkpoint's optimizer has no state of the projection, without which the run "
+                "cannot go on as it would have. Resume with the method and the options that "
+                "the checkpoint was made with."
+            )
+        projection.load_state_dict(state["projection"])
 
     optimizer.register_state_dict_post_hook(add)
     optimizer.register_load_state_dict_pre_hook(take)
@@ -571,6 +541,7 @@ def _projections(
 ) -> tuple[AtCapture | None, ReleasedProjection | None]:
     """Returns the projections of a run at capture and after the release, at most one of them."""
     assert args.projection is not None
+    assert args.projection_rank is not None
     where = METHODS[args.method].projected
     if where is None:
         return None, None
@@ -579,7 +550,7 @@ def _projections(
     )
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
-        "rank": _ranks(args, shapes),
+        "rank": args.projection_rank,
         "update_steps": args.projection_update_steps,
         "device": next(iter(trainable.values())).device,
     }
@@ -593,7 +564,6 @@ def _projections(
     settings |= {
         "family": args.projection,
         "seed": args.projection_seed,
-        "side": args.projection_side,
         "input_dims": input_dimensions(model),
     }
     if where == Projected.AT_CAPTURE:
@@ -695,12 +665,3 @@ def _require_same_factors(
             f"the checkpoint has {saved}, or others of these numbers, whose moments do not fit. "
             "Pass the factors, and train the parameters, that it was saved with."
         )
-
-
-def _ranks(args: DPGrapeArguments, shapes: Mapping[str, tuple[int, ...]]) -> int | dict[str, int]:
-    """Returns r, or the rank of every weight where ``projection_ranks`` says more."""
-    asked, rank = args.projection_ranks, args.projection_rank
-    assert rank is not None
-    if isinstance(asked, Mapping):
-        return ranks_for(shapes, rank, asked)
-    return rank

@@ -32,22 +32,36 @@ MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
         *("grad_sample_mode", "self_check"),
-        "regenerate_projections",  # an option that is gone, which earlier results have
         *("log_unnoised_statistics", "eval_data_is_public", "save_as"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
 )
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
 
+GONE = frozenset(
+    {
+        *(
+            "average_decay",
+            "direction_distribution",
+            "moments_at_redraw",
+            "noise_correction",
+            "regenerate_projections",
+        ),
+        *("num_trials", "released_iterate", "trials_distribution"),
+        *("max_batch_size", "projection_ranks", "projection_side", "sampling"),
+    }
+)
+"""Options that older results have, with what is always done now."""
+
 PROJECTION = frozenset(
     {
-        *("projection", "projection_rank", "projection_ranks", "projection_side"),
-        *("projection_update_steps", "project_embeddings", "moments_at_redraw"),
+        *("projection", "projection_rank"),
+        *("projection_update_steps", "project_embeddings"),
         *("optim_target_modules", "public_dataset"),
     }
 )
 ADAPTER = frozenset({"lora_rank", "lora_init"})
-DIRECTIONS = frozenset({"perturbation", "n_directions", "direction_distribution"})
+DIRECTIONS = frozenset({"perturbation", "n_directions"})
 """What means nothing without projections, adapters or random directions."""
 
 PRIVACY = frozenset(
@@ -58,7 +72,7 @@ PRIVACY = frozenset(
 )
 """What means nothing without privacy."""
 
-RANDOM = {"projection_side": "smaller", "projection_update_steps": 100}
+RANDOM = {"projection_update_steps": 100}
 """What a random projection has unless something else is asked for."""
 
 SINCE = {
@@ -129,7 +143,7 @@ class Run:
         seeds = {name for name in (*script, *settings) if name.endswith("seed")}
         if self.method == ZERO_SHOT:
             return MACHINE | seeds | SINCE.keys() | settings.keys() | ADAPTER | {"frozen"}
-        row, silent = METHODS[self.method], MACHINE | seeds
+        row, silent = METHODS[self.method], MACHINE | GONE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
         silent |= frozenset() if row.zeroth_order else DIRECTIONS

@@ -199,7 +199,6 @@ def test_bands_compose_with_what_was_released_before() -> None:
         ({"bands": 0}, "bands=0"),
         ({"bands": 60}, "at most 1/60"),
         ({"bands": 4, "adjacency": "replace_one"}, "no joint analysis"),
-        ({"bands": 4, "max_batch_size": 40, "num_samples": 1000}, "no joint analysis"),
         ({"bands": 4, "norm_directions": 8}, "no joint analysis"),
     ],
 )

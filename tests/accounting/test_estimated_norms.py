@@ -238,7 +238,6 @@ def test_exact_and_estimated_norms_compose() -> None:
         ({"norm_directions": 0}, "norm_directions=0 must be a whole number, at least 1"),
         ({"norm_directions": 1.5}, r"norm_directions=1\.5"),
         ({"norm_directions": True}, "norm_directions=True"),
-        ({"max_batch_size": 20, "num_samples": 100}, "=20 and norm_directions=16 have no joint"),
         ({"adjacency": "replace_one"}, "adjacency='replace_one' have no joint analysis"),
     ],
     ids=str,
@@ -253,7 +252,6 @@ def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) ->
     [
         ({"clipping": "per_layer"}, "norm_directions=16 estimates the norm over all layers"),
         ({"adjacency": "replace_one"}, "no joint analysis"),
-        ({"sampling": "truncated_poisson"}, "no joint analysis"),
     ],
     ids=str,
 )

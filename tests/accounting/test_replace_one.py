@@ -189,7 +189,7 @@ def test_calibration_inverts_accounting() -> None:
     ("wrong", "message"),
     [
         ({"adjacency": "substitute"}, "adjacency='substitute' must be one of"),
-        ({"max_batch_size": 20, "num_samples": 100}, "max_batch_size=20 and .* no joint analysis"),
+        ({"norm_directions": 8}, "norm_directions=8 and .* no joint analysis"),
     ],
     ids=str,
 )

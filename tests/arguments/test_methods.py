@@ -26,7 +26,6 @@ from dp_grape_hf.arguments import METHODS, Projected
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.trainer.run import scale_rates
 from tests.support.marks import slow_but
@@ -34,7 +33,6 @@ from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (
     EXACT,
     Examples,
-    RecordingTrainer,
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
@@ -501,40 +499,6 @@ def test_an_empty_draw_releases_noise(
     assert all(value.abs().min() > 0 for release in releases for value in release.values())
 
 
-# ---- Capped batches ----
-
-
-@pytest.mark.parametrize("cap", [6, None])
-def test_a_capped_draw_is_never_larger_and_stands_in_the_ledger(
-    cap: int | None, tmp_path: Path
-) -> None:
-    trainer = make_trainer(
-        tmp_path,
-        cls=RecordingTrainer,
-        sampling="truncated_poisson",
-        max_batch_size=cap,
-        max_steps=40,
-        target_epsilon=4.0,
-    )
-    trainer.train()
-    kept = trainer.ledger.mechanism.max_batch_size
-    assert trainer.ledger.mechanism.sampling == "truncated_poisson"
-    assert kept == cap or (cap is None and 6 < kept <= 24)
-    assert max(map(len, trainer.draws)) <= kept
-    assert cap is None or max(map(len, trainer.draws)) == 6  # false alarm below 1e-3
-    assert trainer.ledger.epsilon() <= 4.0
-    plain = make_trainer(tmp_path / "plain", max_steps=40, target_epsilon=4.0)
-    ratio = trainer.plan.mechanism.noise_multiplier / plain.plan.mechanism.noise_multiplier
-    assert ratio > 1.05 if cap else 0.999 < ratio < 1.002
-
-
-def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
-    with pytest.raises(
-        PrivacyError, match="num_samples=20 is below the number of training examples"
-    ):
-        make_trainer(tmp_path, sampling="truncated_poisson", num_samples=20)
-
-
 # ---- Refusals ----
 
 
@@ -553,13 +517,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
         ({"method": "galore", "noise_multiplier": 1.0}, "noise_multiplier=1.0 contradicts"),
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
-        ({"max_batch_size": 8}, "max_batch_size=8 needs sampling='truncated_poisson'"),
-        ({"sampling": "shuffle"}, "sampling='shuffle' must be one of"),
-        ({"projection_side": "left"}, "projection_side='left' must be one of"),
-        ({"projection_ranks": "auto:40"}, "projection_ranks='auto:40' must map"),
-        ({"projection_ranks": {"body": 0}}, "must map name patterns to ranks of at least 1"),
-        ({"method": "dp_adam", "projection_ranks": {"body": 2}}, "is about a projection, and"),
-        ({"projection_ranks": {"query": 2}}, "'query': this pattern matches none"),
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
         ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
@@ -582,15 +539,8 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
             )
             for method in ("dp_zo", "adam", "galore", "mezo")
         ),
-        (
-            {"released_iterate": "random"},
-            r"released_iterate='random' must be one of \['average', 'last'\]",
-        ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
-        ({"moments_at_redraw": "drop"}, "moments_at_redraw='drop' must be one of"),
-        ({"method": "dp_sgd", "noise_correction": True}, "noise_correction=True corrects"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
-        ({"method": "dpzero", "direction_distribution": "cube"}, "'cube' must be one of"),
         ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
         ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
         ({"privacy_unit_column": "example"}, "a column other than 'example'"),
@@ -612,7 +562,6 @@ def test_a_cap_wants_the_number_of_examples(tmp_path: Path) -> None:
         ({"clipping": "per_layer", "grad_sample_mode": "ghost"}, "which clipping='per_layer' does"),
         ({"method": "dp_jl", "clipping": "per_layer"}, "clipping='per_layer' needs one"),
         ({"method": "dp_jl", "adjacency": "replace_one"}, "have no joint analysis"),
-        ({"method": "dp_jl", "sampling": "truncated_poisson"}, "have no joint analysis"),
         ({"adjacency": "replace"}, "adjacency='replace' must be one of"),
         ({"grad_sample_mode": "hooks"}, "grad_sample_mode='hooks' must be one of"),
     ],
@@ -640,15 +589,6 @@ def test_rounding_that_a_finite_difference_would_magnify_is_refused(
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, method=method, **changes)
-
-
-def test_a_data_set_that_grew_behind_a_cap_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, sampling="truncated_poisson", max_batch_size=12)
-    trainer.train_dataset = points(30)
-    with pytest.raises(
-        PrivacyError, match="num_samples=24 is below the number of training examples"
-    ):
-        trainer.train()
 
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])
@@ -799,104 +739,6 @@ def test_other_factors_than_those_of_the_checkpoint_are_refused(tmp_path: Path) 
             PrivacyError, match=r"gradient_factors=.*recorded: '\{\"head\": 3\.0\}'"
         ):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-# ---- Options of projections ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "shapes"),
-    [
-        ({}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-        ({"projection_side": "larger"}, {"body.weight": (2, 6), "head.weight": (3, 2)}),
-        ({"projection_side": "input"}, {"body.weight": (8, 2), "head.weight": (3, 2)}),
-        ({"projection_side": "output"}, {"body.weight": (2, 6), "head.weight": (2, 8)}),
-        ({"projection_ranks": {"body": 4}}, {"body.weight": (8, 4), "head.weight": (2, 8)}),
-        ({"projection_ranks": '{"head": 1}'}, {"body.weight": (8, 2), "head.weight": (1, 8)}),
-        ({"projection": "stiefel"}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-        ({"projection": "rademacher"}, {"body.weight": (8, 2), "head.weight": (2, 8)}),
-    ],
-    ids=str,
-)
-def test_sides_and_ranks_are_those_asked_for(
-    changes: dict[str, Any],
-    shapes: dict[str, tuple[int, int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    releases = spy_releases(monkeypatch)
-    trainer = make_trainer(tmp_path, **changes)
-    trainer.train()
-    assert {name: tuple(releases[0][name].shape) for name in shapes} == shapes
-    assert trainer.ledger.mechanism.projection_side == changes.get("projection_side", "smaller")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", ["reset", "reproject"])
-@pytest.mark.parametrize("method", ["dp_grape", "dp_galore"])
-def test_moments_at_a_redraw_survive_a_checkpoint(
-    method: str, moments: str, tmp_path: Path
-) -> None:
-    """Stopped between two redraws, at steps 3 and 6, and resumed."""
-    settings = {**EXACT, "method": method, "max_steps": 8}
-    whole = whole_and_resumed(tmp_path, 5, **settings, moments_at_redraw=moments)
-    kept = run(tmp_path / "other", **settings, moments_at_redraw="keep")[-1]
-    assert any(not torch.equal(w, kept[n]) for n, w in whole.items())
-
-
-def test_the_noise_correction_knows_the_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sigma C / (f B) at capture; after the release times the length of the columns of P."""
-    seen: list[list[float]] = []
-    original = ProjectedOptimizer.receive
-
-    def receive(self: ProjectedOptimizer, *args: Any, noise_std: Any) -> None:
-        seen.append(list(noise_std.values()))
-        original(self, *args, noise_std=noise_std)
-
-    monkeypatch.setattr(ProjectedOptimizer, "receive", receive)
-    settings = {"noise_multiplier": 3.0, "max_grad_norm": 0.5, "noise_correction": True}
-    settings |= {"gradient_factors": {"head": 8.0, "body.weight": 2.0}}
-    for number, (method, family, scale) in enumerate(
-        [
-            ("dp_grape", "gaussian", 1.0),
-            ("dp_galore", "svd", 1.0),
-            ("d2p2", "stiefel", (6 / 2) ** 0.5),
-        ]
-    ):
-        rule = {"method": method, "projection": family, "update_rule": "adam", "max_steps": 1}
-        make_trainer(tmp_path / str(number), **settings | rule).train()
-        assert seen[-1][0] == pytest.approx(scale * 3.0 * 0.5 / 2 / 4)  # of body.weight, 8 x 6
-        assert seen[-1][1] == pytest.approx(3.0 * 0.5 / 4)  # of its bias
-        assert seen[-1][3] == pytest.approx(3.0 * 0.5 / 8 / 4)  # of the bias of the head
-
-
-# ---- The weights that training ends with ----
-
-
-@pytest.mark.parametrize("method", ["dp_grape", "dp_adam", "dpzero"])
-def test_the_average_of_iterates_is_what_a_run_ends_with(method: str, tmp_path: Path) -> None:
-    """And what is saved; with decay 1, the plain mean of all weights after a step."""
-    watch = Watch()
-    trainer = make_trainer(
-        tmp_path,
-        method=method,
-        callbacks=[watch],
-        released_iterate="average",
-        average_decay=1.0,
-        learning_rate=0.1,
-    )
-    trainer.train()
-    trainer.save_model()
-    mean = {n: torch.stack([w[n] for w in watch.weights[1:]]).mean(0) for n in watch.weights[0]}
-    assert_same_weights(weights_of(trainer.model), mean, atol=1e-6, rtol=1e-5)
-    assert any(not torch.equal(mean[name], watch.weights[-1][name]) for name in mean)
-
-
-def test_an_average_goes_on_where_a_run_was_stopped(tmp_path: Path) -> None:
-    settings = {**EXACT, "method": "dp_grape", "released_iterate": "average", "max_steps": 5}
-    whole_and_resumed(tmp_path, 2, **settings)
 
 
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_a_sampled_run_draws_what_it_says() -> None:
         {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
         {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
         {"projection": "principal", "steps": 2, "gradient_factors": FACTORS},
-        {"projection": "rademacher", "steps": 2, "gradient_factors": {"body": 8}},
+        {"projection": "gaussian", "steps": 2, "gradient_factors": {"body": 8}},
         {"noise": "banded", "target_epsilon": 4.0, "sample_rate": 0.25, "steps": 4},
     ],
     ids=str,
@@ -347,7 +347,7 @@ def test_what_the_trainer_refuses_is_refused(changes: dict[str, Any], message: s
     ("changes", "message"),
     [
         ({"method": "adam"}, "method='adam' cannot be audited"),
-        ({"canaries": 1}, "canaries=1 must be at least 2"),
+        ({"canaries": 3}, "canaries=3 must be at least 4"),
         ({"guesses": 0}, "guesses=0 must lie in"),
         ({"canaries": 10, "guesses": 11}, "guesses=11 must lie in"),
         ({"projection_rank": 4}, "projection_rank=4 must lie in 1"),

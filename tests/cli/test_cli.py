@@ -15,7 +15,6 @@ from dp_grape_hf.accounting import (
     ACCOUNTANTS,
     LEAST,
     Adjacency,
-    TrialsDistribution,
     compute_epsilon,
 )
 from dp_grape_hf.arguments import METHODS
@@ -75,7 +74,6 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
     assert calibrate["accountant"].default == LEAST
     assert calibrate["adjacency"].help.startswith(f"{' or '.join(Adjacency)}: ")
     assert calibrate["adjacency"].default == Adjacency.ADD_OR_REMOVE_ONE
-    assert calibrate["trials_distribution"].help.startswith(f"{', '.join(TrialsDistribution)}: ")
     ends = f"from {DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})"
     assert ends in calibrate["target_epsilon"].help
     assert memory["clipping"].choices == audit["clipping"].choices == tuple(Clipping)

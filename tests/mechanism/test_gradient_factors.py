@@ -215,7 +215,7 @@ def test_the_noise_of_a_parameter_is_divided_by_its_factor() -> None:
         torch.testing.assert_close(found[name], plain[name] / factor, rtol=1e-6, atol=0)
         if name != "bias":
             assert float(found[name].std()) == pytest.approx(1.5 * 0.4 / 5 / factor, rel=0.015)
-    assert engine.noise_std == pytest.approx(1.5 * 0.4 / 5)
+    assert engine.independent_std == pytest.approx(1.5 * 0.4 / 5)
 
 
 def test_secure_noise_is_rounded_before_the_division() -> None:

@@ -633,7 +633,7 @@ def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
 def test_what_the_ledger_records_is_what_is_done(clipping: str) -> None:
     own = {"noise_multiplier": 0.5, "max_grad_norm": 3.0, "expected_batch_size": 6}
     engine = make_private(Given(a=(3,)), clipping=clipping, **own)
-    assert (engine.noise_std, engine.max_grad_norm) == (0.25, 3.0)
+    assert (engine.independent_std, engine.max_grad_norm) == (0.25, 3.0)
     assert (engine.expected_batch_size, engine.clipping) == (6.0, clipping)
 
 

@@ -108,7 +108,7 @@ def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:
     assert len(logged) == 3
     for logs in logged:
         assert 0 < logs["signal"] < 0.2 * 1.05
-        std = trainer.private_run.mechanism.noise_std
+        std = trainer.private_run.mechanism.independent_std
         sizes = trainer.private_run.per_sample.released_shapes(trainer.private_run.projectors)
         count = sum(math.prod(shape) for shape in sizes.values())
         assert logs["noise"] == pytest.approx(std * math.sqrt(count), rel=1e-4)

@@ -132,13 +132,6 @@ def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
     assert len(UnitBatchSampler(plain, UNITS)) == 200
 
 
-def test_a_capped_draw_of_units_is_capped_in_units() -> None:
-    capped, free = _draws(0.7, 50, max_batch_size=3), _draws(0.7, 50)
-    for kept, drawn in zip(capped, free, strict=True):
-        assert len(kept) == min(3, len(drawn))
-        assert all(unit in drawn for unit in kept)
-
-
 @pytest.mark.parametrize("cap", [None, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_a_draw_and_never_a_unit(world_size: int, cap: int | None) -> None:

@@ -228,7 +228,7 @@ def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
     original = PrivateMechanism.release
 
     def release(self: PrivateMechanism) -> dict[str, Tensor]:
-        std, sigma = self.noise_std, self.noise_multiplier
+        std, sigma = self.independent_std, self.noise_multiplier
         self.noise_multiplier = 0.0
         result = original(self)
         self.noise_multiplier = sigma
@@ -741,7 +741,7 @@ SABOTEURS = (
         "columns are longer than 1",
         _long_columns,
         (
-            "test_turns.py::test_a_release_has_the_noise_that_is_told",
+            "test_turns.py::test_a_release_has_the_noise_that_is_predicted",
             "test_turns.py::test_noise_is_the_inverse_matrix_times_independent_noise",
         ),
     ),

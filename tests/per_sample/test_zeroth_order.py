@@ -44,9 +44,7 @@ def released(engine: PrivateMechanism, step: int, batches: Sequence[Mapping[str,
     return release[DIRECTION]
 
 
-def tensors_of(
-    model: nn.Module, step: int, count: int = 1, distribution: str = "gaussian"
-) -> list[dict[str, Tensor]]:
+def tensors_of(model: nn.Module, step: int, count: int = 1) -> list[dict[str, Tensor]]:
     """Returns the directions of a step by their definition, each whole: parameter name -> z.
 
     For weights of one block.
@@ -59,10 +57,6 @@ def tensors_of(
             seed = projection_seed_for(SEED, step * count + number, name, 0)
             generator = torch.Generator().manual_seed(seed)
             z[name] = torch.randn(weight.shape, generator=generator).double()
-        if distribution == "sphere":
-            everything = torch.cat([value.flatten() for value in z.values()])
-            factor = everything.numel() ** 0.5 / everything.norm().item()
-            z = {name: value * factor for name, value in z.items()}
         found.append(z)
     return found
 
@@ -176,15 +170,14 @@ def small_engine(model: nn.Module, **settings: Any) -> ZerothOrderEngine:
     return ZerothOrderEngine(model, squares, seed=SEED, **settings)
 
 
-@pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
-def test_for_small_mu_a_scalar_is_the_derivative_along_its_direction(distribution: str) -> None:
+def test_for_small_mu_a_scalar_is_the_derivative_along_its_direction() -> None:
     model, inputs = small_model(), small_batch(4)
-    engine = small_engine(model, perturbation=1e-5, n_directions=2, distribution=distribution)
+    engine = small_engine(model, perturbation=1e-5, n_directions=2)
     engine.use(0)
     scalars = engine(inputs, {})[1][DIRECTION].values
     _, gradients = make_engine("functorch", model, squares)(inputs, {})
     one_hot = torch.eye(4)
-    for k, z in enumerate(tensors_of(model, 0, 2, distribution)):
+    for k, z in enumerate(tensors_of(model, 0, 2)):
         for i in range(4):
             derivative = sum(
                 (gradients[name].weighted_sum(one_hot[i]).double() * value).sum()
@@ -203,16 +196,6 @@ def test_the_directions_are_standard_normal_and_differ_between_steps_numbers_and
     assert torch.equal(drawn(Directions(weights, SEED, 2), weights["b"], 1, 1).flatten(), z[-1])
     other = drawn(Directions(weights, SEED + 1, 2), weights["b"], 1, 1).flatten()
     assert (other - z[-1]).std() > 1
-
-
-def test_a_direction_on_the_sphere_has_the_length_of_the_root_of_its_dimension() -> None:
-    weights = dict(small_model().named_parameters())
-    directions = Directions(weights, SEED, 2, "sphere")
-    size = sum(weight.numel() for weight in weights.values())
-    for step, number in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        z = [drawn(directions, weight, step, number).double() for weight in weights.values()]
-        squared = torch.stack([value.square().sum() for value in z]).sum().item()
-        assert squared == pytest.approx(size, rel=1e-5)
 
 
 def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,7 +778,6 @@ def test_an_update_needs_one_release_and_the_directions_of_its_step() -> None:
         (partial(small_engine, perturbation=0.0), "perturbation=0.0"),
         (partial(small_engine, perturbation=math.nan), "perturbation=nan"),
         (partial(small_engine, n_directions=0), "n_directions=0"),
-        (partial(small_engine, distribution="cube"), "distribution='cube'"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(

@@ -88,9 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, tied": ("opt", {}),
     "roberta, with a tied decoder": ("roberta-masked-lm", {}),
     "vit, with parameters that are no module": ("vit", {}),
-    "the larger side": (BERT, {"projection_side": "larger"}),
     "principal directions": (BERT, PRINCIPAL),
-    "other ranks": (BERT, {"projection_ranks": {"query": 1, "intermediate": 3}}),
     "bfloat16": (BERT, IN_BFLOAT16),
     "bfloat16, transposed and tied": ("gpt2", IN_BFLOAT16),
 }
@@ -129,17 +127,12 @@ def test_peft_makes_of_base_and_adapter_the_trained_model(case: str, tmp_path: P
 
 
 def test_ranks_add_up_over_the_projections_and_scale_nothing(tmp_path: Path) -> None:
-    trained(tmp_path, projection_ranks={"query": 1})
+    trained(tmp_path)
     config, tensors = config_of(tmp_path), load_file(tmp_path / ADAPTER)
     assert config["r"] == config["lora_alpha"] == 4  # of two projections of rank 2
-    queries = {f"bert.encoder.layer.{i}.attention.self.query" for i in (0, 1)}
-    assert config["rank_pattern"] == config["alpha_pattern"] == dict.fromkeys(queries, 2)
-    for name, tensor in tensors.items():
-        if ".lora_A." in name:
-            assert tensor.shape[0] == (2 if ".query." in name else 4), name
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    assert {t.shape[0] for name, t in tensors.items() if ".lora_A." in name} == {4}
     assert config["bias"] == "lora_only"
-    assert config["base_model_name_or_path"] is None
-    assert sorted(config["target_modules"]) == config["target_modules"]
 
 
 def test_frozen_parts_are_not_saved_and_the_file_is_smaller(tmp_path: Path) -> None:
@@ -394,7 +387,6 @@ def test_training_goes_on_from_an_adapter_with_what_it_spent(saved: Path, tmp_pa
         ({"method": "dp_adam"}, "method='dp_adam' and projection='identity'"),
         ({"method": "dp_galore"}, "method='dp_galore' and projection='svd'"),
         ({"projection": "identity"}, "projection='identity'"),
-        ({"released_iterate": "average"}, "released_iterate='average'"),
         (
             {
                 "load_best_model_at_end": True,

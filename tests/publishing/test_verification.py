@@ -143,7 +143,6 @@ def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "capped": {"sampling": "truncated_poisson", "max_batch_size": 80},
     "estimated norms": {"norm_directions": 64, "method": "dp_jl"},
     "replace one": {"adjacency": "replace_one"},
     "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},

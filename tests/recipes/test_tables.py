@@ -76,10 +76,10 @@ def test_runs_that_differ_in_more_than_seeds_are_not_averaged() -> None:
 
 
 def test_a_variant_says_so_and_has_no_number_of_the_paper() -> None:
-    text = section(text_of(made_up(90.0, projection="stiefel")), "## RoBERTa")
+    text = section(text_of(made_up(90.0, projection="identity")), "## RoBERTa")
     plain, other = rows(text, "| DP-GRAPE | 6")[0], rows(text, "| DP-GRAPE, projection")[0]
     assert plain[2:4] == ["93.3 ± 0.4", "not run"]
-    assert other[:4] == ["DP-GRAPE, projection = stiefel", "6", "", "90.0 [1]"]
+    assert other[:4] == ["DP-GRAPE, projection = identity", "6", "", "90.0 [1]"]
 
 
 def test_what_only_a_machine_notices_is_averaged() -> None:
@@ -95,11 +95,11 @@ def test_a_line_may_have_another_bound_on_each_task() -> None:
 
 def test_code_without_an_option_did_what_the_option_does_by_default() -> None:
     older, newer = made_up(90.0, seed=13), made_up(92.0, seed=21)
-    older["settings"].pop("noise_correction", None)
-    newer["settings"]["noise_correction"] = False
+    older["settings"].pop("project_embeddings", None)
+    newer["settings"]["project_embeddings"] = False
     (group,) = groups_of([Run(older), Run(newer)])
     assert group.score() == (91.0, 1.0, 2)
-    newer["settings"]["noise_correction"] = True
+    newer["settings"]["project_embeddings"] = True
     assert len(groups_of([Run(older), Run(newer)])) == 2
 
 

@@ -17,7 +17,7 @@ SETTINGS = {
         "projection": "gaussian",
         "projection_rank": 16,
     },
-    **{"projection_update_steps": 100, "projection_seed": 0, "released_iterate": "last"},
+    **{"projection_update_steps": 100, "projection_seed": 0},
     **{"target_epsilon": 6.0, "target_delta": 1e-5, "accountant": "rdp", "max_grad_norm": 0.5},
     **{"clipping": "flat", "expected_batch_size": 64, "sampling": "poisson", "max_steps": 1000},
     **{"adjacency": "add_or_remove_one", "engine": "layerwise", "learning_rate": 1e-4, "seed": 13},

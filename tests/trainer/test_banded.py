@@ -143,7 +143,7 @@ def test_units_take_turns(tmp_path: Path) -> None:
         ("dp_lora", {"update_rule": "momentum"}),
         ("dp_galore", {}),
         ("dp_grape", {"projection": "principal", "public_dataset": points(8, seed=9)}),
-        ("dp_grape", {"gradient_factors": {"head": 3.0}, "noise_correction": True}),
+        ("dp_grape", {"gradient_factors": {"head": 3.0}}),
     ],
 )
 def test_methods_train_with_it(method: str, more: dict[str, Any], tmp_path: Path) -> None:
@@ -294,7 +294,6 @@ def test_what_is_published_verifies(tmp_path: Path) -> None:
         ({"target_epsilon": None, "noise_multiplier": 1.0}, "Give target_epsilon"),
         ({"method": "dpzero"}, "a direction of its own"),
         ({"adjacency": "replace_one"}, "no joint analysis"),
-        ({"sampling": "truncated_poisson"}, "no joint analysis"),
         ({"method": "dp_jl"}, "no joint analysis"),
         ({"secure_noise": True}, "secure_noise"),
         ({"noise": "correlated"}, "one of"),

@@ -327,11 +327,6 @@ def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> No
 # ---- Refused ----
 
 
-def test_another_side_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="projection_side='smaller': principal directions"):
-        trainer_of(tmp_path, projection_side="smaller")
-
-
 @pytest.mark.parametrize("method", ["dp_galore", "dp_adam"])
 def test_methods_that_project_no_gradient_at_capture_are_refused(
     method: str, tmp_path: Path

@@ -144,8 +144,8 @@ def test_a_run_releases_what_the_trainer_does(
 
 
 def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
-    """Its optimizer is older than the run; the state of the average is saved with it."""
-    settings = {"released_iterate": "average", "save_strategy": "steps", "save_steps": 1}
+    """Its optimizer is older than the run; the state of the projection is saved with it."""
+    settings = {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}
     settings |= {"noise_multiplier": 0, "max_grad_norm": float("inf")}
     settings |= {"per_device_train_batch_size": 24}
     whole = make_trainer(tmp_path / "whole", **settings)

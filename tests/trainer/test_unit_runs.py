@@ -169,14 +169,13 @@ def test_everything_is_counted_in_units(tmp_path: Path) -> None:
     assert spent.epsilon <= 6.0
 
 
-def test_declared_and_capped_numbers_are_of_units(tmp_path: Path) -> None:
-    settings = {"sampling": "truncated_poisson", "max_batch_size": 3, "cls": RecordingTrainer}
-    trainer, _ = _run(tmp_path, num_samples=10, max_examples_per_unit=2, **settings)
+def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
+    settings = {"num_samples": 10, "max_examples_per_unit": 2, "cls": RecordingTrainer}
+    trainer, _ = _run(tmp_path, **settings)
     assert trainer.plan.mechanism.sample_rate == 0.3
     users = {row["id"]: row["user"] for row in trainer.train_dataset.examples}
     for drawn in trainer.draws:
         owners = [users[i] for i in drawn]
-        assert len(set(owners)) <= 3
         assert all(owners.count(user) <= 2 for user in owners)
     assert any(trainer.draws)
 

@@ -80,10 +80,9 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "opt"),
         {"method": "dp_adam", "grad_sample_mode": "ghost"},
     ),
-    "opt, average": (
+    "opt, evaluated": (
         partial(_of_case, "opt"),
         {
-            "released_iterate": "average",
             "eval_dataset": examples_of("opt", 5),
             "eval_strategy": "steps",  # the last evaluation is between the last step and the end
             "eval_steps": 1,
@@ -105,17 +104,12 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
             "update_rule": "momentum",
         },
     ),
-    "opt, truncated": (
-        partial(_of_case, "opt"),
-        {"sampling": "truncated_poisson", "max_batch_size": 9},
-    ),
     "llama, uneven": (partial(_of_case, "llama"), UNEVEN),
     "llama, LoRA": (lambda: _of_case("llama") | {"model": with_lora()}, {"method": "dp_lora"}),
     "gpt2, per layer": (
         partial(_of_case, "gpt2"),
         {
             "clipping": "per_layer",
-            "moments_at_redraw": "reproject",
             "projection_update_steps": 2,
         },
     ),
