@@ -1,25 +1,17 @@
-"""Every update rule, and what becomes of moments at a redraw, against their definitions."""
+"""Every update rule against its definition: moments stay what they are when P is redrawn."""
 
 import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import UPDATE_RULES, AtRedraw, ProjectedAdam, ProjectedOptimizer, rules
-from dp_grape_hf.optimizers.rules import (
-    Term,
-    UpdateRule,
-    change_of_coordinates,
-    reproject_,
-    update_rule,
-)
+from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedOptimizer, rules
+from dp_grape_hf.optimizers.rules import Term, UpdateRule, update_rule
 from dp_grape_hf.projections import Projector, Side
 
 SHAPES = {"left": (8, 20), "right": (20, 8), "square": (8, 8), "vector": (7,), "number": ()}
@@ -40,12 +32,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
     return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
 
 
-def draw(seed: int, orthonormal: bool = False) -> Draw:
+def draw(seed: int) -> Draw:
     """Returns a new projector for each matrix, which has the same P for the same seed."""
     generator, drawn = torch.Generator().manual_seed(seed), {}
     for name, side in SIDES.items():
         matrix = torch.randn(8, RANK, generator=generator) / RANK**0.5
-        drawn[name] = Projector(torch.linalg.qr(matrix)[0] if orthonormal else matrix, side)
+        drawn[name] = Projector(matrix, side)
     return drawn
 
 
@@ -55,17 +47,10 @@ def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
     return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
 
 
-def step(
-    optimizer: ProjectedOptimizer,
-    weights: Parameters,
-    number: int,
-    projectors: Draw,
-    noise_std: Any = None,
-) -> None:
+def step(optimizer: ProjectedOptimizer, weights: Parameters, number: int, projectors: Draw) -> None:
     optimizer.receive(
         {weights[name]: gradient for name, gradient in gradients(number, projectors).items()},
         {weights[name]: projector for name, projector in projectors.items()},
-        noise_std=noise_std,
     )
     optimizer.step()
 
@@ -78,68 +63,38 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Definition:
-    """An optimizer in float64. Weights projected on the right are transposed: rows are projected.
+    """An optimizer in float64. Weights projected on the right are transposed."""
 
-    Args:
-        std, floor: the noise that is subtracted from Adam's second moment, and the least that is
-            left of it, in units of std**2.
-    """
-
-    def __init__(
-        self, rule: str, at_redraw: str, lr: float, decay: float, std: float = 0, floor: float = 0
-    ) -> None:
-        self.rule, self.at_redraw, self.lr, self.decay = rule, at_redraw, lr, decay
-        self.std, self.floor = std, floor
+    def __init__(self, rule: str, lr: float, decay: float) -> None:
+        self.rule, self.lr, self.decay = rule, lr, decay
         self.weights = {n: self.turned(n, p.detach().double()) for n, p in parameters().items()}
         self.first = dict.fromkeys(SHAPES, torch.zeros(()))
         self.second = dict.fromkeys(SHAPES, torch.zeros(()))
-        self.count = dict.fromkeys(SHAPES, 0)
-        self.last: dict[str, Tensor] = {}
+        self.count = 0
 
     @staticmethod
     def turned(name: str, value: Tensor) -> Tensor:
         return value.T if SIDES.get(name) is Side.RIGHT else value
 
     def step(self, number: int, projectors: Draw) -> None:
+        self.count += 1
         for name, gradient in gradients(number, projectors).items():
-            if name in projectors:
-                self.redraw(name, projectors[name].matrix.double())
             update = self.update(name, self.turned(name, gradient.double()))
-            lifted = self.last[name] @ update if name in projectors else update
-            self.weights[name] = (1 - self.lr * self.decay) * self.weights[name] - self.lr * lifted
+            if name in projectors:
+                update = projectors[name].matrix.double() @ update
+            self.weights[name] = (1 - self.lr * self.decay) * self.weights[name] - self.lr * update
 
     def update(self, name: str, g: Tensor) -> Tensor:
-        self.count[name] += 1
         if self.rule == "sgd":
             return g
         if self.rule == "momentum":
             self.first[name] = SETTINGS["momentum"]["momentum"] * self.first[name] + g
             return self.first[name]
-        (beta1, beta2), t = SETTINGS["adam"]["betas"], self.count[name]
+        (beta1, beta2), t = SETTINGS["adam"]["betas"], self.count
         self.first[name] = beta1 * self.first[name] + (1 - beta1) * g
         self.second[name] = beta2 * self.second[name] + (1 - beta2) * g**2
-        v = self.second[name] / (1 - beta2**t) - self.std**2
-        v = v.clamp(min=self.floor * self.std**2)
-        return self.first[name] / (1 - beta1**t) / (v.sqrt() + SETTINGS["adam"]["eps"])
-
-    def redraw(self, name: str, new: Tensor) -> None:
-        old = self.last.get(name, new)
-        self.last[name] = new
-        if torch.equal(old, new) or self.at_redraw == "keep" or self.rule == "sgd":
-            return
-        if self.at_redraw == "reset":
-            self.first[name] = self.second[name] = torch.zeros(())
-            self.count[name] = 0
-            return
-        change = (torch.linalg.pinv(old) @ new).T  # of the shortest gradient with these coordinates
-        self.first[name] = change @ self.first[name]
-        if self.rule == "adam":
-            second = []
-            for row in change:
-                shares = row**2 / max(1, row.square().sum())
-                seen = (shares[:, None] * self.second[name]).sum(0)
-                second.append(seen + (1 - shares.sum()) * self.second[name].mean(0))
-            self.second[name] = torch.stack(second)
+        root = (self.second[name] / (1 - beta2**t)).sqrt()
+        return self.first[name] / (1 - beta1**t) / (root + SETTINGS["adam"]["eps"])
 
 
 def assert_defined(weights: Mapping[str, Tensor], definition: Definition, **bounds: float) -> None:
@@ -157,58 +112,26 @@ def test_every_rule_is_tested_here() -> None:
 # ---- The definitions ----
 
 
-@pytest.mark.parametrize("orthonormal", [True, False])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_every_step_is_its_definition(
-    rule: str, at_redraw: str, decay: float, orthonormal: bool
-) -> None:
+def test_every_step_is_its_definition(rule: str) -> None:
     """Also where an unchanged P comes as another object, as it does after a resume."""
     weights = parameters()
-    settings = SETTINGS[rule] | {"weight_decay": decay, "moments_at_redraw": at_redraw}
-    optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
-    definition = Definition(rule, at_redraw, 0.1, decay)
+    optimizer = ProjectedOptimizer(
+        weights.values(), 0.1, rule=rule, weight_decay=0.3, **SETTINGS[rule]
+    )
+    definition = Definition(rule, 0.1, 0.3)
     projectors: Draw = {}
     for number in range(4 * EVERY):
         if number < EVERY or number % EVERY == 0:
-            projectors = draw(number // EVERY, orthonormal)
+            projectors = draw(number // EVERY)
         step(optimizer, weights, number, projectors)
         definition.step(number, projectors)
         assert_defined(weights, definition, rtol=2e-5, atol=2e-5)
-        counts = {name: int(optimizer.state[weight]["step"]) for name, weight in weights.items()}
-        assert counts == definition.count
+        counts = {int(optimizer.state[weight]["step"]) for weight in weights.values()}
+        assert counts == {definition.count}
 
 
-@pytest.mark.parametrize("nonzero", [0.3, 1.0])
-@pytest.mark.parametrize("at_redraw", AtRedraw)
-def test_a_corrected_step_is_its_definition(at_redraw: str, nonzero: float) -> None:
-    weights, beta1 = parameters(), SETTINGS["adam"]["betas"][0]
-    optimizer = ProjectedAdam(
-        *(weights.values(), 0.1),
-        weight_decay=0.2,
-        moments_at_redraw=at_redraw,
-        noise_correction=True,
-        **SETTINGS["adam"],
-    )
-    definition = Definition("adam", at_redraw, 0.1, 0.2, std=nonzero)
-    for number in range(3 * EVERY):
-        projectors = draw(number // EVERY)
-        # What the noise of t gradients leaves in m_hat, as the sum of the squares of their shares.
-        t = (number % EVERY if at_redraw == "reset" else number) + 1
-        shares = [beta1 ** (t - i) * (1 - beta1) / (1 - beta1**t) for i in range(1, t + 1)]
-        definition.floor = sum(share**2 for share in shares)
-        step(optimizer, weights, number, projectors, nonzero)
-        definition.step(number, projectors)
-        for name in SIDES:  # the others are never reset, so their floor is another
-            found = definition.turned(name, weights[name].detach().double())
-            torch.testing.assert_close(found, definition.weights[name], rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("rule", "settings"),
-    [("sgd", {}), ("momentum", {"momentum": 0.9}), ("momentum", {"momentum": 0.0})],
-)
+@pytest.mark.parametrize(("rule", "settings"), [("sgd", {}), ("momentum", {"momentum": 0.9})])
 def test_without_projectors_every_step_is_that_of_torch(
     rule: str, settings: dict[str, Any]
 ) -> None:
@@ -238,7 +161,7 @@ def test_groups_have_settings_of_their_own() -> None:
 
 
 def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its moments are kept, saved and carried over a redraw without a word about it elsewhere."""
+    """Its moments are kept without a word about it elsewhere."""
     monkeypatch.setattr(rules, "UPDATE_RULES", registry := dict(UPDATE_RULES))
     monkeypatch.setattr("dp_grape_hf.optimizers.projected.UPDATE_RULES", registry)
 
@@ -254,23 +177,15 @@ def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
                 term.target.sub_(lr * term.moments[0].add_(term.gradient).sign())
 
     weights = parameters()
-    optimizer = ProjectedOptimizer(
-        weights.values(), rule="sign_of_sum", moments_at_redraw="reproject"
-    )
+    optimizer = ProjectedOptimizer(weights.values(), rule="sign_of_sum")
     totals = {name: torch.zeros(()) for name in SIDES}
     for number in range(2):
         projectors = draw(number)
         step(optimizer, weights, number, projectors)
-        for name, gradient in gradients(number, projectors).items():
-            if name in SIDES:
-                change = change_of_coordinates(draw(0)[name].matrix, projectors[name].matrix)
-                left = SIDES[name] is Side.LEFT
-                carried = totals[name]
-                if number:
-                    carried = change @ carried if left else carried @ change.T
-                totals[name] = carried + gradient
-                found = optimizer.state[weights[name]]["total"]
-                torch.testing.assert_close(found, totals[name], rtol=1e-5, atol=1e-5)
+        for name in SIDES:
+            totals[name] = totals[name] + gradients(number, projectors)[name]
+            found = optimizer.state[weights[name]]["total"]
+            torch.testing.assert_close(found, totals[name], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="'sign_of_sum' is registered twice"):
         update_rule("sign_of_sum")(SignOfSum)
 
@@ -278,16 +193,13 @@ def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Low precision ----
 
 
-@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_updates_kept_apart_are_those_of_the_definition(rule: str, at_redraw: str) -> None:
+def test_updates_kept_apart_are_those_of_the_definition(rule: str) -> None:
     """In a period without rounding; moments, which rounding does not touch, at every step."""
     weights = parameters(torch.bfloat16)
-    settings = SETTINGS[rule] | {"weight_decay": 0.3, "moments_at_redraw": at_redraw}
-    optimizer = ProjectedOptimizer(
-        weights.values(), 0.01, rule=rule, float32_updates=True, **settings
-    )
-    definition = Definition(rule, at_redraw, 0.01, 0.3)
+    settings = SETTINGS[rule] | {"weight_decay": 0.3, "float32_updates": True}
+    optimizer = ProjectedOptimizer(weights.values(), 0.01, rule=rule, **settings)
+    definition = Definition(rule, 0.01, 0.3)
     definition.weights = {
         name: definition.turned(name, weight.detach().double()) for name, weight in weights.items()
     }
@@ -312,7 +224,7 @@ def test_updates_kept_apart_are_those_of_the_definition(rule: str, at_redraw: st
 
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
-    """Each is 1/2000 of the weight; 400 of them come to a fifth, give or take 5 deviations."""
+    """Each is 1/2000 of the weight; 200 of them come to a tenth, give or take 5 deviations."""
     lost, found = (nn.Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(2))
     for weight, on in ((lost, False), (found, True)):
         optimizer = ProjectedOptimizer(
@@ -322,301 +234,58 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
             float32_updates=on,
             **SETTINGS[rule] | ({"momentum": 0.0} if rule == "momentum" else {}),
         )
-        for _ in range(400):
+        for _ in range(200):
             optimizer.receive({weight: torch.ones(2000)})
             optimizer.step()
     assert torch.equal(lost, torch.ones_like(lost))
-    assert float(found.detach().float().mean()) == pytest.approx(0.8, abs=0.01)
+    assert float(found.detach().float().mean()) == pytest.approx(0.9, abs=0.01)
 
 
 # ---- State ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("at_redraw", AtRedraw)
 @pytest.mark.parametrize("rule", SETTINGS)
-@pytest.mark.parametrize("saved_after", [1, EVERY, EVERY + 1])
 def test_a_saved_state_continues_as_if_it_had_never_been_saved(
-    saved_after: int, rule: str, at_redraw: str, dtype: torch.dtype
+    rule: str, dtype: torch.dtype
 ) -> None:
-    """Saved within a period, right before a redraw, and right after; P is another object then."""
+    """Saved within a period; P is another object then."""
     weights = parameters(dtype)
-    settings = SETTINGS[rule] | {
-        "moments_at_redraw": at_redraw,
-        "float32_updates": dtype is torch.bfloat16,
-        "noise_correction": rule == "adam",
-    }
+    settings = SETTINGS[rule] | {"float32_updates": dtype is torch.bfloat16, "weight_decay": 0.1}
     optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
-    for number in range(saved_after):
-        step(optimizer, weights, number, draw(number // EVERY), 0.3)
+    for number in range(EVERY + 1):
+        step(optimizer, weights, number, draw(number // EVERY))
     copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    resumed = ProjectedOptimizer(copies.values(), 0.1, rule=rule, **settings)
+    resumed = ProjectedOptimizer(copies.values(), 1.0, rule=rule, **settings)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    for number in range(saved_after, 3 * EVERY):
-        step(optimizer, weights, number, draw(number // EVERY), 0.3)
-        step(resumed, copies, number, draw(number // EVERY), 0.3)
+    assert resumed.param_groups[0]["lr"] == 0.1
+    for number in range(EVERY + 1, 3 * EVERY):
+        step(optimizer, weights, number, draw(number // EVERY))
+        step(resumed, copies, number, draw(number // EVERY))
         for name, weight in weights.items():
             assert torch.equal(copies[name], weight), name
 
 
-@pytest.mark.parametrize("at_redraw", AtRedraw)
-@pytest.mark.parametrize("rule", SETTINGS)
-def test_a_projection_is_saved_only_where_it_matters(rule: str, at_redraw: str) -> None:
-    weights, projectors = parameters(), draw(0)
-    optimizer = ProjectedOptimizer(weights.values(), rule=rule, moments_at_redraw=at_redraw)
-    step(optimizer, weights, 0, projectors)
-    entries = dict(zip(SHAPES, optimizer.state_dict()["state"].values(), strict=True))
-    needed = at_redraw != "keep" and rule != "sgd"
-    saved = {name for name, entry in entries.items() if "projection" in entry}
-    assert saved == (set(SIDES) if needed else set())
-    for name in saved:
-        assert torch.equal(entries[name]["projection"], projectors[name].matrix)
-    assert all("projection" not in state for state in optimizer.state.values())
-
-
-def test_a_state_saved_under_keep_continues_under_another_choice_without_a_redraw() -> None:
-    weights, fresh = parameters(), parameters()
-    optimizer = ProjectedAdam(weights.values())
-    step(optimizer, weights, 0, draw(0))
-    resumed = ProjectedAdam(fresh.values(), moments_at_redraw="reset")
-    step(resumed, fresh, 0, draw(9))  # which the state that is loaded knows nothing of
-    resumed.load_state_dict(optimizer.state_dict())
-    step(resumed, fresh, 1, draw(1))
-    assert all(state["step"] == 2 for state in resumed.state.values())
-    step(resumed, fresh, 2, draw(2))
-    assert {int(resumed.state[fresh[name]]["step"]) for name in SIDES} == {1}
-    assert resumed.state[fresh["vector"]]["step"] == 3
-
-
-@pytest.mark.parametrize(("saved", "resumed"), list(itertools.permutations(SETTINGS, 2)))
-def test_the_state_of_another_rule_is_refused(saved: str, resumed: str) -> None:
+def test_the_state_of_another_rule_is_refused() -> None:
     weights = parameters()
-    optimizer = ProjectedOptimizer(weights.values(), rule=saved)
-    step(optimizer, weights, 0, {})
-    other = ProjectedOptimizer(weights.values(), rule=resumed)
-    with pytest.raises(ValueError, match=rf"rule='{resumed}'"):
-        other.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("at_redraw", AtRedraw)
-def test_a_redraw_with_another_rank_is_refused(at_redraw: str) -> None:
-    weights = parameters()
-    optimizer = ProjectedAdam(weights.values(), moments_at_redraw=at_redraw)
-    step(optimizer, weights, 0, draw(0))
-    narrow = {name: Projector(p.matrix[:, :2], p.side) for name, p in draw(1).items()}
-    with pytest.raises(PrivacyError, match="projection_rank"):
-        step(optimizer, weights, 1, narrow)
-
-
-# ---- Into new coordinates ----
-
-
-def gaussian(rows: int, rank: int, seed: int) -> Tensor:
-    return torch.randn(rows, rank, generator=torch.Generator().manual_seed(seed)) / rank**0.5
-
-
-def orthonormal(rows: int, rank: int, seed: int) -> Tensor:
-    return torch.linalg.qr(gaussian(rows, rank, seed))[0]
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("rank", [1, 5, 39])
-@pytest.mark.parametrize("family", [gaussian, orthonormal])
-def test_the_same_projection_again_changes_nothing(family: Any, rank: int, scale: float) -> None:
-    matrix = scale * family(40, rank, 0)
-    change = change_of_coordinates(matrix, matrix.clone())
-    torch.testing.assert_close(change, torch.eye(rank), rtol=0, atol=2e-5)
-    for side, power in itertools.product(Side, (1, 2)):
-        before = torch.rand(rank, 30) if side is Side.LEFT else torch.rand(30, rank)
-        moment = before.clone()
-        reproject_(moment, power, change, side)
-        torch.testing.assert_close(moment, before, rtol=1e-4, atol=1e-4)
-
-
-def test_between_orthonormal_projections_it_is_the_plain_product() -> None:
-    old, new = orthonormal(40, 5, 0), orthonormal(40, 5, 1)
-    torch.testing.assert_close(change_of_coordinates(old, new), new.T @ old, rtol=0, atol=1e-6)
-
-
-def test_a_gradient_in_both_subspaces_is_carried_exactly() -> None:
-    """Coordinates tell all of it then, for Gaussian P too."""
-    generator = torch.Generator().manual_seed(0)
-    old = gaussian(40, 6, 0)
-    new = old @ torch.randn(6, 6, generator=generator)  # another basis of the same subspace
-    gradient = old @ torch.randn(6, 30, generator=generator)
-    moment = old.T @ gradient
-    reproject_(moment, 1, change_of_coordinates(old, new), Side.LEFT)
-    torch.testing.assert_close(moment, new.T @ gradient, rtol=1e-3, atol=1e-3)
-
-
-def test_a_moment_that_survives_many_redraws_never_grows() -> None:
-    """As it would by ``P_new^T P_old`` alone, by sqrt(d / r) = 4 at each redraw."""
-    moment = torch.ones(4, 50)
-    norm = moment.norm()
-    for i in range(20):
-        reproject_(
-            moment, 1, change_of_coordinates(gaussian(64, 4, i), gaussian(64, 4, i + 1)), Side.LEFT
-        )
-        assert moment.norm() < norm
-        norm = moment.norm()
-
-
-def test_columns_that_repeat_are_carried_as_one() -> None:
-    """A P of lower rank than r: what the repeats have in common counts, once for each of them."""
-    column, new = gaussian(8, 1, 0), gaussian(8, 2, 1)
-    change = change_of_coordinates(torch.cat([column, column], 1), new)
-    expected = new.T @ column / column.square().sum() / 2
-    torch.testing.assert_close(change, expected.expand(2, 2), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("rank", [1, 5, 39])
-@pytest.mark.parametrize("side", Side)
-def test_a_second_moment_becomes_weighted_means_of_the_old_ones(side: Side, rank: int) -> None:
-    change = change_of_coordinates(gaussian(40, rank, 0), gaussian(40, rank, 1))
-    before = torch.rand(rank, 30) if side is Side.LEFT else torch.rand(30, rank)
-    axis = 0 if side is Side.LEFT else 1
-    moment = before.clone()
-    reproject_(moment, 2, change, side)
-    assert bool((moment >= before.amin(axis, keepdim=True) * (1 - 1e-5)).all())
-    assert bool((moment <= before.amax(axis, keepdim=True) * (1 + 1e-5)).all())
-    # Noise has one variance in all coordinates, before and after.
-    equal = torch.full_like(before, 0.25)
-    reproject_(equal, 2, change, side)
-    torch.testing.assert_close(equal, torch.full_like(before, 0.25), rtol=1e-5, atol=0)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **kwargs or {})
-        if isinstance(made, Tensor):
-            self.numbers = max(self.numbers, made.numel())
-        return made
-
-
-@pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
-def test_a_redraw_makes_nothing_of_the_size_of_the_weight(shape: tuple[int, int]) -> None:
-    side = Side.LEFT if shape[0] < shape[1] else Side.RIGHT
-    change = change_of_coordinates(gaussian(60, 4, 0), gaussian(60, 4, 1))
-    moment = torch.rand((4, 90) if side is Side.LEFT else (90, 4))
-    with Largest() as largest:
-        change_of_coordinates(gaussian(60, 4, 0), gaussian(60, 4, 1))
-        reproject_(moment, 1, change, side)
-        reproject_(moment, 2, change, side)
-    assert largest.numbers == 4 * 90
+    for saved, resumed in itertools.permutations(SETTINGS, 2):
+        optimizer = ProjectedOptimizer(weights.values(), rule=saved)
+        step(optimizer, weights, 0, {})
+        other = ProjectedOptimizer(weights.values(), rule=resumed)
+        with pytest.raises(ValueError, match=rf"rule='{resumed}'"):
+            other.load_state_dict(optimizer.state_dict())
 
 
 # ---- The noise-corrected second moment ----
 
 
-def mean_updates(corrected: bool, gradient: Tensor, std: float) -> Iterator[Tensor]:
-    """Yields the updates of the last 500 of 3000 steps with a constant gradient and its noise."""
-    weight, generator = nn.Parameter(torch.zeros_like(gradient)), torch.Generator().manual_seed(0)
-    optimizer = ProjectedAdam([weight], lr=1.0, noise_correction=corrected)
-    for number in range(3000):
-        with torch.no_grad():
-            weight.zero_()
-        noise = std * torch.randn(gradient.shape, generator=generator)
-        optimizer.receive({weight: gradient + noise}, noise_std=std)
-        optimizer.step()
-        if number >= 2500:
-            yield -weight.detach()
-
-
-def test_with_known_noise_steps_are_those_of_adam_on_the_clean_gradient() -> None:
-    """Of size lr where the gradient stands out of its noise; without, they shrink with it.
-
-    1000 coordinates each. The second moment is still off by about sqrt(2e-3) of the noise's
-    variance, which moves the mean of 1 / root by a few percent.
-    """
-    values, std = [2.0, 1.0, -0.5, 0.0], 1.0
-    gradient = torch.tensor(values)[:, None].expand(4, 1000).contiguous()
-    corrected = torch.stack(list(mean_updates(True, gradient, std)))
-    plain = torch.stack(list(mean_updates(False, gradient, std)))
-    found, without = corrected.mean((0, 2)), plain.mean((0, 2))
-    torch.testing.assert_close(found, torch.tensor([1.0, 1.0, -1.0, 0.0]), rtol=0.05, atol=0.02)
-    adam = torch.tensor([value / math.hypot(value, std) for value in values])
-    torch.testing.assert_close(without, adam, rtol=0.05, atol=0.02)
-    # A coordinate that is noise alone moves by at most lr in the root mean square.
-    assert 0.5 < float(corrected[:, 3].square().mean().sqrt()) < 1.05
-
-
-def test_a_quadratic_is_descended_alike_in_all_directions() -> None:
-    """With noise above the gradients plain Adam is gradient descent: the flat direction waits."""
-    curvature = torch.tensor([1.0, 0.1])[:, None]
-    left = {}
-    for corrected in (True, False):
-        weight, generator = nn.Parameter(torch.ones(2, 500)), torch.Generator().manual_seed(0)
-        optimizer = ProjectedAdam([weight], lr=0.003, noise_correction=corrected)
-        for _ in range(300):
-            noise = 0.3 * torch.randn(2, 500, generator=generator)
-            optimizer.receive({weight: curvature * weight.detach() + noise}, noise_std=0.3)
-            optimizer.step()
-        left[corrected] = weight.detach().square().mean(1).sqrt()
-    (steep, flat), (plain_steep, plain_flat) = left[True].tolist(), left[False].tolist()
-    assert steep < plain_steep
-    assert flat < 0.6 * plain_flat
-    assert plain_flat > 2 * plain_steep
-
-
-def test_where_there_is_no_noise_nothing_is_corrected() -> None:
-    """Bit for bit; and a mapping has the noise of each weight."""
-    plain, none, mixed, all_noisy = (parameters() for _ in range(4))
-    stds: dict[str, Any] = {"none": 0, "all_noisy": 0.5}
-    stds["mixed"] = {mixed[name]: 0.5 * (name == "left") for name in SHAPES}
-    weights = {"none": none, "mixed": mixed, "all_noisy": all_noisy}
-    reference = ProjectedAdam(plain.values())
-    optimizers = {n: ProjectedAdam(w.values(), noise_correction=True) for n, w in weights.items()}
-    for number in range(4):
-        step(reference, plain, number, draw(0), 0.5)  # which it has no use for
-        for name, optimizer in optimizers.items():
-            step(optimizer, weights[name], number, draw(0), stds[name])
-    for name, weight in plain.items():
-        assert torch.equal(none[name], weight)
-        assert torch.equal(mixed[name], all_noisy[name] if name == "left" else weight)
-        assert not torch.equal(all_noisy[name], weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_weight_without_a_projection_is_corrected(dtype: torch.dtype) -> None:
-    """Also those that torch's kernel does not know how to update: another type, another order."""
-    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    turned, plain = nn.Parameter(values.T.contiguous().T), nn.Parameter(values.float())
-    optimizer = ProjectedAdam([turned, plain], lr=0.1, noise_correction=True)
-    for number in range(4):
-        gradient = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-        optimizer.receive({turned: gradient, plain: gradient}, noise_std=0.8)
-        optimizer.step()
-    bound = 1e-6 if dtype is torch.float32 else 0.02
-    torch.testing.assert_close(turned.float(), plain, rtol=bound, atol=bound)
-    assert optimizer.state[turned]["step"] == optimizer.state[plain]["step"] == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_change_no_corrected_update(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for size in (5, 2**20):
-        monkeypatch.setattr(rules, "_PIECE", size)
-        weights = parameters(dtype)
-        optimizer = ProjectedAdam(weights.values(), noise_correction=True, weight_decay=0.1)
-        for number in range(3):
-            step(optimizer, weights, number, draw(0), 0.5)
-        found.append(weights)
-    assert all(torch.equal(found[0][name], weight) for name, weight in found[1].items())
-
-
 def test_private_gradients_are_left_as_they_were() -> None:
     for rule in SETTINGS:
         weights = parameters()
-        optimizer = ProjectedOptimizer(weights.values(), rule=rule, noise_correction=rule == "adam")
+        optimizer = ProjectedOptimizer(weights.values(), rule=rule)
         received = {weights[name]: g for name, g in gradients(0, draw(0)).items()}
         before = {weight: gradient.clone() for weight, gradient in received.items()}
-        optimizer.receive(received, {weights[n]: p for n, p in draw(0).items()}, noise_std=0.1)
+        optimizer.receive(received, {weights[n]: p for n, p in draw(0).items()})
         optimizer.step()
         assert all(torch.equal(gradient, before[weight]) for weight, gradient in received.items())
 
@@ -634,11 +303,12 @@ def test_private_gradients_are_left_as_they_were() -> None:
         ),
         ({"rule": "momentum", "eps": 1e-8}, "eps=1e-08 is no setting .*'momentum'.* momentum"),
         ({"rule": "momentum", "momentum": 1.0}, "momentum=1.0 is out of range"),
-        ({"rule": "momentum", "momentum": math.nan}, "momentum=nan is out of range"),
         ({"rule": "sgd", "lr": -1.0}, r"lr=-1.0 is out of range"),
-        ({"moments_at_redraw": "forget"}, "moments_at_redraw='forget' .* keep, reset, reproject"),
-        ({"rule": "sgd", "noise_correction": True}, "noise_correction=True .*rule='sgd'"),
-        ({"rule": "momentum", "noise_correction": True}, "noise_correction=True .*'momentum'"),
+        ({"lr": math.nan}, "lr=nan is out of range"),
+        ({"betas": (1.0, 0.9)}, "betas="),
+        ({"betas": (0.9, -0.1)}, "betas="),
+        ({"eps": -1e-8}, "eps="),
+        ({"weight_decay": -0.1}, "weight_decay="),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(
@@ -646,23 +316,3 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ProjectedOptimizer(parameters().values(), **options)
-
-
-def test_adam_takes_no_setting_of_another_rule() -> None:
-    with pytest.raises(ValueError, match=r"momentum=0\.9 is no setting"):
-        ProjectedAdam(parameters().values(), momentum=0.9)
-
-
-@pytest.mark.parametrize("std", [None, -1.0, math.nan, math.inf, "mapping"])
-def test_a_correction_needs_the_noise_of_every_weight(std: Any) -> None:
-    weights = parameters()
-    optimizer = ProjectedAdam(weights.values(), noise_correction=True)
-    if std == "mapping":
-        std = {weights[name]: 1.0 for name in SHAPES if name != "right"}
-        with pytest.raises(ValueError, match=r"noise_std is missing .*\(20, 8\)"):
-            step(optimizer, weights, 0, {}, std)
-    else:
-        with pytest.raises(ValueError, match="noise_std"):
-            step(optimizer, weights, 0, {}, std)
-    with pytest.raises(PrivacyError, match=r"without receive\(\)"):
-        optimizer.step()
