@@ -6,7 +6,6 @@ a small data set whose samples are all clipped by the same directions, and simul
 
 import math
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.accounting.accountants import Block
 from dp_grape_hf.accounting.estimated_norms import sensitivities
-from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from tests.support.trainers import make_args
 
 VALID: dict[str, Any] = {
     "noise_multiplier": 2.0,
@@ -225,26 +222,3 @@ def test_exact_and_estimated_norms_compose() -> None:
 def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivacyError, match=message):
         compute_epsilon(**VALID | wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"clipping": "per_layer"}, "norm_directions=16 estimates the norm over all layers"),
-        ({"adjacency": "replace_one"}, "no joint analysis"),
-    ],
-    ids=str,
-)
-def test_a_plan_refuses_it_too(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    args = make_args(
-        tmp_path,
-        method="dp_jl",
-        norm_directions=16,
-        target_epsilon=None,
-        noise_multiplier=2.0,
-        max_steps=9,
-        target_delta=1e-5,
-        **changes,
-    )
-    with pytest.raises(PrivacyError, match=message):
-        PrivacyPlan(args, 1000)

@@ -331,16 +331,6 @@ def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> Non
     assert Ledger.load(copy).steps == 20
 
 
-def test_resuming_counts_as_much_as_never_stopping(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    Ledger.load(live).snapshot(25).save(copy)
-    ledger = Ledger.resume(live, copy, MECHANISM, updates=25)
-    ledger.record(75)
-    whole = Ledger.start(MECHANISM)
-    whole.record(100)
-    assert ledger.releases == whole.releases
-
-
 def test_a_run_that_goes_on_in_another_folder_counts_all_releases(
     run: tuple[Path, Path], tmp_path: Path
 ) -> None:

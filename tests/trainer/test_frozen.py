@@ -123,12 +123,12 @@ def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
     public: tuple[int, ...] | None, size: int, tmp_path: Path
 ) -> None:
-    """None, the first or half of the rows: the same is trained, or the run refused."""
+    """None, the first or all of the rows: the same is trained, or the run refused."""
     settings: dict[str, Any] = {"projection": "principal", "projection_update_steps": None}
     if public is not None:
         settings["public_dataset"] = some_with_side(public, seed=1, count=4)
     ran = 0
-    for number, which in enumerate(((), (0,), range(0, 12, 2), range(12))):
+    for number, which in enumerate(((), (0,), range(12))):
         model = build(SideForSequenceClassification, BertConfig, BERT)
         before = weights_of(model)
         trainer = make_trainer(
