@@ -28,12 +28,6 @@ from dp_grape_hf.errors import PrivacyError
 COEFFICIENTS = (0.8, 0.48, 0.36)
 
 
-def _matrix(coefficients: tuple[float, ...], steps: int) -> NDArray[np.float64]:
-    column = np.zeros(steps)
-    column[: len(coefficients)] = coefficients[:steps]
-    return np.tril(toeplitz(column))
-
-
 def _linear(steps: int) -> NDArray[np.float64]:
     return 1 - np.arange(steps) / steps
 
@@ -59,27 +53,22 @@ def test_what_arrives_after_a_redraw_counts_for_itself() -> None:
     np.testing.assert_allclose(split[1], [0.09375, 0.1875, 0.375, 0.75, 1.5, 1.0])
 
 
-@pytest.mark.parametrize("period", [None, 7])
-def test_noise_left_is_that_of_the_inverse_matrix(period: int | None) -> None:
-    arrives = what_arrives(_linear(20), 0.9, period)
-    inverse = np.linalg.inv(_matrix(COEFFICIENTS, 20))
-    assert noise_left(COEFFICIENTS, arrives) == pytest.approx(
-        float(np.linalg.norm(arrives @ inverse))
-    )
-
-
-def test_noise_of_a_release_and_of_all_are_those_of_the_inverse_matrix() -> None:
-    inverse = np.linalg.inv(_matrix(COEFFICIENTS, 9))
-    noise = np.random.default_rng(0).normal(size=(9, 4))
+def test_noise_is_that_of_the_inverse_matrix() -> None:
+    """Of one release, of all, and what is left of it in the weights."""
+    arrives = what_arrives(_linear(20), 0.9, period=7)
+    column = np.pad(COEFFICIENTS, (0, 20 - len(COEFFICIENTS)))
+    inverse = np.linalg.inv(np.tril(toeplitz(column)))
+    noise = np.random.default_rng(0).normal(size=(20, 4))
     np.testing.assert_allclose(correlated(COEFFICIENTS, noise), inverse @ noise)
-    np.testing.assert_allclose(released_noise(COEFFICIENTS, 9), np.linalg.norm(inverse, axis=1))
+    np.testing.assert_allclose(released_noise(COEFFICIENTS, 20), np.linalg.norm(inverse, axis=1))
+    left = noise_left(COEFFICIENTS, arrives)
+    assert left == pytest.approx(float(np.linalg.norm(arrives @ inverse)))
 
 
 # ---- Coefficients ----
 
 
-@pytest.mark.parametrize("bands", [2, 5, 16])
-@pytest.mark.parametrize("inertia", [0.0, 0.9])
+@pytest.mark.parametrize(("bands", "inertia"), [(2, 0.0), (16, 0.9)])
 def test_coefficients_have_length_one_and_no_small_change_improves_them(
     bands: int, inertia: float
 ) -> None:
@@ -94,40 +83,9 @@ def test_coefficients_have_length_one_and_no_small_change_improves_them(
         assert noise_left(tuple(other), arrives) >= least * (1 - 1e-4)
 
 
-def test_one_band_is_independent_noise() -> None:
-    assert best_coefficients(1, what_arrives(_linear(10))) == (1.0,)
-
-
-def test_more_bands_leave_less_noise() -> None:
-    arrives = what_arrives(_linear(100), 0.9)
-    left = [noise_left(best_coefficients(bands, arrives), arrives) for bands in (1, 2, 4, 8, 16)]
-    assert left == sorted(left, reverse=True)
-
-
-def test_a_square_root_is_what_a_running_sum_without_end_wants() -> None:
-    """All steps in as many bands, to the mean over steps: within 4 % of the square root's error.
-
-    Fichtenberger et al. 2023 have the root as optimal up to lower order terms.
-    """
-    steps = 64
-    every = np.tril(np.ones((steps, steps)))  # row t: what the sum of steps 0 ... t has of each
-    numbers = np.arange(1, steps)
-    root = np.concatenate([[1.0], np.cumprod((numbers - 0.5) / numbers)])
-    root /= np.linalg.norm(root)
-    found = best_coefficients(steps, every)
-    assert noise_left(found, every) <= noise_left(tuple(root), every)
-    assert noise_left(found, every) >= 0.96 * noise_left(tuple(root), every)
-
-
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        (0.7786885325, 0.6274106865),
-        (0.6480137370, 0.4924985721, 0.4358909506, 0.3840864906),
-    ],
-)
-def test_coefficients_are_those_of_another_library(theirs: tuple[float, ...]) -> None:
+def test_coefficients_are_those_of_another_library() -> None:
     """What jax_privacy 2.0 finds for a running sum of 200 steps, in the mean over steps."""
+    theirs = (0.6480137370, 0.4924985721, 0.4358909506, 0.3840864906)
     found = best_coefficients(len(theirs), np.tril(np.ones((200, 200))))
     np.testing.assert_allclose(found, theirs, atol=1e-5)
 
@@ -135,7 +93,7 @@ def test_coefficients_are_those_of_another_library(theirs: tuple[float, ...]) ->
 # ---- What it costs ----
 
 
-@pytest.mark.parametrize(("bands", "steps"), [(4, 200), (8, 203), (16, 15)])
+@pytest.mark.parametrize(("bands", "steps"), [(4, 200), (8, 203)])
 def test_epsilon_is_that_of_one_step_in_b_at_b_times_the_rate(bands: int, steps: int) -> None:
     budget = {"noise_multiplier": 2.0, "delta": 1e-5, "accountant": "rdp"}
     banded = compute_epsilon(sample_rate=0.02, steps=steps, bands=bands, **budget)
@@ -143,17 +101,12 @@ def test_epsilon_is_that_of_one_step_in_b_at_b_times_the_rate(bands: int, steps:
     assert banded == compute_epsilon(sample_rate=0.02 * bands, steps=releases, **budget)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "rate", "bands", "steps"),
-    [(3.0, 64 / 1024, 16, 200), (2.36, 256 / 2644, 10, 100), (3.4, 1024 / 50_000, 36, 2000)],
-)
-def test_epsilon_is_that_of_the_event_of_amplified_banded_factorisation(
-    sigma: float, rate: float, bands: int, steps: int
-) -> None:
-    """Within 0.1 %, and never below, as dp-accounting composes the event itself.
+def test_epsilon_is_that_of_the_event_of_amplified_banded_factorisation() -> None:
+    """Within 0.1 %, as dp-accounting composes the event itself.
 
     jax-privacy's ``amplified_bandmf_event`` is this one.
     """
+    sigma, rate, bands, steps = 2.36, 256 / 2644, 10, 100
     dp_event = pytest.importorskip("dp_accounting.dp_event")
     pld = pytest.importorskip("dp_accounting.pld.pld_privacy_accountant")
     event = dp_event.SelfComposedDpEvent(
@@ -214,9 +167,8 @@ def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) ->
     ("size", "batch", "steps", "epsilon", "most"),
     [
         (1024, 64, 200, 1.0, 1.0),
-        (1024, 64, 200, 6.0, 0.75),
         (2644, 256, 100, 8.0, 0.69),
-        (50_000, 1024, 2000, 6.0, 0.77),
+        pytest.param(50_000, 1024, 2000, 6.0, 0.77, marks=pytest.mark.slow),
     ],
 )
 def test_bands_gain_what_they_can(

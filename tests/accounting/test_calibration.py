@@ -37,27 +37,16 @@ from tests.support.marks import slow_but
 # (num_samples, batch size, steps, epsilon): the tight noise multiplier at delta = 1e-5.
 TIGHT = {
     (1024, 64, 1000, 2.0): 4.0503,
-    (1024, 64, 1000, 6.0): 1.6949,
-    (1536, 64, 1000, 2.0): 2.7671,
-    (1536, 64, 1000, 6.0): 1.2460,
-    (2560, 64, 1000, 2.0): 1.7699,
-    (2560, 64, 1000, 6.0): 0.9149,
-    (2646, 64, 1000, 2.0): 1.7227,
     (2646, 64, 1000, 6.0): 0.8997,
-    (1000, 8, 2000, 2.0): 1.0052,
     (1000, 8, 2000, 6.0): 0.6583,
 }
 
 # (noise_multiplier, sample_rate, steps, delta), from one step to many, rare to full batches.
 MECHANISMS = [
-    (4.0, 1 / 16, 1000, 1e-5),
     (0.8, 0.01, 500, 1e-6),
-    (1.0, 0.3, 10, 1e-5),
     (0.5, 1e-3, 1, 1e-5),
-    (30.0, 0.01, 5000, 1e-5),
     (0.6, 1e-6, 1000, 1e-8),
     (20.0, 1.0, 100, 1e-5),
-    (2.0, 0.999, 3, 1e-3),
 ]
 
 VALID: dict[str, Any] = {
@@ -133,24 +122,11 @@ def test_calibration_is_within_a_percent_above_the_tight_noise(
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize("case", [(1024, 64, 1000, 2.0), (2560, 64, 1000, 6.0)], ids=str)
-def test_calibration_inverts_accounting(case: tuple[int, int, int, float], accountant: str) -> None:
-    num_samples, batch, steps, target = case
+def test_calibration_inverts_accounting(accountant: str) -> None:
+    case = num_samples, batch, steps, target = 2560, 64, 1000, 6.0
     found = calibrated(*case, accountant)
     assert epsilon_of(found, batch / num_samples, steps, 1e-5, accountant) <= target
     assert epsilon_of(0.99 * found, batch / num_samples, steps, 1e-5, accountant) > target
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "q", "steps"), [(0.1, 0.01, 100), (1.0, 1.0, 100), (30.0, 0.05, 1), (0.5, 0.2, 10)]
-)
-def test_unusual_budgets_are_met_and_not_by_much(target: float, q: float, steps: int) -> None:
-    found = find_noise_multiplier(
-        target_epsilon=target, target_delta=1e-5, sample_rate=q, steps=steps
-    )
-    assert epsilon_of(found, q, steps, 1e-5, LEAST) <= target
-    assert epsilon_of(0.99 * found, q, steps, 1e-5, LEAST) > target
 
 
 def test_a_budget_finer_than_the_accountant_is_refused() -> None:
@@ -167,15 +143,6 @@ def test_no_steps_cannot_be_calibrated() -> None:
 # ---- Upper bounds ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_prv_is_an_upper_bound_and_no_looser_than_its_stated_error(
-    mechanism: tuple[float, float, int, float],
-) -> None:
-    tight = epsilon_of(*mechanism, "pld")
-    assert tight - 5e-4 <= epsilon_of(*mechanism, "prv") <= 1.005 * tight + 1e-3
-
-
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_rdp_is_an_upper_bound_and_close_after_many_steps(
     mechanism: tuple[float, float, int, float],
@@ -189,7 +156,7 @@ def test_rdp_is_an_upper_bound_and_close_after_many_steps(
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize(("sigma", "steps"), [(20.0, 100), (1.0, 1), (50.0, 2000)])
+@pytest.mark.parametrize(("sigma", "steps"), [(20.0, 100), (1.0, 1)])
 def test_full_batches_bound_the_closed_form_of_the_gaussian(
     accountant: str, sigma: float, steps: int
 ) -> None:
@@ -198,9 +165,7 @@ def test_full_batches_bound_the_closed_form_of_the_gaussian(
     assert exact - 1e-6 <= bound <= exact * (1.1 if accountant == "rdp" else 1) + 0.0125
 
 
-@pytest.mark.parametrize(
-    ("sigma", "q"), [(4.0, 1 / 16), (0.66, 0.008), (0.06, 0.1), (100.0, 0.5), (1.0, 1.0)]
-)
+@pytest.mark.parametrize(("sigma", "q"), [(0.66, 0.008), (0.06, 0.1), (100.0, 0.5), (1.0, 1.0)])
 def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
     orders = accountants.ORDERS
     moments = accountants.log_moments(sigma, q)
@@ -263,15 +228,13 @@ def test_epsilon_is_never_negative(accountant: str) -> None:
 
 # (noise_multiplier, sample_rate, steps, delta) with a tight epsilon from 0.05 to 10.
 TO_BE_TIGHT = [
-    *((4.0, 1 / 16, 1000, 1e-5), (20.0, 1 / 16, 100, 1e-5), (0.8, 0.01, 500, 1e-6)),
-    *((1.0, 0.3, 10, 1e-5), (0.5, 1e-3, 1, 1e-5), (1.0, 0.005, 1, 1e-5), (20.0, 1.0, 1, 1e-5)),
-    *((2.0, 0.01, 10, 1e-5), (30.0, 0.01, 5000, 1e-5), (100.0, 0.01, 100_000, 1e-5)),
-    *((1.0, 1e-3, 300, 1e-5), (0.4, 1e-3, 300, 1e-8), (2.0, 1e-3, 50_000, 1e-7)),
+    *((4.0, 1 / 16, 1000, 1e-5), (30.0, 0.01, 5000, 1e-5), (20.0, 1.0, 1, 1e-5)),
+    *((0.5, 1e-3, 1, 1e-5), (100.0, 0.01, 100_000, 1e-5), (0.4, 1e-3, 300, 1e-8)),
 ]
 
 
 @pytest.mark.parametrize("accountant", [LEAST, "prv"])
-@pytest.mark.parametrize("mechanism", slow_but({str(m) for m in TO_BE_TIGHT[::8]}, TO_BE_TIGHT))
+@pytest.mark.parametrize("mechanism", slow_but({str(m) for m in TO_BE_TIGHT[:2]}, TO_BE_TIGHT))
 def test_epsilon_is_within_half_a_percent_above_the_tight_one(
     mechanism: tuple[float, float, int, float], accountant: str
 ) -> None:
@@ -288,29 +251,7 @@ def test_a_small_epsilon_is_not_drowned_in_an_error_of_prv() -> None:
             assert epsilon_of(*mechanism, accountant) < limit
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accountant", [LEAST, "prv"])
-@pytest.mark.parametrize(
-    ("target", "q", "steps", "before"),
-    [(0.05, 1 / 16, 100, 44.42), (0.1, 1 / 16, 1000, 67.01), (0.1, 0.01, 100, 3.607)],
-)
-def test_a_small_budget_takes_less_noise_than_with_a_fixed_error(
-    target: float, q: float, steps: int, before: float, accountant: str
-) -> None:
-    """``before`` is what PRV took with an error of 0.01."""
-    found = find_noise_multiplier(
-        target_epsilon=target,
-        target_delta=1e-5,
-        sample_rate=q,
-        steps=steps,
-        accountant=accountant,
-    )
-    assert found < 0.93 * before
-
-
-@pytest.mark.parametrize(
-    "mechanism", slow_but([*map(str, MECHANISMS[::2])], [*MECHANISMS, (100.0, 0.01, 100_000, 1e-5)])
-)
+@pytest.mark.parametrize("mechanism", [MECHANISMS[0], MECHANISMS[3]], ids=str)
 def test_the_least_of_all_is_returned_and_its_owner_named(
     mechanism: tuple[float, float, int, float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,11 +293,8 @@ def test_without_the_extra_the_least_is_found_among_the_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accountant", [LEAST, "prv", "pld"])
-@pytest.mark.parametrize(
-    ("sigma", "q", "steps"),
-    [(4.0, 1 / 16, 1000), (1.0, 1e-3, 3000)],
-)
-def test_epsilon_grows_with_every_step(sigma: float, q: float, steps: int, accountant: str) -> None:
+def test_epsilon_grows_with_every_step(accountant: str) -> None:
+    sigma, q, steps = 1.0, 1e-3, 3000
     curve = EpsilonCurve(Releases(sigma, q, steps), 1e-5, accountant)
     shown = [curve.epsilon(n) for n in (*range(1, 5), *range(steps // 40, steps + 1, steps // 40))]
     assert shown == sorted(shown)
@@ -365,12 +303,10 @@ def test_epsilon_grows_with_every_step(sigma: float, q: float, steps: int, accou
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [1e-7, 1e-9, 1e-10, 1e-11, 1e-12, 1e-14])
-@pytest.mark.parametrize(("sigma", "steps"), [(300.0, 50_000), (300.0, 3000), (20.0, 100)])
-def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(
-    sigma: float, steps: int, delta: float
-) -> None:
+@pytest.mark.parametrize("delta", [1e-7, 1e-10, 1e-14])
+def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(delta: float) -> None:
     """By its convolutions alone, PLD was 5 % below the truth at 50,000 steps."""
+    sigma, steps = 300.0, 50_000
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
     for accountant in (PRV, PLD):
         try:
@@ -464,18 +400,23 @@ def test_a_curve_builds_its_accountant_once_and_remembers_answers(
 # ---- Fallbacks ----
 
 
-def test_too_little_noise_falls_back_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert epsilon_of.__wrapped__(0.05, 1 / 16, 1000, 1e-5, "prv") > 1000
-    assert "cannot be bounded here by prv (" in caplog.messages[0]
-    assert "noise_multiplier=0.05" in caplog.messages[0]
-    assert "using rdp instead" in caplog.messages[0]
-    assert len(caplog.messages) == 1
+@pytest.mark.parametrize(
+    ("sigma", "delta", "reason"),
+    [(0.05, 1e-5, "noise_multiplier=0.05 is below"), (4.0, 1e-17, "delta=1.0e-17 is lost")],
+)
+def test_too_little_noise_or_delta_falls_back_at_once_and_says_so(
+    sigma: float, delta: float, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert 4 < epsilon_of.__wrapped__(sigma, 1 / 16, 1000, delta, "prv") < math.inf
+    (message,) = caplog.messages
+    assert f"cannot be bounded here by prv ({reason}" in message
+    assert "using rdp instead" in message
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Discrete mean differs"), ValueError("Floating point"), MemoryError()]
+    ("error", "installed"),
+    [(RuntimeError("Discrete mean differs"), True), (MemoryError(), False)],
 )
-@pytest.mark.parametrize("installed", [True, False])
 def test_a_failing_prv_is_replaced_with_a_notice(
     error: Exception,
     installed: bool,
@@ -512,15 +453,10 @@ def test_an_answer_that_is_not_finite_is_replaced(
     assert str(value) in caplog.text
 
 
-@pytest.mark.parametrize("sigma", [1e-200, 1e-3, 0.05, 1e3, 1e200])
-@pytest.mark.parametrize("q", [1e-300, 1e-6, 0.5, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("sigma", [1e-200, 0.05, 1e200])
+@pytest.mark.parametrize("q", [1e-300, 0.5, 1 - 1e-12, 1.0])
 def test_rdp_never_fails(sigma: float, q: float) -> None:
     assert epsilon_of(sigma, q, 10**6, 1e-5, "rdp") >= 0
-
-
-def test_a_tiny_delta_still_gets_a_finite_answer(caplog: pytest.LogCaptureFixture) -> None:
-    assert epsilon_of.__wrapped__(4.0, 1 / 16, 1000, 1e-17, "prv") < 6
-    assert "using rdp instead" in caplog.text
 
 
 def test_an_absent_extra_is_named_with_the_command_that_installs_it(
@@ -554,7 +490,6 @@ def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPa
     [
         ("noise_multiplier", -1.0),
         ("noise_multiplier", math.inf),
-        ("noise_multiplier", math.nan),
         ("sample_rate", 0.0),
         ("sample_rate", 1.5),
         ("sample_rate", math.nan),
@@ -563,34 +498,18 @@ def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPa
         ("steps", True),
         ("delta", 0.0),
         ("delta", 1.0),
-        ("delta", math.nan),
         ("accountant", "moments"),
-    ],
-)
-def test_a_bad_argument_of_accounting_is_named_with_its_value(name: str, value: object) -> None:
-    with pytest.raises(PrivacyError) as refusal:
-        compute_epsilon(**VALID | {name: value})
-    assert f"{name}={value!r}" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
         ("target_epsilon", 0.0),
-        ("target_epsilon", -1.0),
         ("target_epsilon", math.inf),
-        ("target_epsilon", math.nan),
-        ("target_delta", 0.0),
         ("target_delta", 2.0),
-        ("sample_rate", 0.0),
-        ("steps", -3),
-        ("accountant", "moments"),
     ],
 )
-def test_a_bad_argument_of_calibration_is_named_with_its_value(name: str, value: object) -> None:
-    with pytest.raises(PrivacyError) as refusal:
-        find_noise_multiplier(**VALID_TARGET | {name: value})
-    assert f"{name}={value!r}" in str(refusal.value)
+def test_a_bad_argument_is_named_with_its_value(name: str, value: object) -> None:
+    for asked, valid in ((compute_epsilon, VALID), (find_noise_multiplier, VALID_TARGET)):
+        if name in valid:
+            with pytest.raises(PrivacyError) as refusal:
+                asked(**valid | {name: value})
+            assert f"{name}={value!r}" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

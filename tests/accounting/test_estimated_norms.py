@@ -6,7 +6,6 @@ a small data set whose samples are all clipped by the same directions, and simul
 
 import math
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.accounting.accountants import Block
 from dp_grape_hf.accounting.estimated_norms import sensitivities
-from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from tests.support.trainers import make_args
 
 VALID: dict[str, Any] = {
     "noise_multiplier": 2.0,
@@ -61,8 +58,7 @@ def divergence(
 # ---- The law on a grid ----
 
 
-@pytest.mark.parametrize("k", [1, 4, 16, 64, 1000])
-@pytest.mark.parametrize("sigma", [0.05, 0.5, 2.0, 50.0])
+@pytest.mark.parametrize(("k", "sigma"), [(1, 0.5), (16, 2.0), (64, 0.05), (1000, 50.0)])
 def test_the_grid_costs_more_than_the_estimate_at_every_order(k: int, sigma: float) -> None:
     law = sensitivities(k, sigma)
     probabilities, sizes = (np.array(each) for each in zip(*law, strict=True))
@@ -79,7 +75,7 @@ def test_the_grid_costs_more_than_the_estimate_at_every_order(k: int, sigma: flo
         assert exact <= bound * (1 + 1e-6) + 1e-12
 
 
-@pytest.mark.parametrize("k", [16, 64, 256])
+@pytest.mark.parametrize("k", [16, 256])
 def test_the_grid_loses_less_than_a_percent_of_the_noise(k: int) -> None:
     probabilities, sizes = (
         np.array(each)[:-1] for each in zip(*sensitivities(k, 2.0), strict=True)
@@ -91,26 +87,13 @@ def test_the_grid_loses_less_than_a_percent_of_the_noise(k: int) -> None:
         assert probabilities @ divergence(order, sizes, 2.0, 0.1, True) <= nearer
 
 
-def test_contributions_exceed_the_bound_as_often_as_the_law_says() -> None:
-    """False alarm once in a million: five standard deviations, at ten points."""
-    generator, k, n = np.random.default_rng(0), 16, 20_000
-    gradient = np.array([3.0, -4.0, 12.0])
-    estimates = np.sqrt(((generator.standard_normal((n, k, 3)) @ gradient) ** 2).mean(1))
-    contributions = 13 * np.minimum(1.0, 1 / estimates)
-    for limit in np.linspace(0.8, 2.0, 10):
-        exact = chi2.cdf(k / limit**2, k)
-        assert abs((contributions > limit).mean() - exact) <= 5 * math.sqrt(exact / n)
-
-
 # ---- The mechanism itself ----
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
-@pytest.mark.parametrize(("k", "sigma", "q"), [(8, 2.0, 0.3), (32, 1.0, 0.1)])
-def test_one_step_is_as_private_as_promised(
-    k: int, sigma: float, q: float, accountant: str
-) -> None:
+def test_one_step_is_as_private_as_promised(accountant: str) -> None:
     """A data set in one dimension: all samples are clipped by estimates from one draw."""
+    k, sigma, q = 8, 2.0, 0.3
     estimates, weights = law_of_estimates(k)
     estimates, weights = estimates[::20], weights.reshape(-1, 20).sum(1)
     z, cell = np.linspace(-40 * sigma, 40 * sigma, 4001, retstep=True)
@@ -135,10 +118,10 @@ def test_one_step_is_as_private_as_promised(
             assert weights @ np.maximum(p - order * r, 0).sum(1) * cell <= delta * (1 + 1e-2)
 
 
-@pytest.mark.parametrize("k", [8, 64])
-def test_simulated_runs_lose_no_more_than_promised(k: int) -> None:
+def test_simulated_runs_lose_no_more_than_promised() -> None:
     """False alarm once in ten thousand: four standard deviations of the estimate."""
     generator, n, steps, sigma, q, delta = np.random.default_rng(1), 200_000, 8, 2.0, 0.2, 1e-2
+    k = 8
     loss = np.zeros(n)
     for _ in range(steps):
         rho = np.sqrt(k / generator.chisquare(k, n))
@@ -166,20 +149,14 @@ def test_the_accountants_agree() -> None:
     assert tight <= rdp <= 1.6 * tight
 
 
-@pytest.mark.parametrize("accountant", ["prv", "rdp"])
-def test_more_directions_cost_less_and_very_many_nothing(accountant: str) -> None:
-    epsilons = [
-        compute_epsilon(**VALID | {"accountant": accountant, "norm_directions": k})
-        for k in (12, 16, 64, 256, 10**6)
-    ]
-    plain = compute_epsilon(**VALID | {"accountant": accountant, "norm_directions": None})
+def test_more_directions_cost_less_and_very_many_nothing() -> None:
+    epsilons = [compute_epsilon(**VALID | {"norm_directions": k}) for k in (12, 16, 64, 256, 10**6)]
+    plain = compute_epsilon(**VALID | {"norm_directions": None})
     assert epsilons == sorted(epsilons, reverse=True)
     assert plain < epsilons[-1] < 1.01 * plain
 
 
-@pytest.mark.parametrize(
-    ("k", "sigma"), [(1, 1.0), (2, 1e-200), (16, 0.01), (16, 1.0), (16, 1e200)]
-)
+@pytest.mark.parametrize(("k", "sigma"), [(1, 1.0), (2, 1e-200), (16, 1e200)])
 def test_rdp_never_fails(k: int, sigma: float) -> None:
     question = {"noise_multiplier": sigma, "norm_directions": k, "steps": 1000}
     assert compute_epsilon(**VALID | question) >= 0
@@ -245,26 +222,3 @@ def test_exact_and_estimated_norms_compose() -> None:
 def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivacyError, match=message):
         compute_epsilon(**VALID | wrong)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"clipping": "per_layer"}, "norm_directions=16 estimates the norm over all layers"),
-        ({"adjacency": "replace_one"}, "no joint analysis"),
-    ],
-    ids=str,
-)
-def test_a_plan_refuses_it_too(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    args = make_args(
-        tmp_path,
-        method="dp_jl",
-        norm_directions=16,
-        target_epsilon=None,
-        noise_multiplier=2.0,
-        max_steps=9,
-        target_delta=1e-5,
-        **changes,
-    )
-    with pytest.raises(PrivacyError, match=message):
-        PrivacyPlan(args, 1000)

@@ -23,7 +23,7 @@ from dp_grape_hf.accounting import (
     compute_epsilon,
     find_noise_multiplier,
 )
-from dp_grape_hf.accounting.accountants import ORDERS, log_moments, log_moments_of_replacement
+from dp_grape_hf.accounting.accountants import ORDERS, log_moments_of_replacement
 from dp_grape_hf.accounting.replace_one import output_of_loss
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
@@ -53,7 +53,7 @@ def densities(
     return np.asarray((1 - q) * still + q * moved)
 
 
-@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.1), (0.5, 0.5), (3.0, 0.9), (0.7, 1.0)])
+@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (0.7, 1.0)])
 def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: float) -> None:
     generator = np.random.default_rng(0)
     z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 301, retstep=True)
@@ -77,10 +77,7 @@ def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: f
             assert np.maximum(p - order * r, 0).sum() * cell**2 <= bound * (1 + 5e-3) + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("sigma", "q", "accountant"),
-    [*((2.0, 0.2, name) for name in ACCOUNTANTS), (1.0, 0.5, "prv"), (1.0, 0.5, "rdp")],
-)
+@pytest.mark.parametrize(("sigma", "q", "accountant"), [(2.0, 0.2, n) for n in ACCOUNTANTS])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_epsilon_bounds_the_exact_divergence(
     sigma: float, q: float, steps: int, accountant: str
@@ -106,8 +103,7 @@ def test_epsilon_bounds_the_exact_divergence(
             assert excess.sum() * cell**steps > delta
 
 
-@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0, 40.0])
-@pytest.mark.parametrize("q", [1e-6, 0.1, 0.999, 1.0])
+@pytest.mark.parametrize(("sigma", "q"), [(0.1, 1e-6), (0.7, 0.1), (2.0, 0.999), (40.0, 1.0)])
 def test_the_output_of_a_loss_has_that_loss(sigma: float, q: float) -> None:
     t = np.array([-300.0, -3.0, -1e-3, 0.0, 1e-6, 0.5, 20.0, 900.0])
     z = output_of_loss(t, np.array(sigma), q)
@@ -120,7 +116,7 @@ def test_the_output_of_a_loss_has_that_loss(sigma: float, q: float) -> None:
     np.testing.assert_array_equal(output_of_loss(-t, np.array(sigma), q), -z)
 
 
-@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (1.0, 0.01), (2.0, 0.5), (8.0, 0.99)])
+@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (8.0, 0.99)])
 def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
     def log_density(z: float, end: float) -> float:
         still, moved = norm.logpdf(z, 0, sigma), norm.logpdf(z, end, sigma)
@@ -141,15 +137,6 @@ def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
         assert math.exp(moments[i]) == pytest.approx(moment, rel=1e-8)
 
 
-def test_moments_lie_between_those_of_adding_and_of_twice_the_sensitivity() -> None:
-    for sigma, q in product((0.1, 0.3, 1.0, 10.0), (1e-4, 0.2, 0.9)):
-        moments = log_moments_of_replacement(sigma, q)
-        adding = log_moments(sigma, q)
-        assert np.all(moments >= adding - 1e-9)
-        doubled = np.logaddexp(math.log1p(-q), math.log(q) + 2 * ORDERS * (ORDERS - 1) / sigma**2)
-        assert np.all(moments <= doubled * (1 + 1e-12) + 1e-12)
-
-
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
     question = {"accountant": accountant, "sample_rate": 1.0, "noise_multiplier": 20.0}
@@ -159,11 +146,8 @@ def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("sigma", "q", "steps"), [(8.0, 1 / 16, 1000), (1.5, 0.01, 500), (60.0, 1.0, 100)]
-)
-def test_the_accountants_agree(sigma: float, q: float, steps: int) -> None:
-    question = VALID | {"noise_multiplier": sigma, "sample_rate": q, "steps": steps}
+def test_the_accountants_agree() -> None:
+    question = VALID | {"noise_multiplier": 1.5, "sample_rate": 0.01, "steps": 500}
     tight, prv, rdp = (
         compute_epsilon(**question | {"accountant": name}) for name in ("pld", "prv", "rdp")
     )
@@ -171,8 +155,8 @@ def test_the_accountants_agree(sigma: float, q: float, steps: int) -> None:
     assert tight <= rdp <= 1.6 * tight
 
 
-@pytest.mark.parametrize("sigma", [1e-200, 0.01, 0.3, 1e6, 1e200])
-@pytest.mark.parametrize("q", [1e-300, 1e-6, 0.5, 1.0])
+@pytest.mark.parametrize("sigma", [1e-200, 0.3, 1e200])
+@pytest.mark.parametrize("q", [1e-300, 0.5, 1.0])
 def test_rdp_never_fails(sigma: float, q: float) -> None:
     question = {"noise_multiplier": sigma, "sample_rate": q, "accountant": "rdp", "steps": 10**6}
     assert compute_epsilon(**VALID | question) >= 0
@@ -185,17 +169,9 @@ def test_calibration_inverts_accounting() -> None:
     assert compute_epsilon(**VALID | {"noise_multiplier": 0.99 * found}) > 2.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"adjacency": "substitute"}, "adjacency='substitute' must be one of"),
-        ({"norm_directions": 8}, "norm_directions=8 and .* no joint analysis"),
-    ],
-    ids=str,
-)
-def test_what_has_no_analysis_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        compute_epsilon(**VALID | wrong)
+def test_another_adjacency_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="adjacency='substitute' must be one of"):
+        compute_epsilon(**VALID | {"adjacency": "substitute"})
 
 
 def test_releases_about_different_neighbours_do_not_compose() -> None:

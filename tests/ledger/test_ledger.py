@@ -38,12 +38,17 @@ def _unplaced(ledger: Ledger) -> Ledger:
     "mechanism",
     [
         MECHANISM,
-        replace(MECHANISM, max_grad_norm=math.inf),
         replace(MECHANISM, noise_multiplier=0.0, target_epsilon=None, target_delta=None),
-        replace(MECHANISM, projection_rank=None, projection_update_steps=None),
-        replace(MECHANISM, engine="Infinity", sample_rate=1 / 3, projection_seed=2**62),
+        replace(
+            MECHANISM,
+            projection_rank=None,
+            max_grad_norm=math.inf,
+            engine="Infinity",
+            sample_rate=1 / 3,
+            projection_seed=2**62,
+        ),
     ],
-    ids=["plain", "no clip", "no budget", "no projection", "odd values"],
+    ids=["plain", "no budget", "odd values"],
 )
 def test_a_ledger_survives_saving_and_loading(mechanism: Mechanism, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / LEDGER_NAME
@@ -98,10 +103,6 @@ def test_the_file_holds_public_facts_only(tmp_path: Path) -> None:
         {"accountant": "rdp"},
     )
     assert not_private["reason"] == "so"
-
-
-def test_runs_have_ids_of_their_own() -> None:
-    assert Ledger.start(MECHANISM).run_id != Ledger.start(MECHANISM).run_id
 
 
 # ---- Recording ----
@@ -259,16 +260,6 @@ def test_a_cap_on_the_batch_is_not_read_as_if_there_were_none() -> None:
     assert reason == "sampling is 'truncated_poisson', not 'poisson'"
 
 
-def test_epsilon_grows_with_the_releases_and_shrinks_with_delta() -> None:
-    ledger = Ledger.start(MECHANISM)
-    assert ledger.epsilon() == 0.0
-    ledger.record(100)
-    early = ledger.epsilon()
-    ledger.record(900)
-    assert 0 < early < ledger.epsilon() < 10
-    assert ledger.epsilon(delta=1e-4) < ledger.epsilon()
-
-
 def test_epsilon_needs_a_delta() -> None:
     ledger = Ledger.start(replace(MECHANISM, target_delta=None))
     with pytest.raises(PrivacyError, match="target_delta=None"):
@@ -347,16 +338,6 @@ def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> Non
     assert Ledger.load(copy).steps == 20
 
 
-def test_resuming_counts_as_much_as_never_stopping(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    Ledger.load(live).snapshot(25).save(copy)
-    ledger = Ledger.resume(live, copy, MECHANISM, updates=25)
-    ledger.record(75)
-    whole = Ledger.start(MECHANISM)
-    whole.record(100)
-    assert ledger.releases == whole.releases
-
-
 def test_a_run_that_goes_on_in_another_folder_counts_all_releases(
     run: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -393,15 +374,6 @@ def test_the_ledger_of_another_run_beside_a_checkpoint_does_not_count(
     Ledger.start(MECHANISM, moved.parent / LEDGER_NAME).record(50)
     live = tmp_path / "elsewhere" / LEDGER_NAME
     assert Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20).steps == 20
-
-
-def test_not_private_in_the_live_file_stays_not_private(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    writer = Ledger.load(live)
-    writer.mark_not_private("live")
-    writer.save(live)
-    ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
-    assert ledger.not_private_reasons == Ledger.load(live).not_private_reasons == ["live"]
 
 
 def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
@@ -453,13 +425,8 @@ def test_every_field_of_a_mechanism_is_tried_on_resume() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
-@pytest.mark.parametrize("with_live", [True, False])
-def test_resuming_with_another_mechanism_is_refused(
-    name: str, with_live: bool, run: tuple[Path, Path]
-) -> None:
+def test_resuming_with_another_mechanism_is_refused(name: str, run: tuple[Path, Path]) -> None:
     live, copy = run
-    if not with_live:
-        live.unlink()
     with_it: dict[str, Any] = {}
     if name in LEFT_OUT_IF_NONE:
         with_it = {other: OTHER_VALUES[other] for other in LEFT_OUT_IF_NONE}
@@ -532,13 +499,17 @@ def test_releases_of_another_branch_are_not_taken_for_those_of_this_one(
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["live", "checkpoint"])
-@pytest.mark.parametrize("damage", ["empty", "truncated", "binary"])
-def test_a_damaged_file_is_refused_by_name(which: int, damage: str, run: tuple[Path, Path]) -> None:
+def test_a_damaged_file_is_refused_by_name(which: int, run: tuple[Path, Path]) -> None:
     path = run[which]
     whole = path.read_bytes()
-    path.write_bytes({"empty": b"", "truncated": whole[:-40], "binary": b"\xff\x00"}[damage])
-    with pytest.raises(PrivacyError, match=str(path)):
-        Ledger.resume(*run, MECHANISM, updates=20)
+    for content in (b"", whole[:-40], b"\xff\x00"):
+        path.write_bytes(content)
+        with pytest.raises(PrivacyError, match=str(path)):
+            Ledger.resume(*run, MECHANISM, updates=20)
+    if which == 1:  # while a live file that is gone is written anew
+        path.unlink()
+        with pytest.raises(PrivacyError, match=str(path)):
+            Ledger.resume(*run, MECHANISM, updates=20)
 
 
 def test_what_this_version_cannot_count_is_refused(run: tuple[Path, Path]) -> None:
@@ -546,13 +517,6 @@ def test_what_this_version_cannot_count_is_refused(run: tuple[Path, Path]) -> No
     rewrite(run[0], lambda content: content["entries"][0]["mechanism"].update(num_trials=10.0))
     with pytest.raises(PrivacyError, match=r"num_trials=10\.0 is unknown .* that wrote it"):
         Ledger.load(run[0])
-
-
-def test_a_checkpoint_without_a_ledger_is_refused(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    copy.unlink()
-    with pytest.raises(PrivacyError, match=str(copy)):
-        Ledger.resume(live, copy, MECHANISM, updates=20)
 
 
 def test_a_run_names_the_accountant_that_answers(
@@ -798,47 +762,34 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
     [
         ((), "schema_version", 0),
         ((), "schema_version", SCHEMA_VERSION + 1),
-        ((), "schema_version", True),
-        ((), "schema_version", 1.0),
         ((), "epsilon", 0.1),
         ((), "entries", {}),
         (("entries",), 0, []),
         ((0,), "kind", "end"),
-        ((0,), "kind", ["start"]),
         ((0,), "run_id", 5),
         ((0,), "at", ""),
         ((0,), "versions", {"torch": 2}),
         ((0,), "schema", 0),
         ((0,), "schema", SCHEMA_VERSION + 1),
-        ((0,), "schema", True),
         ((0,), "continues", "same data"),
         ((0,), "mechanism", []),
         ((2,), "updates", 21),
         ((2,), "updates", -1),
-        ((2,), "updates", True),
         ((2,), "files", []),
         ((2,), "files", {"model.safetensors": "1" * 63}),
-        ((2,), "files", {"model.safetensors": 1}),
         ((6,), "reason", ""),
-        ((6,), "reason", None),
         ((4,), "changes", {"noise_multiplier": "1"}),
         ((4,), "changes", {"accountant": 5}),
-        ((1,), "count", -1),
         ((1,), "count", 0),
         ((1,), "count", 20.0),
         ((1,), "count", True),
-        ((1,), "count", "20"),
         ((1,), "noise_multiplier", 100.0),
         ((1,), "sample_rate", 1e-6),
         ((1,), "order", 1),
         ((1,), "digest", "1" * 63),
-        ((1,), "digest", None),
         ((0, "mechanism"), "noise_multiplier", -1.5),
         ((0, "mechanism"), "noise_multiplier", "Infinity"),
-        ((0, "mechanism"), "noise_multiplier", "1.5"),
         ((0, "mechanism"), "sample_rate", 0),
-        ((0, "mechanism"), "sample_rate", True),
-        ((0, "mechanism"), "sample_rate", None),
         ((0, "mechanism"), "target_delta", 1.0),
         ((0, "mechanism"), "target_epsilon", 0.0),
         ((0, "mechanism"), "max_grad_norm", 0.0),
@@ -848,7 +799,6 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((0, "mechanism"), "projection_seed", 1.5),
         ((0, "mechanism"), "method", ""),
         ((0, "mechanism"), "clipping", "ghost"),
-        ((0, "mechanism"), "clipping", None),
         ((0, "mechanism"), "seed", 42),
     ],
     ids=lambda value: str(value),
@@ -929,7 +879,7 @@ def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path:
         Ledger.load(path)
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "3", '"text"', "{}"])
+@pytest.mark.parametrize("content", ["[]", "{}"])
 def test_a_file_of_another_shape_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
     path.write_text(content)

@@ -1,8 +1,7 @@
-"""``ProjectedAdam`` against ``torch.optim.AdamW`` and against its definition."""
+"""``ProjectedAdam`` against ``torch.optim.AdamW``; its definition is in ``test_rules``."""
 
 import io
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,11 +67,8 @@ def assert_same(found: Parameters, expected: Parameters, **tolerance: float) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3},
-        {"weight_decay": 0.3, "lr": 0.1},
+        {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3},
         {"betas": (0.0, 0.0)},
-        {"lr": 0.0, "weight_decay": 0.1},
     ],
     ids=str,
 )
@@ -117,58 +113,7 @@ def test_groups_and_a_schedule_act_as_on_adamw() -> None:
     assert rates[-1] == [0.0, 0.0]
 
 
-def test_an_orthogonal_projection_of_full_rank_moves_as_far_as_its_coordinates() -> None:
-    """With P a permutation, Adam in coordinates is Adam: it treats every number alike."""
-    permutation = torch.eye(6)[torch.randperm(6)]
-    projectors = {
-        "left": Projector(permutation, Side.LEFT),
-        "right": Projector(permutation, Side.RIGHT),
-    }
-    projected, plain = parameters(), parameters()
-    ours, reference = ProjectedAdam(projected.values()), ProjectedAdam(plain.values())
-    for i in range(4):
-        step(ours, projected, gradients(i, projectors), projectors)
-        step(reference, plain, gradients(i))
-    assert_same(projected, plain, rtol=1e-6, atol=1e-7)
-
-
-# ---- With one: the definition ----
-
-
-def by_definition(
-    rates: list[float], beta1: float, beta2: float, eps: float, decay: float
-) -> Iterator[Parameters]:
-    """Yields the weights after each step, in float64; P is redrawn at every third step."""
-    weights = {name: value.detach().double() for name, value in parameters().items()}
-    first = {name: torch.zeros(()) for name in SHAPES}
-    second = {name: torch.zeros(()) for name in SHAPES}
-    for t, rate in enumerate(rates, start=1):
-        projectors = draw((t - 1) // 3)
-        for name, gradient in gradients(t, projectors).items():
-            gradient = gradient.double()
-            first[name] = beta1 * first[name] + (1 - beta1) * gradient
-            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
-            m, v = first[name] / (1 - beta1**t), second[name] / (1 - beta2**t)
-            update = m / (v.sqrt() + eps)
-            if name in projectors:
-                matrix = projectors[name].matrix.double()
-                left = projectors[name].side is Side.LEFT
-                update = matrix @ update if left else update @ matrix.T
-            weights[name] = (1 - rate * decay) * weights[name] - rate * update
-        yield {name: nn.Parameter(value.float()) for name, value in weights.items()}
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_a_projected_step_is_its_definition_and_moments_outlive_a_redraw(decay: float) -> None:
-    rates, weights = [0.1, 0.05, 0.2, 0.1, 0.1, 0.01, 0.3], parameters()
-    optimizer = ProjectedAdam(weights.values(), betas=(0.8, 0.9), eps=1e-4, weight_decay=decay)
-    expected = by_definition(rates, 0.8, 0.9, 1e-4, decay)
-    for t, (rate, reference) in enumerate(zip(rates, expected, strict=True), start=1):
-        optimizer.param_groups[0]["lr"] = rate
-        projectors = draw((t - 1) // 3)
-        step(optimizer, weights, gradients(t, projectors), projectors)
-        assert_same(weights, reference, rtol=1e-5, atol=1e-6)
-        assert {int(optimizer.state[weight]["step"]) for weight in weights.values()} == {t}
+# ---- Its gradients ----
 
 
 def test_moments_have_the_shape_of_the_coordinates_and_are_counted() -> None:
@@ -205,8 +150,7 @@ def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
     assert_same(weights, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.3)])
 def test_a_weight_that_is_not_contiguous_is_updated_as_if_it_were(
     dtype: torch.dtype, decay: float
 ) -> None:
@@ -225,7 +169,7 @@ def test_a_weight_that_is_not_contiguous_is_updated_as_if_it_were(
     torch.testing.assert_close(turned, plain, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (30, 4), (3, 2, 2, 5)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (30, 4)])
 @pytest.mark.parametrize("rounding", [True, False])
 def test_the_size_of_blocks_changes_no_update(
     shape: tuple[int, ...], rounding: bool, monkeypatch: pytest.MonkeyPatch
@@ -259,17 +203,6 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
     assert_same(found[1], found[2], rtol=0, atol=0)
 
 
-def test_private_gradients_are_left_as_they_were() -> None:
-    """The trainer may still report them."""
-    weights, projectors = parameters(), draw(0)
-    received = {weights[name]: g for name, g in gradients(0, projectors).items()}
-    before = {weight: gradient.clone() for weight, gradient in received.items()}
-    optimizer = ProjectedAdam(weights.values())
-    optimizer.receive(received, {weights[name]: p for name, p in projectors.items()})
-    optimizer.step()
-    assert all(torch.equal(gradient, before[weight]) for weight, gradient in received.items())
-
-
 # ---- State ----
 
 
@@ -278,25 +211,6 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_saved_state_continues_as_if_it_had_never_been_saved(dtype: torch.dtype) -> None:
-    weights = parameters(dtype)
-    settings = {"lr": 0.05, "weight_decay": 0.1}
-    optimizer = ProjectedAdam(weights.values(), **settings)
-    for i in range(3):
-        step(optimizer, weights, gradients(i, draw(0)), draw(0))
-    copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    resumed = ProjectedAdam(copies.values(), lr=1.0)
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert resumed.param_groups[0]["lr"] == 0.05
-    for i in range(3, 7):
-        projectors = draw(i // 5)
-        step(optimizer, weights, gradients(i, projectors), projectors)
-        step(resumed, copies, gradients(i, projectors), projectors)
-        for name, weight in weights.items():
-            assert torch.equal(copies[name], weight), name
 
 
 def test_moments_of_bfloat16_weights_are_float32_and_stay_so_when_loaded() -> None:
@@ -383,19 +297,3 @@ def test_a_closure_is_refused_before_it_runs() -> None:
 
     with pytest.raises(PrivacyError, match="closure"):
         optimizer.step(closure)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("lr", -1.0),
-        ("lr", math.nan),
-        ("betas", (1.0, 0.9)),
-        ("betas", (0.9, -0.1)),
-        ("eps", -1e-8),
-        ("weight_decay", -0.1),
-    ],
-)
-def test_a_value_out_of_range_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{option}="):
-        ProjectedAdam(parameters().values(), **{option: value})

@@ -1,4 +1,4 @@
-"""Every update rule, against its definition."""
+"""Every update rule against its definition: moments stay what they are when P is redrawn."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedAdam, ProjectedOptimizer, rules
+from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedOptimizer, rules
 from dp_grape_hf.optimizers.rules import Term, UpdateRule, update_rule
 from dp_grape_hf.projections import Projector, Side
 
@@ -33,12 +33,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
     return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
 
 
-def draw(seed: int, orthonormal: bool = False) -> Draw:
+def draw(seed: int) -> Draw:
     """Returns a new projector for each matrix, which has the same P for the same seed."""
     generator, drawn = torch.Generator().manual_seed(seed), {}
     for name, side in SIDES.items():
         matrix = torch.randn(8, RANK, generator=generator) / RANK**0.5
-        drawn[name] = Projector(torch.linalg.qr(matrix)[0] if orthonormal else matrix, side)
+        drawn[name] = Projector(matrix, side)
     return drawn
 
 
@@ -48,12 +48,7 @@ def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
     return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
 
 
-def step(
-    optimizer: ProjectedOptimizer,
-    weights: Parameters,
-    number: int,
-    projectors: Draw,
-) -> None:
+def step(optimizer: ProjectedOptimizer, weights: Parameters, number: int, projectors: Draw) -> None:
     optimizer.receive(
         {weights[name]: gradient for name, gradient in gradients(number, projectors).items()},
         {weights[name]: projector for name, projector in projectors.items()},
@@ -69,37 +64,38 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Definition:
-    """An optimizer in float64; weights that are projected on the right are transposed."""
+    """An optimizer in float64. Weights projected on the right are transposed."""
 
     def __init__(self, rule: str, lr: float, decay: float) -> None:
         self.rule, self.lr, self.decay = rule, lr, decay
         self.weights = {n: self.turned(n, p.detach().double()) for n, p in parameters().items()}
         self.first = dict.fromkeys(SHAPES, torch.zeros(()))
         self.second = dict.fromkeys(SHAPES, torch.zeros(()))
-        self.count = dict.fromkeys(SHAPES, 0)
+        self.count = 0
 
     @staticmethod
     def turned(name: str, value: Tensor) -> Tensor:
         return value.T if SIDES.get(name) is Side.RIGHT else value
 
     def step(self, number: int, projectors: Draw) -> None:
+        self.count += 1
         for name, gradient in gradients(number, projectors).items():
             update = self.update(name, self.turned(name, gradient.double()))
-            lifted = projectors[name].matrix.double() @ update if name in projectors else update
-            self.weights[name] = (1 - self.lr * self.decay) * self.weights[name] - self.lr * lifted
+            if name in projectors:
+                update = projectors[name].matrix.double() @ update
+            self.weights[name] = (1 - self.lr * self.decay) * self.weights[name] - self.lr * update
 
     def update(self, name: str, g: Tensor) -> Tensor:
-        self.count[name] += 1
         if self.rule == "sgd":
             return g
         if self.rule == "momentum":
             self.first[name] = SETTINGS["momentum"]["momentum"] * self.first[name] + g
             return self.first[name]
-        (beta1, beta2), t = SETTINGS["adam"]["betas"], self.count[name]
+        (beta1, beta2), t = SETTINGS["adam"]["betas"], self.count
         self.first[name] = beta1 * self.first[name] + (1 - beta1) * g
         self.second[name] = beta2 * self.second[name] + (1 - beta2) * g**2
-        v = self.second[name] / (1 - beta2**t)
-        return self.first[name] / (1 - beta1**t) / (v.sqrt() + SETTINGS["adam"]["eps"])
+        root = (self.second[name] / (1 - beta2**t)).sqrt()
+        return self.first[name] / (1 - beta1**t) / (root + SETTINGS["adam"]["eps"])
 
 
 def assert_defined(weights: Mapping[str, Tensor], definition: Definition, **bounds: float) -> None:
@@ -117,28 +113,26 @@ def test_every_rule_is_tested_here() -> None:
 # ---- The definitions ----
 
 
-@pytest.mark.parametrize("orthonormal", [True, False])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_every_step_is_its_definition(rule: str, decay: float, orthonormal: bool) -> None:
-    """Moments and step counts are kept when P is redrawn."""
+def test_every_step_is_its_definition(rule: str) -> None:
+    """Also where an unchanged P comes as another object, as it does after a resume."""
     weights = parameters()
-    settings = SETTINGS[rule] | {"weight_decay": decay}
-    optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
-    definition = Definition(rule, 0.1, decay)
-    for number in range(3 * EVERY):
-        projectors = draw(number // EVERY, orthonormal)
+    optimizer = ProjectedOptimizer(
+        weights.values(), 0.1, rule=rule, weight_decay=0.3, **SETTINGS[rule]
+    )
+    definition = Definition(rule, 0.1, 0.3)
+    projectors: Draw = {}
+    for number in range(4 * EVERY):
+        if number < EVERY or number % EVERY == 0:
+            projectors = draw(number // EVERY)
         step(optimizer, weights, number, projectors)
         definition.step(number, projectors)
         assert_defined(weights, definition, rtol=2e-5, atol=2e-5)
-        counts = {name: int(optimizer.state[weight]["step"]) for name, weight in weights.items()}
-        assert counts == definition.count
+        counts = {int(optimizer.state[weight]["step"]) for weight in weights.values()}
+        assert counts == {definition.count}
 
 
-@pytest.mark.parametrize(
-    ("rule", "settings"),
-    [("sgd", {}), ("momentum", {"momentum": 0.9}), ("momentum", {"momentum": 0.0})],
-)
+@pytest.mark.parametrize(("rule", "settings"), [("sgd", {}), ("momentum", {"momentum": 0.9})])
 def test_without_projectors_every_step_is_that_of_torch(
     rule: str, settings: dict[str, Any]
 ) -> None:
@@ -185,13 +179,14 @@ def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weights = parameters()
     optimizer = ProjectedOptimizer(weights.values(), rule="sign_of_sum")
-    totals = {name: torch.zeros(()) for name in SHAPES}
+    totals = {name: torch.zeros(()) for name in SIDES}
     for number in range(2):
         projectors = draw(number)
         step(optimizer, weights, number, projectors)
-        for name, gradient in gradients(number, projectors).items():
-            totals[name] = totals[name] + gradient
-            torch.testing.assert_close(optimizer.state[weights[name]]["total"], totals[name])
+        for name in SIDES:
+            totals[name] = totals[name] + gradients(number, projectors)[name]
+            found = optimizer.state[weights[name]]["total"]
+            torch.testing.assert_close(found, totals[name], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="'sign_of_sum' is registered twice"):
         update_rule("sign_of_sum")(SignOfSum)
 
@@ -203,10 +198,8 @@ def test_a_rule_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_updates_kept_apart_are_those_of_the_definition(rule: str) -> None:
     """In a period without rounding; moments, which rounding does not touch, at every step."""
     weights = parameters(torch.bfloat16)
-    settings = SETTINGS[rule] | {"weight_decay": 0.3}
-    optimizer = ProjectedOptimizer(
-        weights.values(), 0.01, rule=rule, float32_updates=True, **settings
-    )
+    settings = SETTINGS[rule] | {"weight_decay": 0.3, "float32_updates": True}
+    optimizer = ProjectedOptimizer(weights.values(), 0.01, rule=rule, **settings)
     definition = Definition(rule, 0.01, 0.3)
     definition.weights = {
         name: definition.turned(name, weight.detach().double()) for name, weight in weights.items()
@@ -232,7 +225,7 @@ def test_updates_kept_apart_are_those_of_the_definition(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
-    """Each is 1/2000 of the weight; 400 of them come to a fifth, give or take 5 deviations."""
+    """Each is 1/2000 of the weight; 200 of them come to a tenth, give or take 5 deviations."""
     lost, found = (nn.Parameter(torch.ones(2000, dtype=torch.bfloat16)) for _ in range(2))
     for weight, on in ((lost, False), (found, True)):
         optimizer = ProjectedOptimizer(
@@ -242,11 +235,11 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
             float32_updates=on,
             **SETTINGS[rule] | ({"momentum": 0.0} if rule == "momentum" else {}),
         )
-        for _ in range(400):
+        for _ in range(200):
             optimizer.receive({weight: torch.ones(2000)})
             optimizer.step()
     assert torch.equal(lost, torch.ones_like(lost))
-    assert float(found.detach().float().mean()) == pytest.approx(0.8, abs=0.01)
+    assert float(found.detach().float().mean()) == pytest.approx(0.9, abs=0.01)
 
 
 # ---- State ----
@@ -254,39 +247,39 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", SETTINGS)
-@pytest.mark.parametrize("saved_after", [1, EVERY, EVERY + 1])
 def test_a_saved_state_continues_as_if_it_had_never_been_saved(
-    saved_after: int, rule: str, dtype: torch.dtype
+    rule: str, dtype: torch.dtype
 ) -> None:
-    """Saved within a period, right before a redraw, and right after; P is another object then."""
+    """Saved within a period; P is another object then."""
     weights = parameters(dtype)
-    settings = SETTINGS[rule] | {"float32_updates": dtype is torch.bfloat16}
+    settings = SETTINGS[rule] | {"float32_updates": dtype is torch.bfloat16, "weight_decay": 0.1}
     optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
-    for number in range(saved_after):
+    for number in range(EVERY + 1):
         step(optimizer, weights, number, draw(number // EVERY))
     copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    resumed = ProjectedOptimizer(copies.values(), 0.1, rule=rule, **settings)
+    resumed = ProjectedOptimizer(copies.values(), 1.0, rule=rule, **settings)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    for number in range(saved_after, 3 * EVERY):
+    assert resumed.param_groups[0]["lr"] == 0.1
+    for number in range(EVERY + 1, 3 * EVERY):
         step(optimizer, weights, number, draw(number // EVERY))
         step(resumed, copies, number, draw(number // EVERY))
         for name, weight in weights.items():
             assert torch.equal(copies[name], weight), name
 
 
-@pytest.mark.parametrize(("saved", "resumed"), list(itertools.permutations(SETTINGS, 2)))
-def test_the_state_of_another_rule_is_refused(saved: str, resumed: str) -> None:
+def test_the_state_of_another_rule_is_refused() -> None:
     weights = parameters()
-    optimizer = ProjectedOptimizer(weights.values(), rule=saved)
-    step(optimizer, weights, 0, {})
-    other = ProjectedOptimizer(weights.values(), rule=resumed)
-    with pytest.raises(ValueError, match=rf"rule='{resumed}'"):
-        other.load_state_dict(optimizer.state_dict())
+    for saved, resumed in itertools.permutations(SETTINGS, 2):
+        optimizer = ProjectedOptimizer(weights.values(), rule=saved)
+        step(optimizer, weights, 0, {})
+        other = ProjectedOptimizer(weights.values(), rule=resumed)
+        with pytest.raises(ValueError, match=rf"rule='{resumed}'"):
+            other.load_state_dict(optimizer.state_dict())
 
 
 def test_a_redraw_with_another_rank_is_refused() -> None:
     weights = parameters()
-    optimizer = ProjectedAdam(weights.values())
+    optimizer = ProjectedOptimizer(weights.values())
     step(optimizer, weights, 0, draw(0))
     narrow = {name: Projector(p.matrix[:, :2], p.side) for name, p in draw(1).items()}
     with pytest.raises(PrivacyError, match="projection_rank"):
@@ -317,8 +310,12 @@ def test_private_gradients_are_left_as_they_were() -> None:
         ),
         ({"rule": "momentum", "eps": 1e-8}, "eps=1e-08 is no setting .*'momentum'.* momentum"),
         ({"rule": "momentum", "momentum": 1.0}, "momentum=1.0 is out of range"),
-        ({"rule": "momentum", "momentum": math.nan}, "momentum=nan is out of range"),
         ({"rule": "sgd", "lr": -1.0}, r"lr=-1.0 is out of range"),
+        ({"lr": math.nan}, "lr=nan is out of range"),
+        ({"betas": (1.0, 0.9)}, "betas="),
+        ({"betas": (0.9, -0.1)}, "betas="),
+        ({"eps": -1e-8}, "eps="),
+        ({"weight_decay": -0.1}, "weight_decay="),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(
@@ -326,8 +323,3 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ProjectedOptimizer(parameters().values(), **options)
-
-
-def test_adam_takes_no_setting_of_another_rule() -> None:
-    with pytest.raises(ValueError, match=r"momentum=0\.9 is no setting"):
-        ProjectedAdam(parameters().values(), momentum=0.9)

@@ -85,11 +85,9 @@ PRINCIPAL: dict[str, Any] = {"projection": "principal", "projection_update_steps
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": (BERT, {}),
     "gpt2, transposed and tied": ("gpt2", {}),
-    "opt, tied": ("opt", {}),
     "roberta, with a tied decoder": ("roberta-masked-lm", {}),
     "vit, with parameters that are no module": ("vit", {}),
     "principal directions": (BERT, PRINCIPAL),
-    "bfloat16": (BERT, IN_BFLOAT16),
     "bfloat16, transposed and tied": ("gpt2", IN_BFLOAT16),
 }
 
@@ -130,8 +128,7 @@ def test_ranks_add_up_over_the_projections_and_scale_nothing(tmp_path: Path) -> 
     trained(tmp_path)
     config, tensors = config_of(tmp_path), load_file(tmp_path / ADAPTER)
     assert config["r"] == config["lora_alpha"] == 4  # of two projections of rank 2
-    assert config["rank_pattern"] == config["alpha_pattern"] == {}
-    assert {t.shape[0] for name, t in tensors.items() if ".lora_A." in name} == {4}
+    assert {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name} == {4}
     assert config["bias"] == "lora_only"
 
 
@@ -278,7 +275,7 @@ def test_a_model_that_was_changed_is_not_saved_as_it_was(tmp_path: Path) -> None
 # ---- Resuming ----
 
 
-@pytest.mark.parametrize("own", [{}, IN_BFLOAT16, PRINCIPAL], ids=str)
+@pytest.mark.parametrize("own", [{}, IN_BFLOAT16], ids=str)
 def test_the_adapter_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     own: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -304,7 +301,7 @@ def test_the_adapter_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     assert checkpoint & {MODEL, ADAPTER, ADAPTER_CONFIG} == {MODEL}
     run(tmp_path / "parts", resume=True)
     assert config_of(tmp_path / "parts") == config_of(tmp_path / "whole")
-    assert config_of(tmp_path / "parts")["r"] == 2 * (1 if own is PRINCIPAL else 3)
+    assert config_of(tmp_path / "parts")["r"] == 2 * 3
     found, expected = (load_file(tmp_path / name / ADAPTER) for name in ("parts", "whole"))
     assert_same_weights(found, expected)
     assert MISMATCH not in statuses(tmp_path / "parts").values()
@@ -385,7 +382,6 @@ def test_training_goes_on_from_an_adapter_with_what_it_spent(saved: Path, tmp_pa
     [
         ({"weight_decay": 0.1}, r"weight_decay=0\.1: decay changes weights in all directions"),
         ({"method": "dp_adam"}, "method='dp_adam' and projection='identity'"),
-        ({"method": "dp_galore"}, "method='dp_galore' and projection='svd'"),
         ({"projection": "identity"}, "projection='identity'"),
         (
             {

@@ -168,17 +168,12 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     ("strategy", "copies", "messages"),
     [
         ("end", set(), ["Model save"]),
-        pytest.param(
-            "every_save",
-            set(),
-            ["step 2", "step 4", "Model save"],
-            marks=pytest.mark.slow,
-        ),
         ("checkpoint", nested("last-checkpoint"), ["step 2", "step 4", "Model save"]),
-        (
+        pytest.param(
             "all_checkpoints",
             nested("checkpoint-2") | nested("checkpoint-4"),
             ["step 2", "step 4", "Model save"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -212,15 +207,6 @@ def test_a_strategy_sends_the_list_and_nothing_of_seed_losses_or_draws(
     local = {path.name for path in (out / "checkpoint-4").iterdir()}
     assert local >= MODEL | {"optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"}
     assert not list(out.glob(".publishing-*"))
-
-
-def test_no_other_client_uploads(hub: Hub, tmp_path: Path) -> None:
-    """The one of transformers has another name."""
-    trained(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints").save_model()
-    signed = [r for r in hub.requests if "/large/" not in r.path]  # LFS uploads are signed by URL
-    agents = {re.findall(r"user-agent: (\w+)/", r.headers.lower())[0] for r in signed}
-    assert agents == {"dp_grape_hf"}
-    assert len(signed) > 10
 
 
 def test_what_is_published_is_the_model_with_its_ledger_and_a_card(
@@ -267,14 +253,8 @@ def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) ->
     assert hub.messages(REPO) == ["End of training"], "nothing changed: there is nothing to commit"
     with torch.no_grad():
         next(trainer.model.parameters()).add_(1.0)
-    trainer.push_to_hub(commit_message="another")
+    trainer.push_to_hub(commit_message="another", blocking=False).result(30)
     assert hub.messages(REPO) == ["End of training", "another"]
-
-
-def test_a_push_without_waiting_returns_a_future(hub: Hub, tmp_path: Path) -> None:
-    future = trained(tmp_path).push_to_hub(blocking=False)
-    assert future.result(30).commit_message == "End of training"
-    assert set(hub.files(REPO)) == INITIAL | MODEL
 
 
 def test_name_branch_and_privacy_of_the_repository_are_those_asked_for(
@@ -375,16 +355,6 @@ def test_a_run_that_is_saved_as_an_adapter_is_published_as_one(hub: Hub, tmp_pat
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_metrics_are_published_with_a_word_on_their_data(hub: Hub, tmp_path: Path) -> None:
-    trainer = trained(tmp_path)
-    for public in (True, False):
-        trainer.args.eval_data_is_public = public
-        trainer.push_to_hub(metrics={"accuracy": 0.875})
-        card = hub.files(REPO)["README.md"].decode()
-        assert "* accuracy: 0.875" in card
-        assert ("no ε covers these figures" in card) == (not public)
-
-
 def test_what_the_original_card_would_say_and_ours_does_not_is_refused(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -422,21 +392,19 @@ def messages_of(error: BaseException) -> str:
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-@pytest.mark.parametrize("push_to_hub", [True, False])
-def test_a_refused_token_is_said_to_be(push_to_hub: bool, hub: Hub, tmp_path: Path) -> None:
+def test_a_refused_token_is_said_to_be(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(HfHubHTTPError) as error:
-        trained(tmp_path, hub_token="hf_wrong", push_to_hub=push_to_hub).push_to_hub()
+        trained(tmp_path, hub_token="hf_wrong", push_to_hub=True)
     assert "token was refused" in messages_of(error.value)
     assert "hub_token" in messages_of(error.value)
     assert hub.repos == {}
     assert "hf_wrong" not in messages_of(error.value)
 
 
-@pytest.mark.parametrize("path", ["preupload", "lfs/objects/batch", "/commit/"])
 def test_a_token_that_may_not_write_publishes_nothing(
-    path: str, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+    hub: Hub, saved: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    hub.faults.append(Fault("POST", path, status=403, times=99))
+    hub.faults.append(Fault("POST", "/commit/", status=403, times=99))
     with pytest.raises(HfHubHTTPError) as error:
         push(saved, tmp_path)
     assert "token was refused" in messages_of(error.value)
@@ -451,8 +419,6 @@ def test_a_token_that_may_not_write_publishes_nothing(
         Fault("POST", "preupload", status=503),
         Fault("POST", "lfs/objects/batch", status=500),
         Fault("PUT", "/large/", status=503, times=2),
-        Fault("PUT", "/large/"),
-        Fault("POST", "/commit/", status=503, times=2),
         Fault("POST", "/commit/"),
         Fault("POST", "/commit/", after=True),
     ],
@@ -472,8 +438,7 @@ def test_a_fault_that_passes_leaves_one_whole_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "pattern"),
-    [("POST", "preupload"), ("POST", "batch"), ("PUT", "/large/"), ("POST", "/commit/")],
+    ("method", "pattern"), [("POST", "preupload"), ("PUT", "/large/"), ("POST", "/commit/")]
 )
 def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
     method: str, pattern: str, hub: Hub, copy: tuple[Path, Any], tmp_path: Path
@@ -551,9 +516,8 @@ def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
 @pytest.mark.parametrize(
     "name",
     [
-        *("adapter_model.safetensors", "pytorch_model.bin", "old.gguf", "model.npz", "model.pkl"),
-        *("model.safetensors.index.json", "adapter_config.json", "MODEL.Safetensors"),
-        "optimizer.safetensors",
+        *("adapter_model.safetensors", "old.gguf", "model.safetensors.index.json"),
+        *("adapter_config.json", "MODEL.Safetensors"),
     ],
 )
 def test_weights_of_another_origin_do_not_come_under_our_card(
@@ -663,14 +627,10 @@ def test_a_refused_second_run_leaves_the_count_of_updates(
 # ---- The list ----
 
 
-@pytest.mark.parametrize("name", sorted(MODEL | {"adapter_config.json", "generation_config.json"}))
-def test_a_name_on_the_list_has_a_kind(name: str) -> None:
-    assert kind_of(name) is not None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_only_names_on_the_list_have_a_kind() -> None:
+    for name in MODEL | {"adapter_config.json", "generation_config.json"}:
+        assert kind_of(name) is not None, name
+    others = [
         *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth"),
         *("rng_state_0.pth", "trainer_state.json", "scaler.pt", "pytorch_model.bin"),
         *("pytorch_model-00001-of-00002.bin", "adapter_model.bin", "results.json", "train.log"),
@@ -678,10 +638,8 @@ def test_a_name_on_the_list_has_a_kind(name: str) -> None:
         *("model.safetensors.bak", "MODEL.safetensors", "optimizer.safetensors", "Config.json"),
         *("model-1-of-2.safetensors", "sampler.json", "modeling_mine.py", "README.md~", ".env"),
         *("config.json/", "runs/config.json", "../config.json", "all_results.json", ""),
-    ],
-)
-def test_any_other_name_stays(name: str) -> None:
-    assert kind_of(name) is None
+    ]
+    assert [name for name in others if kind_of(name) is not None] == []
 
 
 @pytest.fixture(scope="module")
@@ -716,8 +674,10 @@ def test_files_in_folders_stay_and_all_others_are_copied_byte_by_byte(
         assert (tmp_path / "into" / name).read_bytes() == (copy[0] / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", sorted(MODEL))
-@pytest.mark.parametrize("what", ["link", "folder", "dangling"])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("model.safetensors", "link"), (LEDGER_NAME, "folder"), ("README.md", "dangling")],
+)
 def test_a_name_on_the_list_that_is_no_plain_file_is_refused(
     name: str, what: str, copy: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -751,14 +711,6 @@ def _an_index_that_names_nothing(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": null}')
 
 
-def _an_index_cut_off(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
-
-
-def _a_tokenizer_that_is_none(folder: Path) -> None:
-    torch.save({}, folder / "tokenizer.json")
-
-
 def _a_config_cut_off(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text[: len(text) // 2])
@@ -788,10 +740,6 @@ def _cut_off(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[:-5])
 
 
-def _a_pickle(folder: Path) -> None:
-    torch.save({}, folder / "model.safetensors")
-
-
 def _notes(folder: Path) -> None:
     notes = {"format": "pt", "final_loss": "0.31"}
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=notes)
@@ -801,18 +749,11 @@ def _no_ledger(folder: Path) -> None:
     (folder / LEDGER_NAME).unlink()
 
 
-def _a_damaged_ledger(folder: Path) -> None:
-    text = (folder / LEDGER_NAME).read_text()
-    (folder / LEDGER_NAME).write_text(text[: len(text) // 2])
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (_no_weights, "no weights"),
         (_an_index_that_names_nothing, "index.json is no index of weights"),
-        (_an_index_cut_off, "index.json is no index of weights"),
-        (_a_tokenizer_that_is_none, "tokenizer.json does not hold what its name says"),
         (_a_config_cut_off, "config.json does not hold what its name says"),
         (_a_config_that_names_weights, "config.json says transformers_weights="),
         (_an_adapter_without_weights, "not the weights of one saved model"),
@@ -821,10 +762,8 @@ def _a_damaged_ledger(folder: Path) -> None:
         (_an_old_adapter, "not the weights of one saved model"),
         (_a_part_missing, "not the weights of one saved model"),
         (_cut_off, "no whole safetensors file"),
-        (_a_pickle, "no whole safetensors file"),
         (_notes, "final_loss"),
         (_no_ledger, "no valid privacy ledger"),
-        (_a_damaged_ledger, "no valid privacy ledger"),
     ],
 )
 def test_a_folder_that_is_not_one_whole_model_is_refused(

@@ -21,13 +21,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
@@ -103,7 +99,7 @@ def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **st
 # ---- Nothing was changed ----
 
 
-@pytest.mark.parametrize("place", ["", "checkpoint-3", "checkpoint-6"])
+@pytest.mark.parametrize("place", ["", "checkpoint-3"])
 def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
     checks = verify(run / place)
     names = {check.what for check in checks if check.status == OK}
@@ -147,7 +143,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replace one": {"adjacency": "replace_one"},
     "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},
     "rdp": {"accountant": "rdp"},
-    "pld": {"accountant": "pld"},
     "no clipping": {"max_grad_norm": math.inf, "target_epsilon": None},
 }
 
@@ -184,10 +179,6 @@ def _swap_weights(folder: Path) -> None:
     save_file({k: v + 1e-3 for k, v in weights.items()}, folder / WEIGHTS)
 
 
-def _take_earlier_weights(folder: Path) -> None:
-    shutil.copy(folder / "checkpoint-3" / WEIGHTS, folder / WEIGHTS)
-
-
 def _take_the_ledger_of_another_run(folder: Path) -> None:
     ledger = Ledger.start(Ledger.load(folder / LEDGER_NAME).mechanism)
     ledger.record(6)
@@ -212,7 +203,6 @@ def _in_the_ledger(
 
 SIGMA = "noise_multiplier"
 CARD = {"card: statement"}
-CLAIM = "This model was trained with diff.*"
 EPSILON = r"5\.999"
 BY_BOTH = {"epsilon by prv", "epsilon by pld"}
 TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
@@ -220,16 +210,8 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         _in_the_ledger(lambda e: e[1].update(count=4)),
         {"chain", "budget"} | CARD | BY_BOTH,
     ),
-    "a count, so that it makes no sense": (
-        _in_the_ledger(lambda e: e[1].update(count=2)),
-        {"ledger"},
-    ),
     "delta": (
         _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
-        {"chain"} | CARD,
-    ),
-    "the seed": (
-        _in_the_ledger(lambda e: e[0]["mechanism"].update(projection_seed=9)),
         {"chain"} | CARD,
     ),
     "sigma, in one place": (_in_the_ledger(lambda e: e[1].update({SIGMA: 9.0})), {"ledger"}),
@@ -251,13 +233,11 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         {"budget"} | CARD | BY_BOTH,
     ),
     "the weights": (_swap_weights, {f"weights: {WEIGHTS}"}),
-    "earlier weights": (_take_earlier_weights, {f"weights: {WEIGHTS}"}),
     "weights beside them": (
         lambda folder: (folder / "pytorch_model.bin").write_bytes(b"?") and None,
         {"weights: pytorch_model.bin"},
     ),
     "another ledger": (_take_the_ledger_of_another_run, {f"weights: {WEIGHTS}"}),
-    "no JSON": (lambda folder: (folder / LEDGER_NAME).write_text("{") and None, {"ledger"}),
     "a smaller epsilon": (_on_the_card(EPSILON, "1.000"), CARD | BY_BOTH),
     "a slightly smaller epsilon": (_on_the_card(EPSILON, "5.998"), CARD | {"epsilon by prv"}),
     "a larger epsilon": (_on_the_card(EPSILON, "6.100"), CARD),
@@ -271,23 +251,10 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         _on_the_card(r"bound\) \| ([\d.]+)", r"bound) | \1 in theory, 0.1 in practice"),
         CARD,
     ),
-    "delta on the card": (_on_the_card("1e-05", "1e-09"), CARD),
-    "the unit": (_on_the_card("one example of", "one user of"), CARD),
-    "no sentence": (_on_the_card(f"{CLAIM}\n", ""), CARD),
-    "the sentence in a comment": (_on_the_card(f"({CLAIM})\n", r"<!-- \1 -->\n"), CARD),
-    "the table in a fence": (
-        _on_the_card(r"(?s)(\| Quantity.*?\n)(\n<!--)", r"```\n\1```\n\2"),
-        CARD,
-    ),
-    "no row of releases": (_on_the_card(r"\| Releases \| 6 \|\n", ""), CARD),
     "a row more": (_on_the_card(r"\| Method \|", "| Guarantee | pure DP |\n| Method |"), CARD),
-    "a letter that looks the same": (_on_the_card(r"\| example \|", "| ex\u0430mple |"), CARD),
-    "a space at the end of a line": (_on_the_card(r"\| Releases \| 6 \|", r"\g<0> "), CARD),
     "a letter that nobody sees": (_on_the_card("privacy: ", "privacy:\u200b "), CARD),
     "no marks": (_on_the_card(f"{BEGIN}|{END}", ""), CARD),
-    "no mark of the beginning": (_on_the_card(BEGIN, ""), CARD),
     "no mark of the end": (_on_the_card(END, ""), CARD),
-    "marks of another wording": (_on_the_card("dp-grape:", "dp-grape :"), CARD),
     "two statements": (_on_the_card(f"(?s){BEGIN}.*{END}", r"\g<0>\n\n\g<0>"), CARD),
     "a statement in the statement": (
         _on_the_card(f"(?s){BEGIN}(.*){END}", rf"{BEGIN}\n\n\g<0>\n\n{END}"),
@@ -295,11 +262,6 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     ),
     "the marks the other way round": (
         _on_the_card(f"(?s){BEGIN}(.*){END}", rf"{END}\1{BEGIN}"),
-        CARD,
-    ),
-    "a mark among the sentence": (_on_the_card(f"(?s){BEGIN}\n\n", rf"{BEGIN} "), CARD),
-    "the end above the table": (
-        _on_the_card(f"(?s)(\n\n## Privacy.*?)(\n\n{END})", r"\2\1"),
         CARD,
     ),
     "more between the marks": (_on_the_card(END, rf"Checked by the Hub.\n\n{END}"), CARD),
@@ -340,6 +302,23 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
     (tmp_path / parts[1]).unlink()
     status = _status(verify(tmp_path))
     assert {status[f"weights: {name}"] for name in parts} == {ABSENT}
+
+
+def test_a_card_of_a_run_without_privacy_may_name_it_elsewhere(tmp_path: Path) -> None:
+    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
+    details = CardDetails(
+        base_model="a/differential-privacy-bert", tags=("no-differential-privacy",)
+    )
+    (tmp_path / CARD_NAME).write_text(render(ledger, details), encoding="utf-8")
+    assert _wrong(verify(tmp_path)) == []
+
+
+def test_a_ledger_that_lost_its_delta_contradicts_its_card(tmp_path: Path) -> None:
+    _saved(tmp_path, replace(MECHANISM, target_epsilon=None))
+    rewrite(
+        tmp_path / LEDGER_NAME, lambda c: c["entries"][0]["mechanism"].update(target_delta=None)
+    )
+    assert "card: statement" in _wrong(verify(tmp_path))
 
 
 def test_a_mismatch_is_printed_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,15 +387,6 @@ def test_a_card_is_honest_whatever_words_its_ledger_has(name: str, tmp_path: Pat
     assert _wrong(verify(tmp_path)) == []
 
 
-def test_a_card_of_a_run_without_privacy_may_name_it_elsewhere(tmp_path: Path) -> None:
-    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
-    details = CardDetails(
-        base_model="a/differential-privacy-bert", tags=("no-differential-privacy",)
-    )
-    (tmp_path / CARD_NAME).write_text(render(ledger, details), encoding="utf-8")
-    assert _wrong(verify(tmp_path)) == []
-
-
 def test_another_delta_is_not_held_against_what_was_promised_at_the_first(tmp_path: Path) -> None:
     _saved(tmp_path, replace(MECHANISM, target_epsilon=0.85))
     assert _wrong(verify(tmp_path)) == []
@@ -450,24 +420,6 @@ def test_numbers_beyond_all_runs_are_no_ledger(tmp_path: Path) -> None:
         assert _wrong(verify(tmp_path)) == ["ledger"]
 
 
-def test_a_ledger_that_lost_its_delta_contradicts_its_card(tmp_path: Path) -> None:
-    _saved(tmp_path, replace(MECHANISM, target_epsilon=None))
-    rewrite(
-        tmp_path / LEDGER_NAME, lambda c: c["entries"][0]["mechanism"].update(target_delta=None)
-    )
-    assert "card: statement" in _wrong(verify(tmp_path))
-
-
-def test_a_card_without_the_claim_of_its_ledger_is_found(tmp_path: Path) -> None:
-    _saved(tmp_path / "plain", private=False, reason="the baseline")
-    _saved(tmp_path / "private")
-    (tmp_path / "private" / CARD_NAME).rename(tmp_path / "private" / "kept")
-    shutil.copy(tmp_path / "plain" / CARD_NAME, tmp_path / "private" / CARD_NAME)
-    assert _wrong(verify(tmp_path / "private")) == ["card: statement"]
-    shutil.copy(tmp_path / "private" / "kept", tmp_path / "plain" / CARD_NAME)
-    assert _wrong(verify(tmp_path / "plain")) == ["guarantee", "card: statement"]
-
-
 def test_a_checkpoint_whose_run_forgot_it_is_found(run: Path) -> None:
     """The live ledger was rolled back, or replaced by one that lacks the checkpoint's releases."""
     _in_the_ledger(lambda e: e.__delitem__(slice(2, None)))(run)
@@ -492,9 +444,9 @@ def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
         assert _wrong(verify(run, head=head)) == ["head noted before"]
 
 
-@pytest.mark.parametrize("head", ["", "1ac6", "A" * 64])
-def test_a_head_is_a_whole_digest(head: str, run: Path) -> None:
-    assert main(["verify", str(run), "--head", head]) == 2
+def test_a_head_is_a_whole_digest(run: Path) -> None:
+    for head in ("", "1ac6", "A" * 64):
+        assert main(["verify", str(run), "--head", head]) == 2
 
 
 # ---- What does not apply is said ----
@@ -737,9 +689,8 @@ def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
     assert set(_wrong(verify(whole))) >= expected | {"config.json: transformers_weights"}
 
 
-@pytest.mark.parametrize("weight_map", [None, ["weights.dat"], {"a": "weights.dat", "b": 1}])
-def test_an_index_that_is_none_is_found(weight_map: Any, whole: Path) -> None:
-    _configure(whole, weight_map=weight_map)
+def test_an_index_that_is_none_is_found(whole: Path) -> None:
+    _configure(whole, weight_map={"a": "weights.dat", "b": 1})
     (wrong,) = (check for check in verify(whole) if check.status == MISMATCH)
     assert wrong.what == "config.json: weight_map"
     assert wrong.found == "no file name for each weight"
@@ -756,13 +707,6 @@ def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
     ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
     assert _weights_of(whole)["classifier.bias"].equal(load_file(path)["classifier.bias"])
     assert _wrong(verify(whole)) == ["model.safetensors.index.json: weight_map"]
-
-
-def test_a_pickle_of_another_name_beside_the_weights_is_found(whole: Path) -> None:
-    (whole / "sub").mkdir()
-    for name in ("pytorch_model.bin", "sub/notes.txt"):
-        torch.save({"a": torch.zeros(3)}, whole / name)
-    assert _wrong(verify(whole)) == ["weights: pytorch_model.bin", "weights: sub/notes.txt"]
 
 
 def test_a_copy_of_known_weights_is_known(whole: Path) -> None:
@@ -890,7 +834,7 @@ def test_a_config_by_which_tensors_are_left_out_or_made_anew_is_found(whole: Pat
     assert "are in the files, and are not used" in loaded.found
 
 
-@pytest.mark.parametrize("architectures", [None, [], ["PreTrainedConfig"], ["os.path"], [1]])
+@pytest.mark.parametrize("architectures", [None, ["PreTrainedConfig"], ["os.path"]])
 def test_a_class_that_nobody_knows_is_not_loaded(architectures: Any, whole: Path) -> None:
     _configure(whole, architectures=architectures)
     checks = {check.what: check for check in verify(whole)}
@@ -899,7 +843,7 @@ def test_a_class_that_nobody_knows_is_not_loaded(architectures: Any, whole: Path
     assert "transformers has no architecture" in checks[LOADED].found
 
 
-@pytest.mark.parametrize("name", ["vit", "opt", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
 def test_tensors_that_are_renamed_tied_or_joined_when_loaded_are_the_same(
     name: str, tmp_path: Path
 ) -> None:
@@ -914,12 +858,6 @@ def test_tensors_that_are_renamed_tied_or_joined_when_loaded_are_the_same(
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
-    "vit": lambda: ViTForImageClassification(
-        ViTConfig(**SMALL, intermediate_size=32, image_size=16, patch_size=8)
-    ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**SMALL, ffn_dim=32, vocab_size=20, word_embed_proj_dim=16)
-    ),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     ),

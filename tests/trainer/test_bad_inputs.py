@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +28,6 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
-from tests.support.marks import slow_but
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
@@ -97,7 +95,7 @@ def test_a_wild_value_is_taken_or_refused_by_name_and_value(name: str) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), WILD, min_size=1, max_size=4))
-@settings(repeatable, max_examples=500)
+@settings(repeatable, max_examples=150)
 def test_several_wild_values_are_refused_by_one_of_them(given_values: dict[str, Any]) -> None:
     make_or_refuse(given_values)
 
@@ -192,30 +190,16 @@ def load_or_refuse(content: bytes) -> None:
 
 @pytest.mark.usefixtures("_written")
 @given(edited_ledgers())
-@settings(repeatable, max_examples=400)
+@settings(repeatable, max_examples=120)
 def test_an_edited_ledger_is_refused_by_its_path(text: str) -> None:
     load_or_refuse(text.encode("utf-8", "surrogatepass"))
 
 
 @pytest.mark.usefixtures("_written")
 @given(torn_ledgers())
-@settings(repeatable, max_examples=300)
+@settings(repeatable, max_examples=80)
 def test_a_torn_ledger_is_refused_by_its_path(content: bytes) -> None:
     load_or_refuse(content)
-
-
-@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
-@settings(repeatable, max_examples=100)
-def test_any_other_file_is_refused_by_its_path(content: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, LEDGER_NAME)
-        path.write_bytes(content)
-        with pytest.raises(PrivacyError, match=re.escape(str(path))):
-            Ledger.load(path)
-
-
-def test_the_written_ledger_itself_is_taken() -> None:
-    load_or_refuse(written()[0].encode())
 
 
 # ---- Data sets ----
@@ -226,18 +210,14 @@ def train_or_refuse(dataset: Any) -> str:
 
     An error from below is a refusal where it bears a note that says what the examples are.
     """
+    try:
+        size = max(1, min(24, len(dataset)))
+    except TypeError:
+        size = 1
+    settings = {"per_device_train_batch_size": size, "max_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            size = max(1, min(24, len(dataset)))
-        except TypeError:
-            size = 1
-        try:
-            make_trainer(
-                folder,
-                train_dataset=dataset,
-                per_device_train_batch_size=size,
-                max_steps=2,
-            ).train()
+            make_trainer(folder, train_dataset=dataset, **settings).train()
         except Exception as error:
             return _refusal(error)
     return ""
@@ -279,87 +259,33 @@ class Failing(Examples):
         raise KeyError("row")
 
 
-WIDE, TEXT = torch.zeros(FEATURES + 1), "a"
+WIDE = torch.zeros(FEATURES + 1)
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (lambda: [], "train_dataset is empty"),
     "a generator": (lambda: (e for e in points(24).examples), "list(...)"),
-    "a number": (lambda: 5, "list(...)"),
-    "a set": (lambda: set(range(24)), "list(...)"),
-    "a text": (lambda: TEXT * 24, "train_dataset[0] is str"),
-    "a tensor": (
-        lambda: torch.zeros(24, FEATURES),
-        "train_dataset[0] is 1-dimensional torch.float32",
-    ),
-    "None": (lambda: Examples([None] * 24), "train_dataset[0] is NoneType"),
+    "a text": (lambda: "a" * 24, "train_dataset[0] is str"),
     "one None": (lambda: _each(lambda e: None, 5), "train_dataset[5] is NoneType"),
-    "numbers": (lambda: Examples(list(range(24))), "train_dataset[0] is int"),  # type: ignore[arg-type]
-    "tuples": (lambda: _each(lambda e: (e["x"], 1)), "train_dataset[0] is tuple"),
     "no columns": (lambda: _each(lambda e: {}), "train_dataset[0] is {}"),
     "no labels": (lambda: _each(_without("labels")), "The batch has no 'labels'"),
     "one without labels": (lambda: _each(_without("labels"), 5), "The batch has no 'labels'"),
     "no inputs": (lambda: _each(_without("x")), "missing 1 required positional argument: 'x'"),
     "one without inputs": (lambda: _each(_without("x"), 5), "train_dataset[5] is {labels: "),
-    "negative labels": (lambda: _each(_with("labels", torch.tensor(-1))), "Target -1 is out of"),
     "one large label": (lambda: _each(_with("labels", torch.tensor(77)), 20), "Target 77 is out"),
-    "labels that are texts": (lambda: _each(_with("labels", TEXT)), "no 'labels'"),
-    "a label that is missing": (
-        lambda: _each(_with("labels", None), 5),
-        "The batch has no 'labels'",
-    ),
-    "labels of two": (lambda: _each(_with("labels", [1, 2])), "labels: list"),
+    "labels that are texts": (lambda: _each(_with("labels", "a")), "no 'labels'"),
     "wide inputs": (lambda: _each(_with("x", WIDE)), "x: 1-dimensional torch.float32"),
     "one wide input": (
         lambda: _each(_with("x", WIDE), 5),
         "train_dataset[5] has x of another size",
     ),
-    "inputs of whole numbers": (
-        lambda: _each(_with("x", WIDE[:6].long())),
-        "x: 1-dimensional torch.int64",
-    ),
-    "inputs that are missing": (lambda: _each(_with("x", None)), "x: NoneType"),
     "too long": (lambda: Longer(points(24).examples), "train_dataset[24] cannot be fetched"),
     "failing": (lambda: Failing([{}] * 24), "train_dataset[0] cannot be fetched (KeyError"),
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    slow_but(
-        ("no labels", "wide inputs", "labels that are texts", "too long", "failing"), BAD_DATA
-    ),
-)
+@pytest.mark.parametrize("fault", BAD_DATA)
 def test_bad_data_is_refused_and_described(fault: str) -> None:
     make, expected = BAD_DATA[fault]
     assert expected in train_or_refuse(make())
-
-
-@pytest.mark.parametrize("columns", [{"y": [1] * 24}, {"y": [], "x": []}])
-def test_columns_that_no_model_reads_are_refused(columns: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=r"columns|empty"):
-        make_trainer(folder, train_dataset=datasets.Dataset.from_dict(columns)).train()
-
-
-ITEM = st.one_of(
-    st.none(),
-    st.integers(-3, 5),
-    st.floats(),
-    st.text(max_size=3),
-    st.lists(st.floats(width=32), min_size=FEATURES - 1, max_size=FEATURES + 1),
-    st.sampled_from([torch.tensor(1), torch.zeros(FEATURES), torch.zeros(0), torch.zeros(2, 3)]),
-)
-EXAMPLE = st.one_of(
-    st.dictionaries(st.sampled_from(["x", "labels", "id", "label", "zzz"]), ITEM, max_size=4),
-    st.fixed_dictionaries({"x": st.just(torch.ones(FEATURES)), "labels": ITEM}),
-    ITEM,
-)
-
-
-@pytest.mark.slow
-@given(st.lists(EXAMPLE, max_size=4), st.integers(0, 12))
-@settings(repeatable, max_examples=40)
-def test_any_examples_are_trained_on_or_refused(odd: list[Any], good: int) -> None:
-    refusal = train_or_refuse(Examples(points(24).examples[:good] + odd))
-    assert not refusal or re.search(r"train_dataset|batch|collator|[Ee]xample|delta", refusal)
 
 
 def test_what_is_described_has_no_values() -> None:

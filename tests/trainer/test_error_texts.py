@@ -79,3 +79,4 @@ def test_a_collator_that_cuts_examples_is_refused_without_their_sizes(tmp_path: 
     with pytest.raises(PrivacyError, match="another number of rows") as refusal:
         trainer.train()
     assert not ODD.search(str(refusal.value))
+    assert trainer.ledger.steps == 0

@@ -29,7 +29,6 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
-from tests.support.marks import slow_but
 from tests.support.trainers import (
     FEATURES,
     Examples,
@@ -81,10 +80,6 @@ def _halve(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 3)
-
-
 def _zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -95,12 +90,14 @@ def _make_a_folder(path: Path) -> None:
 
 
 NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
-DAMAGES = (_empty, _halve, _shorten, _zero, _make_a_folder)
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [*((name, _halve) for name in NEEDED[1:]), *((NEEDED[0], damage) for damage in DAMAGES)],
+    [
+        *((name, _halve) for name in NEEDED),
+        *((NEEDED[0], damage) for damage in (_empty, _zero, _make_a_folder)),
+    ],
 )
 def test_a_damaged_file_is_recognised(
     name: str, damage: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
@@ -117,11 +114,10 @@ def test_a_damaged_file_is_recognised(
         require_whole_checkpoint(run / "checkpoint-4")
 
 
-@pytest.mark.parametrize("name", NEEDED)
 def test_a_run_resumes_from_the_last_whole_checkpoint_and_counts_every_release(
-    name: str, run: Path, caplog: pytest.LogCaptureFixture
+    run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _halve(run / "checkpoint-4" / name)
+    _halve(run / "checkpoint-4" / "optimizer.pt")
     resumed = make_trainer(run, **RESUMED)
     with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
         resumed.train(resume_from_checkpoint=True)
@@ -130,7 +126,7 @@ def test_a_run_resumes_from_the_last_whole_checkpoint_and_counts_every_release(
     assert "checkpoint-4 is not whole" in caplog.text
 
 
-@pytest.mark.parametrize("damage", [_empty, _halve, _make_a_folder, Path.unlink])
+@pytest.mark.parametrize("damage", [_halve, Path.unlink])
 def test_without_the_ledger_of_a_checkpoint_nothing_is_released(
     damage: Callable[[Path], None], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,12 +190,12 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_files_of_others_do_not_make_a_checkpoint_unusable(name: str, run: Path) -> None:
-    path = run / "checkpoint-4" / name
-    path.parent.mkdir(exist_ok=True)
-    OTHERS[name](path)
-    assert fault_of_checkpoint(run / "checkpoint-4") == ""
+def test_files_of_others_do_not_make_a_checkpoint_unusable(run: Path) -> None:
+    for name, write in OTHERS.items():
+        path = run / "checkpoint-4" / name
+        path.parent.mkdir(exist_ok=True)
+        write(path)
+        assert fault_of_checkpoint(run / "checkpoint-4") == "", name
 
 
 def test_weights_in_a_legacy_pickle_are_weights(run: Path) -> None:
@@ -214,9 +210,7 @@ def test_weights_in_a_legacy_pickle_are_weights(run: Path) -> None:
         assert "pytorch_model.bin is damaged" in fault_of_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    "index", [None, 1, "a", [], {}, {"weight_map": [1]}, {"weight_map": {"a": 1, "b": "c"}}]
-)
+@pytest.mark.parametrize("index", [None, {}, {"weight_map": [1]}, {"weight_map": {"a": 1}}])
 def test_an_index_of_any_other_form_is_damaged(index: Any, run: Path) -> None:
     (run / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "no file name for each weight" in fault_of_checkpoint(run / "checkpoint-4")
@@ -236,7 +230,6 @@ def test_a_damaged_adapter_in_a_folder_of_its_own_is_recognised(run: Path) -> No
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 LIVE = f".{LEDGER_NAME}.tmp"  # through this name the live ledger is written
-WRITTEN = (*NEEDED, "training_args.bin", "README.md", f".{LEDGER_NAME}.tmp")
 
 
 def _fill(path: Path) -> None:
@@ -256,9 +249,7 @@ def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: 
 
 
 @needs_dev_full
-@pytest.mark.parametrize(
-    "name", slow_but((LEDGER_NAME, "model.safetensors", "optimizer.pt"), WRITTEN)
-)
+@pytest.mark.parametrize("name", [LIVE, "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,21 +380,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "per_layer": {"clipping": "per_layer"},
     "automatic": {"clipping": "automatic"},
     "ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
-    "book_keeping": {"method": "dp_adam", "grad_sample_mode": "book_keeping"},
-    "materialise": {"method": "dp_adam", "grad_sample_mode": "materialise"},
     "functorch": {"engine": "functorch"},
     "dpzero": {"method": "dpzero", "learning_rate": 1e-3},
 }
 
 
-NAN, INF = float("nan"), float("inf")
-# Under per_layer clipping, infinite inputs leave the head a finite gradient, which is clipped.
-LOST = [(m, v) for m in METHODS for v in (NAN, INF, -INF) if m != "per_layer" or v is NAN]
-
-
 @pytest.mark.parametrize(
     ("method", "value"),
-    [pytest.param(m, v, marks=() if v is NAN else pytest.mark.slow) for m, v in LOST],
+    [*((method, float("nan")) for method in METHODS), ("flat", float("inf"))],
 )
 def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     method: str, value: float, tmp_path: Path

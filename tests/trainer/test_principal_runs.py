@@ -77,16 +77,6 @@ def test_another_seed_is_another_sample_of_the_same_inputs(tmp_path: Path) -> No
         assert cosines[0] > 0.9
 
 
-def test_every_projected_layer_is_projected_on_its_input_and_never_again(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.train()
-    for name, projector in trainer.private_run.projectors.items():
-        assert projector.matrix.shape == (trainer.model.get_parameter(name).shape[1], 2)
-    mechanism = Ledger.load(tmp_path / LEDGER_NAME).mechanism
-    assert (mechanism.projection, mechanism.projection_side) == ("principal", "input")
-    assert mechanism.projection_update_steps is None
-
-
 def test_what_training_does_not_touch_is_left_as_it_was(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.start()
@@ -113,12 +103,9 @@ def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path: Path
     assert any(not torch.equal(p, before[name].directions) for name, p in matrices(trainer).items())
 
 
-@pytest.mark.parametrize("update_steps", [None, 4])
-def test_a_resumed_run_has_the_p_that_it_began_with(
-    update_steps: int | None, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path: Path) -> None:
     settings = {
-        "projection_update_steps": update_steps,
+        "projection_update_steps": 4,
         "save_strategy": "steps",
         "save_steps": 2,
         "max_steps": 8,
@@ -227,9 +214,18 @@ def type_of(data: datasets.Dataset) -> Callable[..., datasets.Dataset]:
     return kinds[data.column_names[0]]
 
 
-@pytest.mark.parametrize("kind", [tokens, pictures, nested])
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_told_by_their_contents(kind: Callable[..., Any], how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("loaded again", nested),
+        ("shuffled", tokens),
+        ("a part", pictures),
+        ("rows", nested),
+        ("from rows", pictures),
+        ("the last of the first 512", tokens),
+    ],
+)
+def test_copies_are_told_by_their_contents(how: str, kind: Callable[..., Any]) -> None:
     args = make_args("unused", **SETTINGS)
     data = kind()
     copied = COPIES[how](data)
@@ -244,8 +240,6 @@ def test_copies_are_told_by_their_contents(kind: Callable[..., Any], how: str) -
         lambda data: data.remove_columns(["labels", "attention_mask", "idx"]),
         lambda data: tokens(labels=[7] * len(data), idx=[*range(100, 100 + len(data))]),
         lambda data: data.with_format("torch"),
-        lambda data: data.with_format("numpy"),
-        lambda data: [{"input_ids": torch.tensor(ids)} for ids in data["input_ids"]],
         lambda data: [{"input_ids": np.array(ids)} for ids in data["input_ids"]],
         lambda data: [{"input_ids": tuple(ids), "side": 1.5} for ids in data["input_ids"]],
         lambda data: data.add_column("text", ["?"] * len(data)).with_transform(
@@ -253,15 +247,12 @@ def test_copies_are_told_by_their_contents(kind: Callable[..., Any], how: str) -
         ),
     ],
 )
-@pytest.mark.parametrize("swapped", [False, True])
-def test_copies_in_another_form_are_told(
-    form: Callable[[datasets.Dataset], Any], swapped: bool
-) -> None:
+def test_copies_in_another_form_are_told(form: Callable[[datasets.Dataset], Any]) -> None:
     args = make_args("unused", **SETTINGS)
-    pair = (form(tokens()), tokens())
     state = torch.get_rng_state()
-    with pytest.raises(PrivacyError, match=r"public_dataset\[0\] has the contents"):
-        refuse_public_dataset(*(reversed(pair) if swapped else pair), args)
+    for pair in ((form(tokens()), tokens()), (tokens(), form(tokens()))):
+        with pytest.raises(PrivacyError, match=r"public_dataset\[0\] has the contents"):
+            refuse_public_dataset(*pair, args)
     refuse_public_dataset(form(tokens(seed=2)), tokens(seed=3), args)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -294,11 +285,6 @@ def test_what_many_rows_have_alike_is_no_overlap(public: Any, data: Any) -> None
     refuse_public_dataset(public, data, make_args("unused", **SETTINGS, **unit))
 
 
-def test_rows_that_are_not_used_are_not_compared() -> None:
-    long = datasets.concatenate_datasets([tokens(512, seed=1), tokens()])
-    refuse_public_dataset(long, tokens(), make_args("unused", **SETTINGS))
-
-
 @pytest.mark.parametrize(
     ("public", "data"),
     [
@@ -327,12 +313,9 @@ def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> No
 # ---- Refused ----
 
 
-@pytest.mark.parametrize("method", ["dp_galore", "dp_adam"])
-def test_methods_that_project_no_gradient_at_capture_are_refused(
-    method: str, tmp_path: Path
-) -> None:
+def test_a_method_that_projects_no_gradient_at_capture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="projection='principal' must be one of"):
-        trainer_of(tmp_path, method=method)
+        trainer_of(tmp_path, method="dp_galore")
 
 
 def test_a_model_that_reads_unknown_inputs_is_refused_before_training(tmp_path: Path) -> None:

@@ -48,11 +48,9 @@ def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[A
 # ---- Resumed as if never stopped ----
 
 
-@pytest.mark.parametrize("length", [{}, {"max_steps": -1, "num_train_epochs": 1.6}])
-def test_a_resumed_run_accounts_as_the_uninterrupted_one(
-    length: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = SAVING | {"target_epsilon": 4.0, "per_device_train_batch_size": 5} | length
+def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None:
+    settings = SAVING | {"target_epsilon": 4.0, "per_device_train_batch_size": 5}
+    settings |= {"max_steps": -1, "num_train_epochs": 1.6}
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     stopped, resumed = _stop_and_resume(tmp_path / "parts", **settings)
@@ -66,14 +64,12 @@ def test_a_resumed_run_accounts_as_the_uninterrupted_one(
     assert ledgers[0].mechanism == ledgers[1].mechanism
 
 
-@pytest.mark.parametrize("projection", ["identity", "gaussian"])
-@pytest.mark.parametrize("update_steps", [2, 3, 100])
+@pytest.mark.parametrize("update_steps", [2, 100])
 def test_weights_optimizer_and_projection_continue_where_they_stopped(
-    projection: str, update_steps: int, tmp_path: Path
+    update_steps: int, tmp_path: Path
 ) -> None:
     """Nothing is random but P, which a seed fixes: the weights agree to the last bit."""
     settings = EXACT | {
-        "projection": projection,
         "projection_update_steps": update_steps,
         "warmup_steps": 2,
         "weight_decay": 0.1,
@@ -99,16 +95,6 @@ def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> 
     assert resumed.state.epoch == 3.0
 
 
-@pytest.mark.parametrize("ignore_data_skip", [False, True])
-def test_skipping_data_or_not_makes_the_same_number_of_releases(
-    ignore_data_skip: bool, tmp_path: Path
-) -> None:
-    _, resumed = _stop_and_resume(
-        tmp_path, stop_at=3, ignore_data_skip=ignore_data_skip, target_epsilon=4.0
-    )
-    assert resumed.ledger.steps == resumed.state.global_step == 8
-
-
 def test_resuming_repeats_neither_noise_nor_coins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,17 +118,6 @@ def test_resuming_repeats_neither_noise_nor_coins(
     assert len({tuple(draw) for draw in first.draws}) == 9
     assert again.ledger.steps == 9  # every release counts, lost or not
     assert again.state.global_step == 5
-
-
-def test_a_checkpoint_that_was_moved_resumes_in_its_new_folder(tmp_path: Path) -> None:
-    make_trainer(
-        tmp_path / "old", callbacks=[Watch(stop_at=3)], target_epsilon=4.0, **SAVING
-    ).train()
-    shutil.move(tmp_path / "old" / "checkpoint-3", tmp_path / "elsewhere" / "checkpoint-3")
-    resumed = make_trainer(tmp_path / "new", target_epsilon=4.0, **SAVING)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere" / "checkpoint-3"))
-    assert Ledger.load(tmp_path / "new" / LEDGER_NAME).steps == 8
-    assert resumed.state.global_step == 8
 
 
 def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) -> None:
@@ -212,19 +187,6 @@ def test_resuming_a_finished_run_releases_nothing(
 # ---- A ledger that does not belong ----
 
 
-def _set_updates(folder: Path) -> None:
-    copy = folder / "checkpoint-3" / LEDGER_NAME
-    rewrite(copy, lambda content: content["entries"][-1].update(updates=2))
-
-
-def _forget_releases(folder: Path) -> None:
-    def change(content: dict[str, Any]) -> None:
-        del content["entries"][2:]  # after the start and the releases
-        content["entries"][1]["count"] = 1
-
-    rewrite(folder / LEDGER_NAME, change)
-
-
 def _edit_the_count(folder: Path) -> None:
     edit(folder / LEDGER_NAME, lambda content: content["entries"][1].update(count=1))
 
@@ -233,14 +195,6 @@ def _take_the_ledger_of_another_run(folder: Path) -> None:
     make_trainer(folder.parent / "other", callbacks=[Watch(stop_at=3)], **SAVING).train()
     copy = folder / "checkpoint-3" / LEDGER_NAME
     shutil.copy(folder.parent / "other" / "checkpoint-3" / LEDGER_NAME, copy)
-
-
-def _lose_the_ledger(folder: Path) -> None:
-    (folder / "checkpoint-3" / LEDGER_NAME).unlink()
-
-
-def _damage_the_ledger(folder: Path) -> None:
-    (folder / "checkpoint-3" / LEDGER_NAME).write_text("{")
 
 
 def _claim_more_noise(folder: Path) -> None:
@@ -255,12 +209,8 @@ def _claim_more_noise(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (_set_updates, r"updates=3.* 2 updates"),
-        (_forget_releases, r"1 and 3 releases"),
         (_edit_the_count, r"entry 2 of 3 \(releases\) does not fit its digest"),
         (_take_the_ledger_of_another_run, r"different runs"),
-        (_lose_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
-        (_damage_the_ledger, rf"no valid privacy ledger at .*{LEDGER_NAME}"),
         (_claim_more_noise, r"noise_multiplier=1.0 \(recorded: 2.0\)"),
     ],
 )
@@ -283,13 +233,8 @@ def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     ("change", "message"),
     [
         ({"noise_multiplier": 0.9}, r"noise_multiplier=0.9 \(recorded: 1.0\)"),
-        ({"noise_multiplier": 0}, r"noise_multiplier=0.0 \(recorded: 1.0\)"),
-        ({"max_grad_norm": 0.5}, r"max_grad_norm=0.5 \(recorded: 1.0\)"),
         ({"per_device_train_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 4.*\)"),
         ({"num_samples": 48}, r"sample_rate=0.0833.* \(recorded: 0.1666.*\)"),
-        ({"target_delta": 1e-4}, r"target_delta=0.0001 \(recorded: 0.001\)"),
-        ({"projection_seed": 5}, r"projection_seed=5 \(recorded: 0\)"),
-        ({"projection_rank": 4}, r"projection_rank=4 \(recorded: 2\)"),
         ({"projection": "identity"}, r"projection='identity' \(recorded: 'gaussian'\)"),
         ({"target_epsilon": 4.0}, r"target_epsilon=4.0 \(recorded: None\)"),
     ],
@@ -398,7 +343,6 @@ MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
     "after a release is recorded, before it is made": (Ledger, "record", 4, True),
     "before the gradient reaches the weights": (ProjectedOptimizer, "step", 3, False),
     "while weights are saved": (torch, "save", 5, False),
-    "before the optimizer state is saved": (torch, "save", 6, False),
     "before the state of the trainer is saved": (TrainerState, "save_to_json", 2, False),
     "after a checkpoint": (TrainerState, "save_to_json", 2, True),
 }
@@ -478,9 +422,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repetition", range(3))
 def test_a_run_killed_at_any_moment_resumes_without_undercounting(
-    repetition: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,

@@ -25,7 +25,6 @@ from dp_grape_hf.phases import (
     UPDATE,
     Observer,
 )
-from dp_grape_hf.projections import ProjectionSchedule
 from dp_grape_hf.trainer import Run
 from tests.support.trainers import (
     EXACT,
@@ -90,22 +89,6 @@ def test_a_step_has_its_phases_in_order(tmp_path: Path) -> None:
     assert inner == [REDRAW, RELEASE, f"{RELEASE}/{RECORD}"]
 
 
-def test_projectors_are_asked_for_once_a_step(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run, asked, original = private_run(tmp_path), [], ProjectionSchedule.at
-
-    def at(self: ProjectionSchedule, step: int) -> Any:
-        asked.append(step)
-        return original(self, step)
-
-    monkeypatch.setattr(ProjectionSchedule, "at", at)
-    for number in range(4):
-        run.step(number, draw(3, 3))
-    assert asked == [0, 1, 2, 3]
-    assert run.projectors == original(run.schedule, 3)  # type: ignore[arg-type]
-
-
 def test_a_release_is_in_the_ledger_before_it_is_shown(tmp_path: Path) -> None:
     steps = []
 
@@ -145,9 +128,7 @@ def test_a_run_releases_what_the_trainer_does(
 
 def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
     """Its optimizer is older than the run; the state of the projection is saved with it."""
-    settings = {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}
-    settings |= {"noise_multiplier": 0, "max_grad_norm": float("inf")}
-    settings |= {"per_device_train_batch_size": 24}
+    settings = EXACT | {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     stop = Watch(stop_at=2)

@@ -1,19 +1,14 @@
-import importlib.util
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import datasets
-import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import IterableDataset
 from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
     EarlyStoppingCallback,
     EvalPrediction,
     PreTrainedTokenizerFast,
@@ -29,10 +24,8 @@ from dp_grape_hf import (
     ProjectedOptimizer,
     UnsupportedModelError,
 )
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import Streams
+from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.projections import projection_targets
-from tests.support.marks import slow_but
 from tests.support.models import LABELS, only
 from tests.support.trainers import (
     EXACT,
@@ -82,10 +75,11 @@ def _plain_run(folder: Path, model: Any, train_dataset: Any, **settings: Any) ->
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(("bert-classifier", "vit"), ["bert-classifier", "roberta-classifier", "vit"])
-)
-@pytest.mark.parametrize(
-    "projection", [{"projection": "identity"}, {"projection": "gaussian", "projection_rank": 32}]
+    ("name", "projection"),
+    [
+        ("vit", {"projection": "identity"}),
+        ("bert-classifier", {"projection": "gaussian", "projection_rank": 32}),
+    ],
 )
 def test_without_noise_and_projection_training_equals_the_plain_trainer(
     name: str, projection: dict[str, Any], tmp_path: Path
@@ -120,25 +114,12 @@ def test_without_noise_and_projection_training_equals_the_plain_trainer(
         assert ours == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial"])
-def test_learning_rates_are_those_of_the_plain_trainer(name: str, tmp_path: Path) -> None:
-    settings = {"lr_scheduler_type": name, "warmup_steps": 3, "max_steps": 7}
-    plain = _plain_run(
-        tmp_path / "plain", TinyForSequenceClassification(), points(), **settings, learning_rate=0.1
-    )
-    watch = Watch()
-    make_trainer(tmp_path, callbacks=[watch], learning_rate=0.1, **settings).train()
-    ours, theirs = ([x["learning_rate"] for x in w.logs[:7]] for w in (watch, plain))
-    assert ours == theirs
-    assert len(set(ours)) > 3 or name == "constant_with_warmup"
-
-
 # ---- Length: steps and epochs ----
 
 
 @pytest.mark.parametrize(
     ("num_samples", "batch", "epochs", "steps"),
-    [(24, 4, 1.0, 6), (24, 4, 2.0, 12), (24, 4, 1.5, 9), (26, 8, 1.0, 4), (26, 8, 0.3, 2)],
+    [(24, 4, 1.5, 9), (26, 8, 1.0, 4), (26, 8, 0.3, 2)],
 )
 def test_an_epoch_is_one_over_q_steps(
     num_samples: int, batch: int, epochs: float, steps: int, tmp_path: Path
@@ -153,13 +134,6 @@ def test_an_epoch_is_one_over_q_steps(
     trainer.train()
     assert trainer.state.global_step == trainer.ledger.steps == steps
     assert trainer.state.epoch == pytest.approx(steps / math.ceil(num_samples / batch))
-
-
-def test_max_steps_rules_over_epochs(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, max_steps=8, num_train_epochs=1)
-    trainer.train()
-    assert trainer.state.global_step == 8
-    assert trainer.state.epoch == pytest.approx(8 / 6)
 
 
 # ---- Evaluation ----
@@ -329,12 +303,9 @@ def test_smoothing_twice_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, label_smoothing_factor=0.1, compute_loss_func=_smoothed)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_function_that_reduces_over_the_batch_is_refused(
-    reduction: str, tmp_path: Path
-) -> None:
+def test_a_loss_function_that_reduces_over_the_batch_is_refused(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction=reduction)
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels)
 
     trainer = make_trainer(tmp_path, compute_loss_func=loss, **EXACT)
     with pytest.raises(PrivacyError, match="one loss per sample"):
@@ -342,9 +313,10 @@ def test_a_loss_function_that_reduces_over_the_batch_is_refused(
     assert trainer.ledger.steps == 0
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-@pytest.mark.parametrize("name", ["opt", "gpt2", "roberta-masked-lm", "vit", "roberta-classifier"])
-def test_every_kind_of_head_trains_and_saves(name: str, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"), [("opt", "layerwise"), ("roberta-masked-lm", "functorch")]
+)
+def test_every_parameter_is_trained_and_saved(name: str, engine: str, tmp_path: Path) -> None:
     model, examples = small(name)
     watch = Watch()
     trainer = make_trainer(
@@ -383,22 +355,6 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> Non
     assert "eval_loss" in trainer.evaluate()
 
 
-def test_columns_are_kept_if_asked_for(tmp_path: Path) -> None:
-    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        assert all("weight_in_grams" in e for e in examples)
-        return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
-
-    examples = [{**e, "weight_in_grams": 3} for e in points().examples]
-    trainer = make_trainer(
-        tmp_path,
-        train_dataset=Examples(examples),
-        data_collator=collate,
-        remove_unused_columns=False,
-    )
-    trainer.train()
-    assert trainer.state.global_step == 4
-
-
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Knows 60 words, ``w0`` to ``w59``."""
@@ -414,20 +370,16 @@ def _texts(tokenizer: PreTrainedTokenizerFast) -> datasets.Dataset:
     return dataset.map(lambda row: tokenizer(row["text"]))
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_texts_are_padded_by_themselves(
-    explicit: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_texts_are_padded_by_themselves(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """How far does not differ with the physical batch size."""
     weights = []
-    for physical in (1, 5, 12):
+    for physical in (1, 5):
         model, _ = small("bert-classifier")
         shapes: set[int] = set()
         trainer = make_trainer(
             tmp_path / str(physical),
             model=model,
             train_dataset=_texts(tokenizer),
-            data_collator=DataCollatorWithPadding(tokenizer) if explicit else None,
             processing_class=tokenizer,
             **EXACT | {"max_grad_norm": 0.1, "per_device_train_batch_size": physical},
             expected_batch_size=12,
@@ -439,20 +391,18 @@ def test_texts_are_padded_by_themselves(
         trainer.train()
         weights.append(weights_of(trainer.model))
     assert_same_weights(weights[1], weights[0], atol=1e-5, rtol=1e-4)
-    assert_same_weights(weights[2], weights[0], atol=1e-5, rtol=1e-4)
     trainer.save_model()
-    assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "12")) == len(tokenizer)
+    assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "5")) == len(tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
-def test_workers_fetch_the_same_data(workers: int, persistent: bool, tmp_path: Path) -> None:
+def test_workers_fetch_the_same_data(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         cls=RecordingTrainer,
-        dataloader_num_workers=workers,
-        dataloader_persistent_workers=persistent,
-        dataloader_prefetch_factor=2 if workers else None,
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        dataloader_prefetch_factor=2,
         **EXACT | {"per_device_train_batch_size": 24},
         max_steps=3,
     )
@@ -467,40 +417,15 @@ def test_workers_fetch_the_same_data(workers: int, persistent: bool, tmp_path: P
 
 def test_callbacks_see_every_step_once(tmp_path: Path) -> None:
     watch = Watch()
-    trainer = make_trainer(tmp_path, callbacks=[watch], max_steps=7)
+    trainer = make_trainer(tmp_path, callbacks=[watch], logging_steps=3, max_steps=7)
     trainer.train()
+    logged = [logs["step"] for logs in trainer.state.log_history if "grad_norm" in logs]
+    assert logged == [3, 6]
     assert watch.events[0] == "train_begin"
     assert watch.events.count("step_end") == 7
     assert watch.events.count("epoch_end") == 2
     trainer.remove_callback(watch)
     assert watch not in trainer.callback_handler.callbacks
-
-
-def test_logging_steps_are_kept(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, logging_steps=3, max_steps=7)
-    trainer.train()
-    logged = [logs["step"] for logs in trainer.state.log_history if "grad_norm" in logs]
-    assert logged == [3, 6]
-
-
-def test_a_callback_can_stop_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[Watch(stop_at=2)])
-    trainer.train()
-    assert trainer.state.global_step == trainer.ledger.steps == 2
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
-)
-def test_tensorboard_gets_the_scrubbed_logs(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer = make_trainer(tmp_path, report_to="tensorboard")
-    trainer.train()
-    folder = next(iter(tmp_path.rglob("events.out*"))).parent
-    events = EventAccumulator(str(folder)).Reload()
-    assert "train/epsilon" in events.Tags()["scalars"]
-    assert not [tag for tag in events.Tags()["scalars"] if "loss" in tag or "flos" in tag]
 
 
 EVALUATING = {
@@ -525,23 +450,7 @@ def test_following_evaluation_data_needs_the_word_that_it_is_public(
 ) -> None:
     with pytest.raises(PrivacyError, match="eval_data_is_public"):
         make_trainer(tmp_path, **EVALUATING | change)
-    trainer = make_trainer(tmp_path, eval_data_is_public=True, **EVALUATING | change)
-    trainer.train()
-    assert trainer.state.global_step == 4
-
-
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path,
-        load_best_model_at_end=True,
-        eval_data_is_public=True,
-        learning_rate=1.0,
-        **EVALUATING,
-    )
-    trainer.train()
-    best = min(x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-5)
-    assert trainer.ledger.steps == 4
+    make_trainer(tmp_path, eval_data_is_public=True, **EVALUATING | change)
 
 
 def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: Path) -> None:
@@ -580,35 +489,18 @@ def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", LEDGER_NAME, "README.md"} <= names
 
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    state = (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
+    assert json.loads(state, parse_constant=refuse)["global_step"] == 4
+
 
 def test_saving_only_the_model_keeps_ledger_and_card(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True).train()
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"model.safetensors", LEDGER_NAME, "README.md"} <= names
     assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
-
-
-def test_a_saved_model_loads_with_from_pretrained(tmp_path: Path) -> None:
-    model, examples = small("roberta-classifier")
-    trainer = make_trainer(tmp_path, model=model, train_dataset=examples)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    assert_same_weights(weights_of(loaded), weights_of(model))
-    ledger = Ledger.load(tmp_path / "saved" / LEDGER_NAME)
-    assert (ledger.steps, ledger.updates) == (4, 4)
-    assert "differential privacy" in (tmp_path / "saved" / "README.md").read_text()
-
-
-def test_the_model_card_of_the_host_is_replaced(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.train()
-    trainer.create_model_card()
-    text = (tmp_path / "README.md").read_text()
-    assert "Training Loss" not in text
-    claimed = re.search(r"ε = ([0-9.]+)", text)
-    assert claimed is not None
-    assert trainer.ledger.epsilon() <= float(claimed[1]) < trainer.ledger.epsilon() + 0.002
 
 
 def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: Path) -> None:
@@ -623,18 +515,9 @@ def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: 
     glue = {"dataset_tags": "glue", "dataset_args": "sst2", "dataset": "GLUE SST2"}
     trainer.create_model_card(**words, **glue)
     text = (tmp_path / "README.md").read_text()
+    assert "Training Loss" not in text
     assert "\ndatasets: glue\n" in text
     assert "SST2" not in text
-
-
-def test_the_state_of_the_trainer_is_strict_json(tmp_path: Path) -> None:
-    make_trainer(tmp_path, save_strategy="steps", save_steps=4).train()
-    text = (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    assert json.loads(text, parse_constant=refuse)["global_step"] == 4
 
 
 # ---- Models ----
@@ -667,27 +550,6 @@ def test_frozen_parameters_do_not_move(tmp_path: Path) -> None:
         assert (value == before[name]).all() == ("encoder" in name), name
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_lora_model_trains_and_saves_its_adapter(tmp_path: Path) -> None:
-    model, examples = small("roberta-classifier")
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
-    adapted = peft.get_peft_model(model, config)
-    before = weights_of(adapted)
-    trainer = make_trainer(tmp_path, model=adapted, train_dataset=examples)
-    trainer.train()
-    trainer.save_model()
-    after = weights_of(adapted)
-    for name, parameter in adapted.named_parameters():
-        assert (after[name] != before[name]).any() == parameter.requires_grad, name
-    assert (tmp_path / "adapter_model.safetensors").exists()
-    assert not (tmp_path / "model.safetensors").exists()
-    assert Ledger.load(tmp_path / LEDGER_NAME).steps == 4
-    assert "differential privacy" in (tmp_path / "README.md").read_text()
-    base, _ = small("roberta-classifier")
-    loaded = weights_of(peft.PeftModel.from_pretrained(base, tmp_path))
-    assert_same_weights(loaded, after)
-
-
 def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
     runs = []
     for bf16 in (False, True):
@@ -706,45 +568,6 @@ def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
         assert all(value.dtype == torch.float32 for value in model.parameters())
     assert not runs[0].equal(runs[1])
     assert (runs[0] - runs[1]).norm() < 0.05 * runs[0].norm()
-
-
-@pytest.mark.parametrize("projection", ["gaussian", "identity"])
-def test_small_updates_of_bfloat16_weights_are_kept_in_float32(
-    projection: str, tmp_path: Path
-) -> None:
-    """At a rate below the rounding of the weights, the saved weights follow a float32 run."""
-    changes = {}
-    for name, settings in {
-        "exact": {"dtype": torch.float32},
-        "lost": {"dtype": torch.bfloat16},
-        "kept": {"dtype": torch.bfloat16, "float32_updates": True},
-    }.items():
-        dtype = settings.pop("dtype")
-        model, examples = small("opt")
-        model.bfloat16().to(dtype)
-        before = weights_of(model.float() if dtype is torch.float32 else model)
-        trainer = make_trainer(
-            tmp_path / name,
-            model=model,
-            train_dataset=examples,
-            learning_rate=2e-5,
-            lr_scheduler_type="constant",
-            projection=projection,
-            projection_update_steps=4,
-            max_steps=10,
-            weight_decay=0.0,
-            known_streams=Streams.known(),
-            **settings,
-        )
-        trainer.train()
-        assert not any(m._forward_hooks for m in trainer.model.modules())
-        weight = "model.decoder.layers.0.fc1.weight"
-        changes[name] = (weights_of(trainer.model)[weight].float() - before[weight].float()).ravel()
-
-    exact = changes["exact"]
-    share = {name: float(change @ exact / (exact @ exact)) for name, change in changes.items()}
-    assert share["kept"] == pytest.approx(1.0, abs=0.25)
-    assert share["lost"] < 0.5
 
 
 def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path) -> None:
@@ -801,23 +624,6 @@ def test_reentrant_checkpointing_is_refused(name: str, tmp_path: Path) -> None:
         make_args(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
 
 
-def test_both_engines_train_the_same(tmp_path: Path) -> None:
-    runs = []
-    for engine in ("layerwise", "functorch"):
-        model, examples = small("bert-classifier")
-        trainer = make_trainer(
-            tmp_path / engine,
-            model=model,
-            train_dataset=examples,
-            engine=engine,
-            **EXACT | {"max_grad_norm": 0.1, "per_device_train_batch_size": 12},
-            adam_epsilon=1e-3,
-        )
-        trainer.train()
-        runs.append(weights_of(trainer.model))
-    assert_same_weights(runs[1], runs[0], atol=1e-5, rtol=1e-4)
-
-
 # ---- Projection ----
 
 
@@ -836,7 +642,6 @@ def _projected(trainer: Any) -> dict[str, tuple[int, ...]]:
     ("wanted", "expected"),
     [
         (None, {"body.weight", "head.weight"}),
-        (["body"], {"body.weight"}),
         (["bo.*"], {"body.weight"}),
         (r"^head$", {"head.weight"}),
         ("all-linear", {"body.weight", "head.weight"}),
@@ -855,11 +660,8 @@ def test_target_modules_that_match_nothing_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, optim_target_modules=["nowhere"]).train()
 
 
-@pytest.mark.parametrize("changes", [{"projection_rank": 6}, {"projection": "identity"}])
-def test_nothing_is_projected_where_that_would_save_nothing(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, optim_target_modules="all-linear", **changes)
+def test_nothing_is_projected_where_that_would_save_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, optim_target_modules="all-linear", projection_rank=6)
     trainer.train()
     assert _projected(trainer) == {}
 
@@ -891,40 +693,6 @@ def test_targets_name_each_weight_once(tied: bool) -> None:
     layers = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
     tables = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
     assert sorted(names) == sorted([*layers, *tables])
-
-
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_clipping_per_layer_trains_and_is_recorded(engine: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, clipping="per_layer", engine=engine, save_strategy="steps")
-    trainer.train()
-    assert trainer.ledger.steps == 4
-    assert trainer.ledger.mechanism.clipping == "per_layer"
-    flat = make_trainer(tmp_path, engine=engine)
-    with pytest.raises(PrivacyError, match="clipping"):
-        flat.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-def test_updates_stay_in_the_projected_space_until_it_is_redrawn(tmp_path: Path) -> None:
-    """The rank of the accumulated change is r, and grows by r with every redraw, here after 3."""
-    watch = Watch()
-    make_trainer(
-        tmp_path,
-        callbacks=[watch],
-        max_steps=6,
-        projection_rank=2,
-        projection_update_steps=3,
-        weight_decay=0.0,
-    ).train()
-    body = [weights["body.weight"].double() for weights in watch.weights]
-
-    def rank(change: torch.Tensor) -> int:
-        values = torch.linalg.svdvals(change)
-        return int((values > 1e-4 * values[0]).sum())
-
-    assert rank(body[1] - body[0]) <= 2  # Adam's first update is one of signs, by chance of rank 1
-    assert [rank(body[i] - body[0]) for i in (2, 3)] == [2, 2]
-    assert rank(body[6] - body[3]) == 2
-    assert rank(body[6] - body[0]) == 4
 
 
 # ---- Refused ----
@@ -962,7 +730,6 @@ class _Stream(IterableDataset[Any]):
     [
         (_Stream(), "_Stream without random access"),
         (datasets.Dataset.from_dict({"x": [1.0]}).to_iterable_dataset(), "IterableDataset"),
-        (Examples([]), "empty"),
     ],
 )
 def test_a_dataset_that_poisson_sampling_cannot_draw_from_is_refused(
@@ -976,11 +743,9 @@ def test_a_dataset_that_poisson_sampling_cannot_draw_from_is_refused(
     ("change", "message"),
     [
         ({"per_device_train_batch_size": 25}, "expected batch size 25 is larger than the 24"),
-        ({"gradient_accumulation_steps": 7}, "expected batch size 28 is larger than the 24"),
         ({"expected_batch_size": 25}, "expected batch size 25 is larger than the 24"),
         ({"num_samples": 3}, "expected batch size 4 is larger than the 3"),
         ({"target_delta": 1 / 24}, "not below 1/24"),
-        ({"target_delta": 0.1}, "target_delta=0.1 is not below"),
     ],
 )
 def test_numbers_that_contradict_the_dataset_are_refused_at_construction(
