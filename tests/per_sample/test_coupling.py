@@ -194,27 +194,6 @@ def test_an_output_that_depends_on_the_number_of_rows_is_refused(
         trainer.train()
 
 
-class Randomised(TinyForSequenceClassification):
-    """Every way of dropping out, each sample by its own coins."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
-        if self.training:
-            x = nn.functional.dropout(x, 0.5) * torch.rand(len(x), 1)
-            rows = nn.functional.scaled_dot_product_attention(
-                x[:, None], x[:, None], x[:, None], None, 0.5
-            )
-            x = x + rows[:, 0]
-        return super().forward(x)
-
-
-def test_own_coins_are_no_coupling(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, model=Randomised(), compute_loss_func=plain, per_device_train_batch_size=8
-    )
-    trainer.train()
-    assert trainer.ledger.steps == 4
-
-
 # ---- Nothing to learn from ----
 
 

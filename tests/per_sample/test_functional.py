@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.per_sample import Dense, PerSampleGradient
 from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum, Single, SparseRows, add
+from dp_grape_hf.per_sample.gradients import Single, add
 from dp_grape_hf.projections import Projector, Side
 from tests.support.oracles import Largest, dense, relative_error
 
@@ -307,20 +307,6 @@ def test_under_autocast_the_layers_compute_in_its_type() -> None:
         assert relative_error(dense(gradients, B), expected) < 3e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("embedding", SparseRows),
-        ("frozen bias", Factored),
-        ("tied embedding and head", GradientSum),
-    ],
-)
-def test_a_gradient_comes_as_the_operation_gave_it(name: str, form: type) -> None:
-    _, gradients = in_coordinates(made(MODULES[name][0]), samples(), {})
-    (gradient,) = (g for n, g in gradients.items() if n.endswith("weight"))
-    assert isinstance(gradient, form)
-
-
 # ---- What does not exist ----
 
 
@@ -364,13 +350,6 @@ def test_the_parameters_are_back_after_a_call_and_after_an_error() -> None:
     after = dict(module.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(p.requires_grad and p.grad is None for p in before.values())
-
-
-def test_only_the_parameters_with_coordinates_are_replaced() -> None:
-    module = made(lambda: nn.Sequential(nn.Linear(N, N), nn.Linear(N, 4)))
-    module[1].requires_grad_(False)
-    _, gradients = in_coordinates(module, samples(), {})
-    assert gradients.keys() == {"0.weight", "0.bias"}
 
 
 def test_a_function_called_outside_vmap_is_differentiated_for_each_sample() -> None:

@@ -483,21 +483,6 @@ def test_a_trainable_parameter_that_takes_no_part_in_the_loss_is_refused(
     check(model, tokens(3))
 
 
-class Outside(nn.Module):
-    """Uses the weight of a layer without calling the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.table(x)) @ self.linear.weight
-
-
-def test_a_weight_used_outside_its_module_is_exact() -> None:
-    check(Outside(), tokens(3))
-
-
 def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
     """What ``num_items_in_batch`` does: each sample's sum, divided by a count over the batch."""
     return outputs.flatten(1).sum(1) / outputs.numel()
