@@ -71,6 +71,7 @@ def modules_of(folder: str) -> dict[str, Path]:
 MODULES = modules_of(PACKAGE)
 OTHERS = modules_of("recipes") | modules_of("tests")
 EVERY = MODULES | OTHERS
+PUBLISHED = MODULES | modules_of("recipes")
 
 
 def room_of(module: str) -> str | None:
@@ -119,7 +120,10 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in listed.stdout.split("\0") if name]
 
 
-each_module = pytest.mark.parametrize("module", MODULES)
+def assert_none(wrong: dict[str, set[str]], what: str) -> None:
+    """Fails with what is wrong in each module."""
+    found = {module: sorted(names) for module, names in wrong.items() if names}
+    assert not found, f"{what}: {found}"
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, "recipes", "tests"])
@@ -129,30 +133,31 @@ def test_every_folder_of_modules_is_a_package(folder: str) -> None:
     assert not missing, f"no wheel would hold {', '.join(sorted(missing))}: add __init__.py"
 
 
-@each_module
-def test_a_room_imports_only_from_lower_floors(module: str) -> None:
-    room = room_of(module)
-    if room is None:
-        return
-    assert room in FLOOR_OF, f"{room} has no floor: add it to FLOORS, above everything it serves"
-    rooms = {room_of(name) or "" for name, _ in imports(MODULES[module]) if name in MODULES}
-    wrong = {other for other in rooms - {room} if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]}
-    assert not wrong, f"{module} may not import {', '.join(sorted(wrong))}"
+def test_a_room_imports_only_from_lower_floors() -> None:
+    rooms = {room for room in map(room_of, MODULES) if room}
+    assert rooms <= {*FLOOR_OF}, "a room has no floor: add it to FLOORS, above everything it serves"
+    wrong = {}
+    for module, path in MODULES.items():
+        if room := room_of(module):
+            used = {room_of(name) or "" for name, _ in imports(path) if name in MODULES} - {room}
+            wrong[module] = {other for other in used if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]}
+    assert_none(wrong, "these rooms may not be imported there")
 
 
-@pytest.mark.parametrize("module", [*MODULES, *modules_of("recipes")])
-def test_another_room_is_entered_by_its_face(module: str) -> None:
-    inner = {
-        name
-        for name, _ in imports(EVERY[module])
-        if name in MODULES and name.count(".") > 1 and room_of(name) != room_of(module)
+def test_another_room_is_entered_by_its_face() -> None:
+    wrong = {
+        module: {
+            name
+            for name, _ in imports(path)
+            if name in MODULES and name.count(".") > 1 and room_of(name) != room_of(module)
+        }
+        for module, path in PUBLISHED.items()
     }
-    assert not inner, f"{module} imports {', '.join(sorted(inner))}: import from the room itself"
+    assert_none(wrong, "import from the room itself")
 
 
-@pytest.mark.parametrize("module", [*MODULES, *modules_of("recipes")])
-def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
-    path = EVERY[module]
+def underscored(path: Path) -> set[str]:
+    """The names with an underscore that a module takes from another one."""
     taken = {
         f"{name}.{taken}" for name, taken in imports(path) if name in MODULES and taken[:1] == "_"
     }
@@ -162,7 +167,7 @@ def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE
         for alias in node.names
     }
-    taken |= {
+    return taken | {
         f"{node.value.id}.{node.attr}"
         for node in nodes(path)
         if isinstance(node, ast.Attribute)
@@ -171,7 +176,11 @@ def test_a_name_with_an_underscore_stays_in_its_module(module: str) -> None:
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
     }
-    assert not taken, f"{module} uses {', '.join(sorted(taken))}"
+
+
+def test_a_name_with_an_underscore_stays_in_its_module() -> None:
+    wrong = {module: underscored(path) for module, path in PUBLISHED.items()}
+    assert_none(wrong, "a name with an underscore is used elsewhere")
 
 
 def test_no_import_leads_back() -> None:
@@ -186,59 +195,65 @@ def test_no_import_leads_back() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("module", modules_of("tests"))
-def test_no_test_module_is_imported(module: str) -> None:
+def test_no_test_module_is_imported() -> None:
     wrong = {
-        name
-        for name, _ in imports(OTHERS[module])
-        if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+        module: {
+            name
+            for name, _ in imports(path)
+            if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+        }
+        for module, path in modules_of("tests").items()
     }
-    assert not wrong, f"{', '.join(sorted(wrong))}: move what is shared to tests/support"
+    assert_none(wrong, "move what is shared to tests/support")
 
 
-@each_module
-def test_a_library_is_imported_only_where_it_belongs(module: str) -> None:
-    place = module.removeprefix(f"{PACKAGE}.")
+def test_a_library_is_imported_only_where_it_belongs() -> None:
     wrong = {
-        name
-        for name in libraries(MODULES[module]) & ONLY_IN.keys()
-        if place not in ONLY_IN[name] and room_of(module) not in ONLY_IN[name]
+        module: {
+            name
+            for name in libraries(path) & ONLY_IN.keys()
+            if not ONLY_IN[name] & {module.removeprefix(f"{PACKAGE}."), room_of(module)}
+        }
+        for module, path in MODULES.items()
     }
-    assert not wrong, f"{module} may not import {', '.join(sorted(wrong))}"
+    assert_none(wrong, "these libraries are known only in some places")
 
 
-@each_module
-def test_no_module_imports_the_compiler(module: str) -> None:
-    wrong = [name for name, _ in imports(MODULES[module]) if name.startswith("torch._dynamo")]
-    assert not wrong, "it takes seconds of every start: look in sys.modules whether it was used"
+def test_no_module_imports_the_compiler() -> None:
+    wrong = {
+        module: {name for name, _ in imports(path) if name.startswith("torch._dynamo")}
+        for module, path in MODULES.items()
+    }
+    assert_none(wrong, "it takes seconds of every start: look in sys.modules whether it was used")
 
 
-@each_module
-def test_every_import_is_declared_in_setup_cfg(module: str) -> None:
+def test_every_import_is_declared_in_setup_cfg() -> None:
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
-    declared = (
-        config["options"]["install_requires"]
-        + config["options.extras_require"]["pld"]
-        + config["options.extras_require"]["sft"]
-        + config["options.extras_require"]["plot"]
-    ).splitlines()
-    known = {re.split(r"[<>=!~;\[ ]", line)[0].replace("-", "_") for line in declared if line}
-    third_party = libraries(MODULES[module]) - set(sys.stdlib_module_names) - {PACKAGE}
-    missing = {DISTRIBUTIONS.get(name, name) for name in third_party} - known
-    assert not missing, f"add to install_requires in setup.cfg: {', '.join(sorted(missing))}"
+    extras = config["options.extras_require"]
+    declared = [config["options"]["install_requires"], *map(extras.get, ("pld", "sft", "plot"))]
+    lines = "\n".join(declared).splitlines()
+    known = {re.split(r"[<>=!~;\[ ]", line)[0].replace("-", "_") for line in lines if line}
+    ours = {*sys.stdlib_module_names, PACKAGE}
+    missing = {
+        module: {DISTRIBUTIONS.get(name, name) for name in libraries(path) - ours} - known
+        for module, path in MODULES.items()
+    }
+    assert_none(missing, "add to install_requires in setup.cfg")
 
 
-@each_module
-def test_a_module_never_prints(module: str) -> None:
-    lines = [
-        node.lineno
-        for node in nodes(MODULES[module])
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "print"
-    ]
-    assert not lines, f"{module} prints on line(s) {lines}: use logging"
+def test_a_module_never_prints() -> None:
+    wrong = {
+        module: {
+            f"line {node.lineno}"
+            for node in nodes(path)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        }
+        for module, path in MODULES.items()
+    }
+    assert_none(wrong, "use logging")
 
 
 def test_only_the_known_entries_are_at_the_top() -> None:

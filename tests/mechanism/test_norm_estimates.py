@@ -29,7 +29,6 @@ from tests.support.networks import MODELS, flat
 from tests.support.oracles import Largest, projectors_for, relative_error, single_sample_gradients
 
 K = 5
-each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 
 
 def estimating(
@@ -78,7 +77,7 @@ def estimates(gradients: Mapping[str, Tensor], k: int = K) -> Tensor:
 
 @pytest.mark.parametrize(
     "names",
-    [n for count in (1, 2, 3) for n in itertools.combinations_with_replacement(FORMS, count)],
+    [n for count in (1, 2) for n in itertools.combinations_with_replacement(FORMS, count)],
     ids=" + ".join,
 )
 @pytest.mark.parametrize("at_once", [1, 3 * ROWS * COLS, 2**23])
@@ -144,8 +143,10 @@ def _in_float64(part: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stack", "under vmap", "tied gpt2"])
-@pytest.mark.parametrize(("rank", "clipping"), [(4, "flat"), (None, "automatic"), (None, "flat")])
+@pytest.mark.parametrize(
+    ("name", "rank", "clipping"),
+    [("stack", 4, "flat"), ("under vmap", None, "flat"), ("tied gpt2", None, "automatic")],
+)
 def test_every_mode_releases_what_the_definition_says(
     name: str, rank: int | None, clipping: str
 ) -> None:
@@ -165,8 +166,9 @@ def test_every_mode_releases_what_the_definition_says(
         assert relative_error(flat(found), flat(expected)) < 5e-5, mode
 
 
-@each_mode
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize(
+    ("mode", "clipping"), [*((mode, "flat") for mode in GradSampleMode), ("auto", "automatic")]
+)
 def test_estimates_are_of_the_gradients_times_their_factors(mode: str, clipping: str) -> None:
     torch.manual_seed(0)
     model, inputs, loss = MODELS["stack"]()
@@ -213,7 +215,7 @@ def test_one_sample_moves_the_release_by_at_most_c_times_its_ratio() -> None:
         assert moved == pytest.approx(bound * ratio, rel=1e-3)
 
 
-@each_mode
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_a_sample_that_is_not_finite_contributes_exactly_zero(mode: str) -> None:
     model, inputs, _ = MODELS["vit"]()
     per_sample = make_engine("layerwise", model, grad_sample_mode=mode)

@@ -5,19 +5,18 @@ Shapes: B samples in a batch, T positions, m x n a weight.
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.ledger import Clipping, Ledger
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Signal, add_clipped_sum_
 from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
@@ -75,10 +74,9 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
     assert Signal().add(private, 1.0, {}) == pytest.approx(joint_norm(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["roberta-classifier", "opt", "vit"])
-def test_no_physical_split_changes_the_release(name: str) -> None:
+def test_no_physical_split_changes_the_release() -> None:
     """For one noise seed; also not when a physical batch is of size one."""
-    model, inputs = only(name).model(), only(name).batch(6)
+    model, inputs = only("opt").model(), only("opt").batch(6)
     projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
     norms = sample_norms(single_sample_gradients(model, inputs, projectors)[1])
     bound = norms.median().item()
@@ -88,7 +86,7 @@ def test_no_physical_split_changes_the_release(name: str) -> None:
         return released(engine, split(inputs, sizes), projectors)
 
     whole = {sigma: run([6], sigma) for sigma in (0.0, 1.0)}
-    for sizes in ([1] * 6, [1, 5], [5, 1], [2, 3, 1], [3, 3]):
+    for sizes in ([1] * 6, [2, 3, 1]):
         for sigma, reference in whole.items():
             assert distance(run(sizes, sigma), reference) < 1e-5 * bound, (sizes, sigma)
 
@@ -186,13 +184,12 @@ def padded(texts: Sequence[Batch]) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("length", [3, 7, 20], ids=["short", "equal", "long"])
 @pytest.mark.parametrize(
-    ("name", "target"), [("roberta-classifier", "class"), ("opt", "tokens")], ids=["class", "lm"]
+    ("name", "target", "length"),
+    [("roberta-classifier", "class", 20), ("opt", "tokens", 3), ("opt", "tokens", 20)],
 )
 def test_one_more_record_moves_what_meets_the_noise_by_at_most_c(
-    name: str, target: str, length: int, place: str
+    name: str, target: str, length: int
 ) -> None:
     """The same coins draw from both data sets; a longer record pads its batch-mates further."""
     model = only(name).model()
@@ -202,7 +199,7 @@ def test_one_more_record_moves_what_meets_the_noise_by_at_most_c(
     drawn = [record for record, coin in zip(data, coins, strict=True) if coin]
     assert 3 <= len(drawn) <= 9
     record = text(length, seed=100, target=target)
-    more = [record, *drawn] if place == "first" else [*drawn, record]
+    more = [record, *drawn]
     own = joint_norm(released(make_private(per_sample, max_grad_norm=INF), [padded([record])]))
     for bound in (0.01 * own, 0.5 * own, 100 * own):
 
@@ -217,6 +214,7 @@ def test_one_more_record_moves_what_meets_the_noise_by_at_most_c(
 # ---- The contribution of one example ----
 
 KINDS = ("dense", "factored", "sparse", "sum", "dense and factored", "two uses", "two tables")
+each_kind = pytest.mark.parametrize("kind", KINDS)
 POSITIONS, ROWS, COLUMNS = 3, 7, 5
 
 
@@ -272,36 +270,29 @@ def pair(kind: str, factors: Sequence[float], seed: int = 0) -> Gradients:
     }
 
 
-@pytest.mark.parametrize("bound", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(
-    kind: str, bound: float
-) -> None:
-    for seed in range(20):
-        for factor in (1e-30, 1e-3, 1.0, 1e3, 1e12):
-            gradients = pair(kind, [factor], seed)
-            own = joint_norm({name: g.weighted_sum(torch.ones(1)) for name, g in gradients.items()})
-            contribution = joint_norm(clipped(gradients, bound))
-            assert contribution <= bound * (1 + ROUNDING)
-            assert contribution == pytest.approx(min(own, bound), rel=1e-5)
+@each_kind
+def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(kind: str) -> None:
+    factors, bounds = (1e-30, 1e-3, 1.0, 1e3, 1e12), (1e-3, 1.0, 1e3)
+    for seed, factor, bound in product(range(5), factors, bounds):
+        gradients = pair(kind, [factor], seed)
+        own = joint_norm({name: g.weighted_sum(torch.ones(1)) for name, g in gradients.items()})
+        contribution = joint_norm(clipped(gradients, bound))
+        assert contribution <= bound * (1 + ROUNDING)
+        assert contribution == pytest.approx(min(own, bound), rel=1e-5)
 
 
-@pytest.mark.parametrize("bound", [1.0, INF])
-@pytest.mark.parametrize("factor", [0.0, 1e20, NAN, INF, -INF])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(
-    kind: str, factor: float, bound: float
-) -> None:
+@each_kind
+def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(kind: str) -> None:
     """The norm of 1e20 overflows; the gradient 0 must not become 0 / 0."""
-    for total in clipped(pair(kind, [factor]), bound).values():
-        assert torch.equal(total, torch.zeros_like(total))
+    for factor, bound in product((0.0, 1e20, NAN, INF, -INF), (1.0, INF)):
+        for total in clipped(pair(kind, [factor]), bound).values():
+            assert torch.equal(total, torch.zeros_like(total))
 
 
+@each_kind
 @pytest.mark.parametrize("bound", [1.0, INF])
-@pytest.mark.parametrize("factor", [1e20, NAN, INF, -INF])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, factor: float, bound: float) -> None:
-    for bad in ([0], [3], [1, 2], [0, 1, 2, 3]):
+def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> None:
+    for factor, bad in product((1e20, NAN, INF), ([0], [1, 2], [0, 1, 2, 3])):
         factors = [factor if i in bad else 0.1 * (i + 1) for i in range(4)]
         good = [i for i in range(4) if i not in bad]
         mates = {
@@ -320,7 +311,7 @@ def test_one_bad_number_in_one_parameter_drops_the_sample_from_all(bad: float) -
     assert distance(clipped(gradients, 1.0), clipped(mate, 1.0)) < ROUNDING
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_nothing_is_clipped_under_an_infinite_bound(kind: str) -> None:
     gradients = pair(kind, [1.0, 0.0, 1e3])
     plain = {name: gradient.weighted_sum(torch.ones(3)) for name, gradient in gradients.items()}
@@ -350,8 +341,7 @@ def test_extreme_texts_of_a_tied_model_contribute_at_most_c_or_nothing(rank: int
     assert distance(together, each[0]) < 1e-6
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize("pixel", [NAN, INF])
+@pytest.mark.parametrize(("pixel", "place"), [(NAN, 0), (INF, 3)])
 def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel: float, place: int) -> None:
     model, inputs = only("vit").model(), only("vit").batch(4)
     engine = make_private(make_engine("layerwise", model))
@@ -420,25 +410,6 @@ def test_a_convolution_on_one_patch_is_released_in_the_shape_of_its_weight() -> 
         torch.testing.assert_close(private[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_buffer_that_would_publish_a_statistic_of_the_data_is_refused() -> None:
-    class WithStatistics(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
-            self.head = nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(x).mean(2))
-
-    per_sample = make_engine(
-        "layerwise", WithStatistics().train(), lambda out, _: out.square()[:, 0]
-    )
-    engine = make_private(per_sample)
-    engine.begin({})
-    with pytest.raises(UnsupportedModelError, match=r"norm\.running_mean"):
-        engine.accumulate({"x": torch.randn(4, 3, 5)})
-
-
 # ---- Precision ----
 
 
@@ -458,7 +429,7 @@ def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
         assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind: str) -> None:
     engine = make_private(Given(weight=(ROWS, COLUMNS), bias=(ROWS,)))
     batches = [pair(kind, [1.0, 3.0, 1e-3], seed) for seed in range(3)]
@@ -492,14 +463,6 @@ def chi_square_fits(sum_of_squares: float, degrees: int) -> bool:
     return lower <= sum_of_squares <= upper
 
 
-def follows_normal(values: Tensor, std: float) -> bool:
-    """Kolmogorov-Smirnov, with the bound of Massart (1990) on its false alarms."""
-    ordered = torch.special.ndtr(values.double().flatten() / std).sort().values
-    ranks = torch.arange(ordered.numel() + 1) / ordered.numel()
-    furthest = max((ordered - ranks[:-1]).abs().max(), (ordered - ranks[1:]).abs().max())
-    return bool(furthest <= math.sqrt(math.log(2 / FALSE_ALARM) / (2 * ordered.numel())))
-
-
 def noise_of(releases: int, seed: int) -> dict[str, Tensor]:
     """Returns the releases (R, ...) of empty draws of a model with projected and other weights."""
     model = only("roberta-classifier").model()
@@ -514,22 +477,6 @@ def noise_of(releases: int, seed: int) -> dict[str, Tensor]:
     found = [released(engine, [], projectors) for _ in range(releases)]
     assert engine.ledger.steps == releases
     return {name: torch.stack([release[name] for release in found]) for name in found[0]}
-
-
-def test_the_noise_of_every_tensor_is_normal_with_std_sigma_c_over_b() -> None:
-    """Seeded. False alarm for fresh noise: below 1e-8 for each check and tensor, 1e-6 in all."""
-    std = SIGMA * BOUND / EXPECTED
-    found = noise_of(releases=60, seed=0)
-    assert len(found) < 50
-    for name, noise in found.items():
-        standard = noise.double() / std
-        assert follows_normal(noise, std), name
-        assert chi_square_fits(standard.square().sum().item(), standard.numel()), name
-        if standard.numel() > 1000:
-            for factor in (2 / 3, 3 / 2):
-                wrong = factor * standard
-                assert not chi_square_fits(wrong.square().sum().item(), wrong.numel()), name
-                assert not follows_normal(wrong, 1.0), name
 
 
 def test_the_noise_has_its_std_in_every_single_coordinate() -> None:
@@ -629,14 +576,6 @@ def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
         engine.begin({})
 
 
-@pytest.mark.parametrize("clipping", Clipping)
-def test_what_the_ledger_records_is_what_is_done(clipping: str) -> None:
-    own = {"noise_multiplier": 0.5, "max_grad_norm": 3.0, "expected_batch_size": 6}
-    engine = make_private(Given(a=(3,)), clipping=clipping, **own)
-    assert (engine.independent_std, engine.max_grad_norm) == (0.25, 3.0)
-    assert (engine.expected_batch_size, engine.clipping) == (6.0, clipping)
-
-
 def test_the_losses_of_a_physical_batch_are_handed_back() -> None:
     model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(5)
     engine = make_private(make_engine("layerwise", model))
@@ -649,45 +588,6 @@ def test_the_losses_of_a_physical_batch_are_handed_back() -> None:
 
 # ---- Several ranks ----
 
-SHARES = {"halves": (3, 3), "one rank empty": (0, 6), "other rank empty": (6, 0), "none": (0, 0)}
-RANK_SETTINGS = {"noise_multiplier": 1.2, "max_grad_norm": 0.5, "expected_batch_size": 6.0}
-RANK_FACTORS = (None, '{"classifier": 8.0, "LayerNorm": 0.1}')
-
-
-def of_ranks() -> list[tuple[str, str | None]]:
-    """Returns what two ranks release: how the draw is shared, and with which gradient factors."""
-    return [(share, factors) for share in SHARES for factors in RANK_FACTORS]
-
-
-def _release_on_rank(rank: int, folder: str) -> dict[tuple[str, str | None], dict[str, Tensor]]:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(minutes=3),
-    )
-    try:
-        case = only("roberta-classifier")
-        model, inputs = case.model(), case.batch(6)
-        projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
-        private = {}
-        for name, factors in of_ranks():
-            sizes, own = SHARES[name], RANK_SETTINGS | {"gradient_factors": factors}
-            engine = make_private(per_sample, **own, seed=10 + rank, distributed=True)
-            start = sum(sizes[:rank])
-            share = {key: value[start : start + sizes[rank]] for key, value in inputs.items()}
-            found = released(engine, split(share, [1] * sizes[rank]), projectors)
-            private[name, factors] = found
-        return private
-    finally:
-        dist.destroy_process_group()
-
-
-def _second_rank(index: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.save(_release_on_rank(1, folder), f"{folder}/1.pt")
-
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_of_two_processes_alone_adds_noise(rank: int) -> None:
@@ -697,29 +597,6 @@ def test_the_first_of_two_processes_alone_adds_noise(rank: int) -> None:
         assert bool(released(engine, [])["a"].any()) == (rank == 0)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_release_of_one_process(tmp_path: Path) -> None:
-    """The noise is drawn once, by the first rank; both ranks hold the same bits."""
-    other = mp.spawn(_second_rank, (str(tmp_path),), nprocs=1, join=False)
-    zero = _release_on_rank(0, str(tmp_path))
-    while not other.join():
-        pass
-    one = torch.load(tmp_path / "1.pt")
-    case = only("roberta-classifier")
-    model, inputs = case.model(), case.batch(6)
-    projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
-    for share in of_ranks():
-        own = RANK_SETTINGS | {"gradient_factors": share[1]}
-        alone = released(
-            make_private(per_sample, **own, seed=10),
-            [inputs] if sum(SHARES[share[0]]) else [],
-            projectors,
-        )
-        assert zero[share].keys() == alone.keys()
-        assert all(torch.equal(zero[share][name], one[share][name]) for name in alone), share
-        assert distance(zero[share], alone) < 1e-5 * joint_norm(alone), share
 
 
 def test_two_refreshes_of_the_projection_release_in_their_own_coordinates() -> None:

@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MODELS = {"bert": "bert-classifier", "opt": "opt", "vit": "vit"}
 RUNS = [(model, case) for model in MODELS for case in CASES]
+QUICK = [each for each in RUNS if "bert" in each or "dp_grape" in each]
 SHARED = "bert", "dp_grape"  # by two processes
 
 
@@ -176,7 +177,10 @@ def record() -> Numbers:
     return content
 
 
-@pytest.mark.parametrize(("model", "case"), RUNS)
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in RUNS],
+)
 def test_a_run_releases_what_it_did(model: str, case: str, record: Numbers) -> None:
     found, expected = record_of(model, case), record["runs"][f"{model}, {case}"]
     assert_same(found["release"], expected["release"])

@@ -1,15 +1,23 @@
 import itertools
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import (
+    EmptyDrawDataset,
+    LogicalBatch,
+    LogicalBatchCollator,
     PoissonBatchSampler,
     sampling,
 )
+from dp_grape_hf.mechanism.streams import sampling_generator
 
 
 def _coins(seed: int = 0) -> torch.Generator:
@@ -100,8 +108,7 @@ def test_a_pass_left_early_is_not_replayed() -> None:
     assert seen == list(PoissonBatchSampler(100, 0.2, 8, _coins()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("sample_rate", [0.01, 0.2, 1.0])
+@pytest.mark.parametrize(("world_size", "sample_rate"), [(8, 0.01), (3, 0.2), (2, 1.0)])
 def test_ranks_partition_one_draw(world_size: int, sample_rate: float) -> None:
     whole = list(PoissonBatchSampler(100, sample_rate, 40, _coins()))
     ranks = [
@@ -132,3 +139,158 @@ def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"num_samples": 10, "sample_rate": 0.1, "steps": 3, "world_size": 2}
     with pytest.raises(PrivacyError, match=f"{next(iter(wrong))}="):
         PoissonBatchSampler(generator=_coins(), **(arguments | wrong))
+
+
+# ---- The physical split ----
+
+
+def _as_tensor(examples: list[Any]) -> dict[str, torch.Tensor]:
+    assert examples, "a collator is never given an empty list"
+    rows = [example["x"] if isinstance(example, dict) else example for example in examples]
+    return {"x": torch.tensor(rows)}
+
+
+@pytest.mark.parametrize("physical", [1, 2, 8, 100])
+def test_physical_batches_cover_a_draw_exactly_once(physical: int) -> None:
+    for size in (0, 1, 2, 7, 8, 9, 16, 17):
+        batch = LogicalBatchCollator(_as_tensor, physical)(list(range(size)))
+        chunks = [physical["x"].tolist() for physical in batch]
+        assert [example for chunk in chunks for example in chunk] == list(range(size))
+        assert all(1 <= len(chunk) <= physical for chunk in chunks)
+        assert len(batch) == math.ceil(size / physical)
+        assert batch.sizes == tuple(len(chunk) for chunk in chunks)
+        assert batch.num_examples == size
+
+
+def test_a_physical_batch_needs_room_for_one_example() -> None:
+    with pytest.raises(PrivacyError, match="physical_batch_size=0"):
+        LogicalBatchCollator(_as_tensor, 0)
+
+
+def test_a_logical_batch_cannot_lose_its_sizes() -> None:
+    with pytest.raises(TypeError):
+        LogicalBatch([1, 2])  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="one size for each physical batch"):
+        LogicalBatch([1, 2], (3,))
+
+
+def test_a_logical_batch_survives_pickling_with_its_collator() -> None:
+    collator = pickle.loads(pickle.dumps(LogicalBatchCollator(_as_tensor, 2)))
+    batch = pickle.loads(pickle.dumps(collator([1, 2, 3])))
+    assert type(batch) is LogicalBatch
+    assert (batch.sizes, batch.num_examples) == ((2, 1), 3)
+    assert [physical["x"].tolist() for physical in batch] == [[1, 2], [3]]
+
+
+class _Pinnable:
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> "_Pinnable":
+        return _Pinnable(True)
+
+
+def test_pinning_keeps_the_type_and_reaches_every_physical_batch() -> None:
+    batch = LogicalBatch([{"x": _Pinnable()}, [_Pinnable()]], (4, 1))
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    assert type(pinned) is LogicalBatch
+    assert pinned.sizes == (4, 1)
+    assert pinned[0]["x"].pinned
+    assert pinned[1][0].pinned
+    assert type(LogicalBatch([], ()).pin_memory()) is LogicalBatch
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_data_loader_pins_logical_batches() -> None:
+    sampler = PoissonBatchSampler(_SIZE, 0.5, 3, _coins())
+    collator = LogicalBatchCollator(_as_tensor, 4)
+    for batch in DataLoader(
+        EmptyDrawDataset(_in_memory()), batch_sampler=sampler, collate_fn=collator, pin_memory=True
+    ):
+        assert type(batch) is LogicalBatch
+        assert all(physical["x"].is_pinned() for physical in batch)
+
+
+# ---- With data loaders ----
+
+_SIZE = 30
+
+
+def _in_memory() -> list[int]:
+    return list(range(_SIZE))
+
+
+def _arrow() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"x": list(range(_SIZE))})
+
+
+def _transformed() -> datasets.Dataset:
+    def transform(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        first = columns["x"][0]  # fails for an empty list of indices
+        return {"x": [x + 0 * first for x in columns["x"]]}
+
+    return _arrow().with_transform(transform)
+
+
+def _subset() -> Any:
+    return Subset(_transformed(), range(_SIZE))
+
+
+MakeDataset = Callable[[], Any]
+
+
+@pytest.mark.parametrize(
+    ("make_dataset", "workers"),
+    [(_in_memory, 0), (_arrow, 0), (_transformed, 0), (_transformed, 2), (_subset, 0)],
+)
+def test_loaders_deliver_each_draw_whatever_the_workers(
+    make_dataset: MakeDataset, workers: int
+) -> None:
+    rate, steps = 0.05, 25
+    draws = list(PoissonBatchSampler(_SIZE, rate, steps, _coins()))
+    assert [] in draws
+    loader = DataLoader(
+        EmptyDrawDataset(make_dataset()),
+        batch_sampler=PoissonBatchSampler(_SIZE, rate, steps, _coins()),
+        collate_fn=LogicalBatchCollator(_as_tensor, 2),
+        num_workers=workers,
+    )
+    batches = list(loader)
+    assert len(loader) == steps
+    assert all(type(batch) is LogicalBatch for batch in batches)
+    assert [batch.num_examples for batch in batches] == [len(draw) for draw in draws]
+    flat = [[x for physical in batch for x in physical["x"].tolist()] for batch in batches]
+    assert flat == draws
+
+
+def test_a_loader_with_workers_accepts_secret_coins() -> None:
+    loader = DataLoader(
+        EmptyDrawDataset(_in_memory()),
+        batch_sampler=PoissonBatchSampler(_SIZE, 1.0, 2, sampling_generator()),
+        collate_fn=LogicalBatchCollator(_as_tensor, 8),
+        num_workers=1,
+    )
+    assert [batch.num_examples for batch in loader] == [_SIZE, _SIZE]
+
+
+def test_single_examples_and_the_length_pass_through() -> None:
+    dataset = EmptyDrawDataset(_arrow())
+    assert len(dataset) == _SIZE
+    assert dataset[3] == {"x": 3}
+
+
+class _Doubling(list[int]):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[i] for i in indices] * 2
+
+
+def test_a_dataset_that_multiplies_examples_is_not_asked_for_several() -> None:
+    dataset = EmptyDrawDataset(_Doubling(range(5)))
+    assert dataset.__getitems__([]) == []
+    assert dataset.__getitems__([0, 1]) == [0, 1]
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="generator has no length"):
+        EmptyDrawDataset(x for x in range(3))

@@ -39,11 +39,6 @@ def roberta(**changes: Any) -> RobertaConfig:
     [
         (roberta(), "sequence-classification", "RobertaForSequenceClassification"),
         (roberta(num_labels=1), "sequence-classification", "RobertaForSequenceClassification"),
-        (
-            roberta(problem_type="multi_label_classification"),
-            "sequence-classification",
-            "RobertaForSequenceClassification",
-        ),
         (roberta(), "token-classification", "RobertaForTokenClassification"),
         (roberta(), "question-answering", "RobertaForQuestionAnswering"),
         (roberta(), "multiple-choice", "RobertaForMultipleChoice"),

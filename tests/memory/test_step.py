@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from dp_grape_hf.memory import (
 from dp_grape_hf.memory import simulate as simulate_step
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.packed import PackedLinear
-from dp_grape_hf.memory.step import DP_ADAM, DP_ADAM_DENSE, Step, cast, prepared
+from dp_grape_hf.memory.step import DP_ADAM, Step, cast, prepared
 from dp_grape_hf.memory.timeline import PER_SAMPLE, SUMS, TEMPORARY
 from dp_grape_hf.per_sample import GradSampleMode
 
@@ -67,7 +68,6 @@ OPT = {
     }
     for name, h, n, heads in (
         ("1.3b", 2048, 24, 32),
-        ("2.7b", 2560, 32, 32),
         ("6.7b", 4096, 32, 32),
         ("13b", 5120, 40, 40),
         ("30b", 7168, 48, 56),
@@ -79,10 +79,7 @@ SMALL = {
 }
 
 FAMILIES: dict[str, tuple[type[Any], Any]] = {
-    "roberta": (
-        RobertaForSequenceClassification,
-        RobertaConfig(**SMALL, intermediate_size=256),
-    ),
+    "roberta": (RobertaForSequenceClassification, RobertaConfig(**SMALL, intermediate_size=256)),
     "opt": (OPTForCausalLM, OPTConfig(**SMALL, word_embed_proj_dim=64, ffn_dim=256)),
     "vit": (  # its embeddings have the generic rule
         ViTForImageClassification,
@@ -141,15 +138,16 @@ def simulate(
         ("opt", Setting(DP_ADAM, 8, clipping="per_layer")),
         pytest.param("opt", Setting(DP_GRAPE, 8, project_embeddings=True), marks=SLOW),
         pytest.param("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16), marks=SLOW),
-        *(("roberta", Setting(method, 8)) for method in (ADAMW, DP_GRAPE)),
-        pytest.param("roberta", Setting(DP_GRAPE, 8, projection="principal", rank=4), marks=SLOW),
-        pytest.param("roberta", Setting("dp_lora", 8), marks=SLOW),
-        pytest.param("roberta", Setting("dp_galore", 8), marks=SLOW),
-        pytest.param("roberta", Setting("dpzero", 8), marks=SLOW),
-        pytest.param(
-            "roberta", Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST), marks=SLOW
+        ("roberta", Setting(DP_GRAPE, 8)),
+        *(
+            pytest.param("roberta", setting, marks=SLOW)
+            for setting in (
+                Setting(DP_GRAPE, 8, projection="principal", rank=4),
+                *(Setting(method, 8) for method in ("dp_lora", "dp_galore", "dpzero")),
+                Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST),
+            )
         ),
-        *(("vit", compared(name, Setting(batch_size=8))) for name in (DP_GRAPE, DP_ADAM_DENSE)),
+        ("vit", Setting(DP_GRAPE, 8)),
     ],
 )
 def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
@@ -210,20 +208,6 @@ def test_a_timeline_finds_the_peak_and_what_it_is_made_of() -> None:
     assert small.numel() == 1
 
 
-def test_what_the_forward_pass_frees_again_is_temporary() -> None:
-    timeline = Timeline()
-    timeline.phase = "forward"
-    with timeline:
-        kept = torch.zeros(128)
-        freed = torch.zeros(256)
-        del freed
-        timeline.phase = "backward"
-    peak = timeline.peak()
-    assert peak.phase == "forward"
-    assert (peak.kinds[ACTIVATIONS], peak.kinds[TEMPORARY]) == (512, 1024)
-    assert kept.numel() == 128
-
-
 def test_a_timeline_knows_the_most_in_each_phase() -> None:
     timeline = Timeline()
     with timeline:
@@ -236,7 +220,7 @@ def test_a_timeline_knows_the_most_in_each_phase() -> None:
     assert kept.numel() == 128
 
 
-@pytest.mark.slow
+@SLOW
 def test_measuring_principal_directions_takes_less_than_a_training_step() -> None:
     peak = simulate("roberta", Setting(DP_GRAPE, 16, projection="principal", rank=4))
     given = 2 * (5 * 64 + 256) + 64  # numbers, to the layers and the head
@@ -279,24 +263,6 @@ def test_a_timeline_without_a_step_has_no_peak() -> None:
         Timeline().peak()
 
 
-@pytest.mark.slow
-def test_each_kind_of_memory_is_found_where_it_must_be() -> None:
-    setting = Setting(DP_GRAPE, 4, rank=8)
-    cls, config = FAMILIES["opt"]
-    numbers = sum(p.numel() for p in cls(config).parameters())
-    peaks = {m: simulate("opt", compared(m, setting), length=4) for m in COMPARED}
-    for method, peak in peaks.items():
-        assert peak.kinds[WEIGHTS] == pytest.approx(4 * numbers, rel=0.03), method
-        assert (peak.kinds[PROJECTIONS] > 0) == (method == DP_GRAPE)
-        assert peak.kinds[OPTIMIZER] > 0
-    for method in (ADAMW, DP_ADAM, DP_ADAM_DENSE):
-        assert peaks[method].kinds[OPTIMIZER] == pytest.approx(8 * numbers, rel=0.03), method
-    assert peaks[DP_GRAPE].kinds[OPTIMIZER] < 0.75 * peaks[ADAMW].kinds[OPTIMIZER]
-    assert peaks[ADAMW].kinds[PER_SAMPLE] == 0
-    # One gradient per sample, of every weight.
-    assert peaks[DP_ADAM_DENSE].kinds[PER_SAMPLE] >= 4 * 4 * numbers
-
-
 def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() -> None:
     setting = Setting(DP_ADAM, 2)
     cls, config = FAMILIES["opt"]
@@ -306,26 +272,6 @@ def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() ->
         for bands in (1, 5)
     )
     assert banded - alone == pytest.approx(5 * 4 * numbers, rel=0.03)
-
-
-@pytest.mark.slow
-def test_each_knob_takes_what_it_says() -> None:
-    plain = Setting(DP_GRAPE, 16)
-    peak = simulate("roberta", plain)
-    per_knob = {t.knob.name: t.peak for t in turn_each(lambda s: simulate("roberta", s), plain)}
-    assert len(per_knob) == 5
-    assert per_knob["gradient checkpointing"].kinds[ACTIVATIONS] < 0.5 * peak.kinds[ACTIVATIONS]
-    assert per_knob["bfloat16 weights"].kinds[WEIGHTS] == pytest.approx(
-        peak.kinds[WEIGHTS] / 2, rel=0.03
-    )
-    assert per_knob["projected embeddings"].kinds[OPTIMIZER] < 0.5 * peak.kinds[OPTIMIZER]
-    assert per_knob["a quarter of the rank"].kinds[PROJECTIONS] == peak.kinds[PROJECTIONS] / 4
-    flat, per_layer = (
-        simulate("roberta", Setting(DP_ADAM, 16, clipping=c, grad_sample_mode="materialise"))
-        for c in ("flat", "per_layer")
-    )
-    assert per_layer.kinds[PER_SAMPLE] < flat.kinds[PER_SAMPLE]
-    assert per_layer.total < flat.total
 
 
 def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
@@ -427,22 +373,21 @@ def test_an_unknown_method_is_refused_by_name() -> None:
 # ---- Which batch fits ----
 
 
-@pytest.mark.parametrize("start", [1, 8, 40, 10_000])
-@pytest.mark.parametrize(
-    ("total", "most"),
-    [
-        (lambda size: 2_000 + 200 * size, 8),
-        (lambda size: max(5_300, 2_000 + 200 * size), 14),  # the update makes small batches' peak
-        (lambda size: max(20_000 + 2 * size, 10_000 + 400 * size), 12),
-        (lambda size: 1_000, 8),
-        (lambda size: 10**9, 8),
-        (lambda size: size * size, 24),
-        (lambda size: int(size**0.5 * 100), 24),
-    ],
-)
-@pytest.mark.parametrize("limit", [1_000, 5_300, 24_000, 80_000])
+TOTALS: list[tuple[Callable[[int], int], int]] = [
+    (lambda size: 2_000 + 200 * size, 8),
+    (lambda size: max(5_300, 2_000 + 200 * size), 14),  # the update makes small batches' peak
+    (lambda size: max(20_000 + 2 * size, 10_000 + 400 * size), 12),
+    (lambda size: 1_000, 8),
+    (lambda size: 10**9, 8),
+    (lambda size: size * size, 24),
+    (lambda size: int(size**0.5 * 100), 24),
+]
+LIMITS_AND_STARTS = [*product((1_000, 5_300, 24_000, 80_000), (1, 8, 40, 10_000))]
+
+
+@pytest.mark.parametrize(("total", "most"), TOTALS)
 def test_the_largest_batch_fits_and_the_next_does_not(
-    total: Callable[[int], int], most: int, limit: int, start: int
+    total: Callable[[int], int], most: int
 ) -> None:
     asked: list[int] = []
 
@@ -450,28 +395,19 @@ def test_the_largest_batch_fits_and_the_next_does_not(
         asked.append(size)
         return total(size)
 
-    largest = largest_batch(ask, limit, start)
-    assert largest == 0 or total(largest) <= limit
-    assert largest == MOST_SAMPLES or total(largest + 1) > limit
-    assert {largest, largest + 1} - {0, MOST_SAMPLES + 1} <= set(asked)  # no extrapolation
-    assert len(asked) == len(set(asked)) <= most
+    for limit, start in LIMITS_AND_STARTS:
+        asked.clear()
+        largest = largest_batch(ask, limit, start)
+        assert largest == 0 or total(largest) <= limit
+        assert largest == MOST_SAMPLES or total(largest + 1) > limit
+        assert {largest, largest + 1} - {0, MOST_SAMPLES + 1} <= set(asked)  # no extrapolation
+        assert len(asked) == len(set(asked)) <= most
 
 
-@pytest.mark.parametrize("start", [1, 8, 40, 10_000])
-@pytest.mark.parametrize("limit", [1_000, 5_300, 24_000, 80_000])
-@pytest.mark.parametrize(
-    "total",
-    [
-        lambda size: 2_000 + 200 * size,
-        lambda size: max(5_300, 2_000 + 200 * size),
-        lambda size: max(20_000 + 2 * size, 10_000 + 400 * size),
-        lambda size: 1_000,
-        lambda size: 10**9,
-    ],
-)
+@pytest.mark.parametrize("total", [total for total, _ in TOTALS[:5]])
 @pytest.mark.parametrize("foreseeable", [True, False])
 def test_a_foreseen_largest_batch_is_the_one_that_is_found_by_trying(
-    total: Callable[[int], int], limit: int, start: int, foreseeable: bool
+    total: Callable[[int], int], foreseeable: bool
 ) -> None:
     asked: set[int] = set()
 
@@ -484,14 +420,16 @@ def test_a_foreseen_largest_batch_is_the_one_that_is_found_by_trying(
         assert {one, other} <= asked
         return total(size) if foreseeable else None
 
-    found = largest_batch(ask, limit, start, foresee)
-    assert found == largest_batch(total, limit, start)
-    if foreseeable and 0 < found < MOST_SAMPLES:
-        assert len(asked) <= 5
-        assert min(asked) <= found < max(asked)
+    for limit, start in LIMITS_AND_STARTS:
+        asked.clear()
+        found = largest_batch(ask, limit, start, foresee)
+        assert found == largest_batch(total, limit, start)
+        if foreseeable and 0 < found < MOST_SAMPLES:
+            assert len(asked) <= 5
+            assert min(asked) <= found < max(asked)
 
 
-@pytest.mark.parametrize("method", ["adamw", "dp_grape", "dp_adam"])
+@pytest.mark.parametrize("method", ["adamw", "dp_grape"])
 def test_a_step_between_two_others_takes_what_follows_from_them(method: str) -> None:
     traces = {
         size: footprint(
@@ -625,19 +563,13 @@ def opt(name: str) -> tuple[type[Any], Any]:
 BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("model", "length", "setting", "most"),
     [
         pytest.param(LARGE, 128, Setting(batch_size=40), 11.0, id="roberta-large"),
         pytest.param(opt("1.3b"), 512, Setting(batch_size=8), 16.5, id="opt-1.3b"),
-        pytest.param(
-            opt("6.7b"),
-            512,
-            replace(BF16, batch_size=8),
-            17.5,
-            id="opt-6.7b",
-        ),
+        pytest.param(opt("6.7b"), 512, replace(BF16, batch_size=8), 17.5, id="opt-6.7b"),
         pytest.param(opt("13b"), 512, BF16, 47.0, id="opt-13b on 48 GiB"),
         pytest.param(opt("30b"), 512, BF16, 79.0, id="opt-30b on 80 GiB"),
         pytest.param(opt("13b"), 512, replace(BF16, processes=2), 23.0, id="opt-13b on 2 x 24"),
@@ -650,13 +582,7 @@ def test_a_large_model_takes_no_more_than_promised(
 
 
 @SLOW
-def test_the_promise_for_roberta_large_holds_with_the_kernels_of_a_cpu_too() -> None:
-    recomputing = Setting(batch_size=40, recompute_activations=True)
-    assert simulate(LARGE, recomputing, 128, gpu=False).total <= 11 * GIB
-
-
-@SLOW
-@pytest.mark.parametrize("size", [1, 16, 128])
+@pytest.mark.parametrize("size", [1, 128])
 def test_dp_grape_takes_less_than_adamw_at_every_batch_size(size: int) -> None:
     ours, theirs = (simulate(LARGE, Setting(m, size), 128).total for m in (DP_GRAPE, ADAMW))
     assert ours < 0.9 * theirs

@@ -1,6 +1,7 @@
 """The functorch engine: what ``test_engines`` does not ask of both engines alike."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +11,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import Dense, make_engine
 from dp_grape_hf.per_sample.functorch import vmap_safe
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
-from dp_grape_hf.projections import Projector, Side
-from tests.support.models import TYPICAL, VOCABULARY, Batch, Case, only
+from tests.support.models import VOCABULARY, Batch, only
 from tests.support.oracles import (
     Largest,
-    assert_gradients_equal,
+    assert_exact,
     dense,
     projectors_for,
     relative_error,
@@ -50,54 +50,12 @@ def positions(batch_size: int = 4) -> Batch:
     return {"x": torch.randn(batch_size, 5, 6, generator=torch.Generator().manual_seed(0))}
 
 
-def check(
-    model: nn.Module, inputs: Batch, projectors: dict[str, Projector] | None = None, **loss: Any
-) -> dict[str, Any]:
-    """Compares the engine with the loop over single samples; returns the engine's gradients."""
-    projectors = projectors or {}
-    losses, gradients = per_sample_gradients(
-        model, inputs, projections=projectors, engine="functorch", **loss
-    )
-    expected_losses, expected = single_sample_gradients(model, inputs, projectors, **loss)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
-    assert_gradients_equal(gradients, expected)
-    return gradients
+check = partial(assert_exact, engine="functorch")
 
 
-# ---- Every matrix on either side ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("side", Side)
-@pytest.mark.parametrize(
-    ("case", "changes"),
-    [
-        *((case, {}) for case in TYPICAL),
-        (only("opt"), {"tie_word_embeddings": False}),
-        (only("llama"), {"tie_word_embeddings": True}),
-    ],
-    ids=str,
-)
-def test_any_matrix_may_be_projected_on_either_side(
-    case: Case, changes: dict[str, Any], side: Side
-) -> None:
-    model = case.model(**changes)
-    generator = torch.Generator().manual_seed(0)
-    projectors = {
-        name: Projector(
-            torch.randn(p.shape[0 if side is Side.LEFT else 1], 2, generator=generator), side
-        )
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and min(p.shape) > 2
-    }
-    check(model, case.batch(3, case.positions), projectors)
-
-
-@pytest.mark.parametrize("name", ["roberta-classifier", "gpt2"])
-@pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
-def test_weights_may_be_bfloat16(name: str, rank: int | None) -> None:
-    model, inputs = only(name).model().to(torch.bfloat16), only(name).batch(3)
-    projectors = projectors_for(model, rank)
+def test_weights_may_be_bfloat16() -> None:
+    model, inputs = only("gpt2").model().to(torch.bfloat16), only("gpt2").batch(3)
+    projectors = projectors_for(model, 8)
     losses, gradients = per_sample_gradients(
         model, inputs, projections=projectors, engine="functorch"
     )
@@ -130,7 +88,7 @@ def test_gradients_come_in_the_forms_that_cost_least() -> None:
     assert {type(part) for part in tied[name].parts} == {SparseRows, Factored}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
     vocabulary, batch_size, length = 50 * VOCABULARY, 8, 4
     model = only(name).model(vocab_size=vocabulary)
@@ -190,16 +148,13 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     assert kept.flatten(1).unique(dim=0).shape[0] > 1
 
 
-@pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_a_model_whose_layer_drop_is_certain_trains(probability: float) -> None:
-    model, inputs = only("opt").model(layerdrop=probability), only("opt").batch(3)
+def test_a_model_whose_layer_drop_is_certain_trains() -> None:
+    model, inputs = only("opt").model(layerdrop=1.0), only("opt").batch(3)
     _, gradients = per_sample_gradients(
         model, inputs, projections=projectors_for(model, 8), engine="functorch"
     )
     used = {n for n, g in gradients.items() if g.squared_norm().sum() > 0}
-    kept = {n for n in gradients if ".layers." not in n}
-    assert kept <= used
-    assert probability < 1 or used == kept
+    assert used == {n for n in gradients if ".layers." not in n}
     check(model.eval(), inputs, projectors_for(model, 8))
 
 
@@ -245,11 +200,10 @@ def test_a_pass_that_is_repeated_outside_vmap_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("name", ["llama", "bert-classifier"])
-def test_checkpointing_of_transformers_models_makes_no_difference(name: str) -> None:
-    model = only(name).model()
+def test_checkpointing_of_transformers_models_makes_no_difference() -> None:
+    model = only("llama").model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    check(model, only(name).batch(3), projectors_for(model, 8))
+    check(model, only("llama").batch(3), projectors_for(model, 8))
 
 
 def test_a_parameter_without_part_in_the_loss_is_refused() -> None:
@@ -292,13 +246,11 @@ def large(hidden: Tensor) -> Tensor:
     ],
     ids=["loss", "loss of the second sample", "NaN", "gradients"],
 )
-@pytest.mark.parametrize("rank", [2, None], ids=["projected", "unprojected"])
 def test_a_model_that_computes_something_else_under_vmap_is_refused(
-    change: Callable[[Tensor], Tensor], what: str, rank: int | None
+    change: Callable[[Tensor], Tensor], what: str
 ) -> None:
     model = Toy(lambda m, h: m.last(change(h) if under_vmap(h) else h), last=nn.Linear(8, 8))
-    projectors = projectors_for(model, rank)
-    inputs = positions()
+    projectors, inputs = projectors_for(model, 2), positions()
     assert [large(model.first(x)).item() for x in inputs["x"][:2]] == [0, 1]
     with pytest.raises(UnsupportedModelError, match=f"Toy computes {what} of one example"):
         per_sample_gradients(
@@ -353,14 +305,6 @@ class Owner(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.rest(self, hidden * self.weight)
-
-
-def test_the_layerwise_engine_runs_one_by_one_what_vmap_cannot_run() -> None:
-    model = Toy(lambda m, h: m.owner(h), owner=Owner(lambda m, h: h * len(h.mean((0, 2)).tolist())))
-    losses, gradients = per_sample_gradients(model, positions(), loss=mean_output)
-    expected_losses, expected = single_sample_gradients(model, positions(), loss=mean_output)
-    torch.testing.assert_close(losses, expected_losses)
-    assert_gradients_equal(gradients, expected)
 
 
 @pytest.mark.parametrize("rest", [count_in_place, count_anew])
@@ -435,9 +379,3 @@ def test_attention_keeps_its_name_and_masks_are_put_back() -> None:
     finally:
         del masks["sdpa"]
     assert dict(masks) == before
-
-
-def test_a_batch_of_different_sizes_is_refused() -> None:
-    inputs = {**positions(), "y": torch.randn(3)}
-    with pytest.raises(PrivacyError, match="leading sizes"):
-        per_sample_gradients(Toy(lambda m, h: h), inputs, engine="functorch", loss=mean_output)

@@ -26,7 +26,7 @@ each_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
 )
 COMBINATIONS = [
-    names for count in (1, 2, 3) for names in itertools.combinations_with_replacement(FORMS, count)
+    names for count in (1, 2) for names in itertools.combinations_with_replacement(FORMS, count)
 ]
 each_combination = pytest.mark.parametrize("names", COMBINATIONS, ids=" + ".join)
 
@@ -65,14 +65,6 @@ def test_add_merges_uses_of_one_form_and_changes_no_value(names: tuple[str, ...]
     parts = total.parts if isinstance(total, GradientSum) else (total,)
     assert len(parts) == len({type(part) for part in parts}) == len(set(names))
     check(total, materialised(GradientSum(tuple(uses))))
-
-
-@each_form
-def test_add_of_one_use_is_that_use(form: str) -> None:
-    gradient = FORMS[form]()
-    total = add([gradient])
-    assert type(total) is type(gradient)
-    assert torch.equal(materialised(total), materialised(gradient))
 
 
 @each_form

@@ -55,12 +55,6 @@ class Unpads(nn.Module):
         return self.head(hidden.sum(1))
 
 
-def test_positions_whose_number_happens_to_fit_are_not_taken_for_samples() -> None:
-    engine = LayerwiseEngine(Unpads(), cross_entropy)
-    check(engine, texts(6, 6))
-    check(engine, texts(6, 2))
-
-
 def test_as_many_positions_of_each_sample_do_not_vouch_for_those_of_a_later_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -177,25 +171,6 @@ def test_an_order_of_rows_that_shows_later_is_refused_then(stream: bool) -> None
 
     with pytest.raises(UnsupportedModelError, match="an order that mixes them"):
         run(texts(5, 5, 5), {})
-
-
-class Positions(nn.Module):
-    """Looks up as many positions as there are, for all samples at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.positions = (nn.Embedding(VOCABULARY, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        places = self.positions(torch.arange(ids.shape[1]))
-        return self.head((self.table(ids) + places).tanh().mean(1))
-
-
-def test_a_table_of_positions_is_exact_whatever_the_first_length() -> None:
-    engine = LayerwiseEngine(Positions(), cross_entropy)
-    for positions in (4, 1, 6, 3):
-        check(engine, texts(1, 1, 1, positions=positions))
 
 
 # ---- The first samples show nothing ----

@@ -18,7 +18,6 @@ from dp_grape_hf.per_sample import (
     require_each_once,
     warn_of_lost_updates,
 )
-from dp_grape_hf.per_sample.functorch import FunctorchEngine
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.per_sample.layerwise.rules import RULES
 from tests.support.marks import slow_but
@@ -35,8 +34,6 @@ from tests.support.trainers import (
     weights_of,
 )
 
-each_case = pytest.mark.parametrize("case", TYPICAL, ids=str)
-
 
 def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
     return case.batch(size, case.positions)
@@ -45,17 +42,15 @@ def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
 # ---- Silent where all is well ----
 
 
-@each_case
-@pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("engine", slow_but(("layerwise",), ["layerwise", "functorch"]))
-def test_the_models_of_the_suite_pass(case: Case, rank: int | None, engine: str) -> None:
+@pytest.mark.parametrize("case", TYPICAL, ids=str)
+def test_the_models_of_the_suite_pass(case: Case) -> None:
     model = case.model()
-    check_gradients(make_engine(engine, model), batch_of(case), projectors_for(model, rank))
+    check_gradients(make_engine("layerwise", model), batch_of(case), projectors_for(model, 2))
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-@each_case
+@pytest.mark.parametrize("case", slow_but(("gpt2",), TYPICAL))
 @pytest.mark.parametrize("autocast", [True, False])
 def test_sixteen_bits_pass(case: Case, autocast: bool) -> None:
     model = case.model()
@@ -169,17 +164,12 @@ def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatc
         check_gradients(engine, batch_of(case), {})
 
 
-@pytest.mark.parametrize("rank", [2, 100])
 def test_a_module_used_twice_but_recorded_once_is_found(
-    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def trainer_of_a_new_model(name: str) -> Any:
-        model = UsedTwiceForSequenceClassification()
-        return make_trainer(tmp_path / name, model=model, projection_rank=rank)
-
-    trainer_of_a_new_model("right").train()
+    make_trainer(tmp_path / "right", model=UsedTwiceForSequenceClassification()).train()
     _record_once(monkeypatch)
-    trainer = trainer_of_a_new_model("wrong")
+    trainer = make_trainer(tmp_path / "wrong", model=UsedTwiceForSequenceClassification())
     with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
         trainer.train()
     assert trainer.ledger.steps == 0, "nothing was released"
@@ -193,20 +183,16 @@ def test_the_check_can_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert trainer.ledger.steps == 4
 
 
-@pytest.mark.parametrize("engine", [LayerwiseEngine, FunctorchEngine])
-def test_losses_that_depend_on_batch_mates_are_found(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the gradients returned are those of each sample alone."""
-    case = only("opt")
-    original = engine.stream
+    case, original = only("opt"), LayerwiseEngine.stream
 
     def coupled(self: Any, *args: Any) -> Any:
         losses = original(self, *args)
         return losses + 0.5 * losses.mean()
 
-    made = engine(case.model())
-    monkeypatch.setattr(engine, "stream", coupled)
+    made = LayerwiseEngine(case.model())
+    monkeypatch.setattr(LayerwiseEngine, "stream", coupled)
     with pytest.raises(PrivacyError, match="changes with the number or the contents"):
         check_gradients(made, batch_of(case), {})
 
@@ -229,13 +215,9 @@ class Empty(Watch):
 def test_where_the_first_draw_has_too_few_examples_others_are_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = UsedTwiceForSequenceClassification()
-    trainer = make_trainer(tmp_path / "right", model=model, callbacks=[Empty()])
-    trainer.train()
-    assert trainer.ledger.steps == 4
     _record_once(monkeypatch)
     model = UsedTwiceForSequenceClassification()
-    trainer = make_trainer(tmp_path / "wrong", model=model, callbacks=[Empty()])
+    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()])
     with pytest.raises(UnsupportedModelError, match="twice"):
         trainer.train()
     assert trainer.ledger.steps == 0
@@ -281,7 +263,6 @@ def test_a_parameter_that_the_optimizer_does_not_have_once_is_found(
     assert trainer.ledger.steps == 0, "nothing was released"
 
 
-@pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
 @pytest.mark.parametrize(
     ("frozen", "found"),
     [
@@ -291,11 +272,11 @@ def test_a_parameter_that_the_optimizer_does_not_have_once_is_found(
     ids=["frozen", "unfrozen"],
 )
 def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_made_anew(
-    method: str, frozen: bool, found: str, tmp_path: Path
+    frozen: bool, found: str, tmp_path: Path
 ) -> None:
     model = TinyForSequenceClassification()
     model.body.weight.requires_grad_(frozen)
-    trainer = make_trainer(tmp_path, method=method, model=model, learning_rate=0.5)
+    trainer = make_trainer(tmp_path, model=model, learning_rate=0.5)
     trainer.create_optimizer()
     model.body.weight.requires_grad_(not frozen)
     with pytest.raises(PrivacyError, match=found):
@@ -315,7 +296,9 @@ def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -
         require_each_once(optimizer, model, dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"warmup_steps": 2}], ids=["at once", "warm-up"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"warmup_steps": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_updates_that_sixteen_bits_may_lose_are_reported_once(
     changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,9 +161,9 @@ def test_nothing_is_frozen_by_inputs_that_lack_what_the_model_may_read() -> None
 @pytest.mark.parametrize(
     ("named", "default", "frozen"),
     [
-        *((name, None, True) for name in ("attention_mask", "bbox", "past_key_values")),
+        *((name, None, True) for name in ("bbox", "past_key_values")),
         *((name, None, True) for name in ("start_positions", "tag_labels", "output_norms")),
-        *((name, None, False) for name in ("side", "global_attention_mask", "pixel_values")),
+        *((name, None, False) for name in ("side", "global_attention_mask")),
         *(("how_many", 0, True), ("whether", False, True)),
         ("side", Parameter.empty, False),
     ],

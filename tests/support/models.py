@@ -9,6 +9,7 @@ Shapes: B samples in the batch, T positions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import (
@@ -37,7 +38,6 @@ from recipes.models.zoo import (
     IGNORED,
     LABELS,
     LLAMA,
-    MAX_POSITIONS,
     OPT,
     PAD,
     VIT,
@@ -51,15 +51,12 @@ from recipes.models.zoo import (
 )
 
 __all__ = [
-    "BY_NAME",
-    "BY_ROW",
     "CASES",
     "FIRST_WORD",
     "HEADS",
     "HIDDEN",
     "IGNORED",
     "LABELS",
-    "MAX_POSITIONS",
     "PAD",
     "ROWS",
     "TYPICAL",
@@ -68,7 +65,6 @@ __all__ = [
     "Case",
     "Row",
     "build",
-    "images",
     "only",
     "row",
     "texts",
@@ -84,51 +80,29 @@ class Case:
     batch: Callable[..., Batch]  # (B, T=positions, seed=0, padding="right")
     positions: int = 9  # T, for models that fix it
     broadcasts: tuple[str, ...] = ()  # tables that are looked up once for all samples
-    heads: int = HEADS
 
     def __str__(self) -> str:
         return self.name
 
 
+def _of_texts(
+    name: str, cls: Any, config: Any, settings: Any, target: str, *broadcasts: str
+) -> Case:
+    model, batch = partial(build, cls, config, settings), partial(texts, target=target)
+    return Case(name, model, batch, broadcasts=broadcasts)
+
+
+_BERT_POSITIONS = "bert.embeddings.position_embeddings.weight"
 CASES = [
-    Case(
-        "roberta-classifier",
-        partial(build, RobertaForSequenceClassification, RobertaConfig, BERT),
-        partial(texts, target="class"),
+    _of_texts("roberta-classifier", RobertaForSequenceClassification, RobertaConfig, BERT, "class"),
+    _of_texts("roberta-masked-lm", RobertaForMaskedLM, RobertaConfig, BERT, "masked"),
+    _of_texts(
+        "bert-classifier", BertForSequenceClassification, BertConfig, BERT, "class", _BERT_POSITIONS
     ),
-    Case(
-        "roberta-masked-lm",
-        partial(build, RobertaForMaskedLM, RobertaConfig, BERT),
-        partial(texts, target="masked"),
-    ),
-    Case(
-        "bert-classifier",
-        partial(build, BertForSequenceClassification, BertConfig, BERT),
-        partial(texts, target="class"),
-        broadcasts=("bert.embeddings.position_embeddings.weight",),
-    ),
-    Case(
-        "opt",
-        partial(build, OPTForCausalLM, OPTConfig, OPT),
-        partial(texts, target="tokens"),
-    ),
-    Case(
-        "gpt2",
-        partial(build, GPT2LMHeadModel, GPT2Config, GPT2),
-        partial(texts, target="tokens"),
-        broadcasts=("transformer.wpe.weight",),
-    ),
-    Case(
-        "llama",
-        partial(build, LlamaForCausalLM, LlamaConfig, LLAMA),
-        partial(texts, target="tokens"),
-    ),
-    Case(
-        "vit",
-        partial(build, ViTForImageClassification, ViTConfig, VIT),
-        images,
-        positions=5,
-    ),
+    _of_texts("opt", OPTForCausalLM, OPTConfig, OPT, "tokens"),
+    _of_texts("gpt2", GPT2LMHeadModel, GPT2Config, GPT2, "tokens", "transformer.wpe.weight"),
+    _of_texts("llama", LlamaForCausalLM, LlamaConfig, LLAMA, "tokens"),
+    Case("vit", partial(build, ViTForImageClassification, ViTConfig, VIT), images, positions=5),
 ]
 BY_NAME = {case.name: case for case in CASES}
 TYPICAL = [BY_NAME[name] for name in ("bert-classifier", "gpt2", "llama", "vit")]

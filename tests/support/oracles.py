@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.per_sample import Gradients, LossFunction, loss_for
+from dp_grape_hf.per_sample import Gradients, LossFunction, loss_for, per_sample_gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.models.matrix import worst_error
 
@@ -76,6 +76,23 @@ def assert_gradients_equal(
         assert -allowed < errors.min() <= errors.max() < 5 * allowed, (
             f"{name}: squared norm off by {errors.min():.2e} to {errors.max():.2e}"
         )
+
+
+def assert_exact(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    projectors: Mapping[str, Projector] | None = None,
+    loss: LossFunction | None = None,
+    engine: str = "layerwise",
+) -> Gradients:
+    """Compares an engine with the loop over single samples; returns the engine's gradients."""
+    losses, gradients = per_sample_gradients(
+        model, inputs, projections=projectors, loss=loss, engine=engine
+    )
+    expected_losses, expected = single_sample_gradients(model, inputs, projectors, loss)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+    assert_gradients_equal(gradients, expected)
+    return gradients
 
 
 def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[str, Projector]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dp_grape_hf.per_sample import LayerRule, layer_rule
 from dp_grape_hf.per_sample.gradients import SparseRows
 from dp_grape_hf.per_sample.layerwise.rules import RULES, rule_for
 from dp_grape_hf.projections import Projector, Side
-from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import assert_exact
 
 B, T = 4, 3
 
@@ -201,28 +202,21 @@ def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
     return outputs.reshape(outputs.shape[0], -1).sin().sum(1)
 
 
-def check(model: nn.Module, inputs: Tensor, projectors: dict[str, Projector]) -> None:
-    batch = {"x": inputs}
-    _, gradients = per_sample_gradients(model, batch, projections=projectors, loss=loss)
-    assert_gradients_equal(gradients, single_sample_gradients(model, batch, projectors, loss)[1])
+check = partial(assert_exact, loss=loss)
 
 
 @each_row
-@pytest.mark.parametrize("batch_size", [1, B])
-@pytest.mark.parametrize("side", [None, *Side], ids=str)
-def test_a_layers_gradients_equal_those_of_single_samples(
-    row: Row, batch_size: int, side: Side | None
-) -> None:
+def test_a_layers_gradients_equal_those_of_single_samples(row: Row) -> None:
     model = Wrapped(row)
-    matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
-    if side and not matrices:
-        return
-    projectors = {
-        name: Projector(torch.randn(model.get_parameter(name).shape[side is Side.RIGHT], 2), side)
-        for name in matrices
-        if side
-    }
-    check(model, row.inputs(batch_size), projectors)
+    for batch_size in (1, B):
+        check(model, {"x": row.inputs(batch_size)})
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.dim() == 2}
+    for side in Side if shapes else ():
+        projectors = {
+            name: Projector(torch.randn(shape[side is Side.RIGHT], 2), side)
+            for name, shape in shapes.items()
+        }
+        check(model, {"x": row.inputs(B)}, projectors)
 
 
 @each_row
@@ -245,18 +239,16 @@ def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row: Row) -> None:
     for frozen in names if len(names) > 1 else []:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name != frozen)
-        check(model, row.inputs(B), {})
+        check(model, {"x": row.inputs(B)})
 
 
 # ---- Which rule ----
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
-def test_an_rms_norm_in_half_precision_keeps_its_closed_form(
-    layer_type: type[nn.Module], dtype: torch.dtype
-) -> None:
-    assert rule_for(layer_type(64).to(dtype)) is RULES[nn.RMSNorm]
+def test_an_rms_norm_in_half_precision_keeps_its_closed_form(layer_type: type[nn.Module]) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert rule_for(layer_type(64).to(dtype)) is RULES[nn.RMSNorm]
 
 
 def test_an_rms_norm_that_needs_a_gate_or_has_no_epsilon_gets_no_closed_form() -> None:
@@ -275,10 +267,8 @@ def test_a_layer_with_a_parameter_that_its_rule_does_not_know_gets_no_closed_for
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_the_parameters_behind_a_reparametrised_weight_have_exact_gradients() -> None:
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4)))
-    inputs = {"input": torch.randn(B, 6)}
-    _, gradients = per_sample_gradients(model, inputs, loss=loss)
+    gradients = check(model, {"input": torch.randn(B, 6)})
     assert set(gradients) == {name for name, _ in model.named_parameters()}
-    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, None, loss)[1])
 
 
 def test_a_layer_type_has_one_rule() -> None:

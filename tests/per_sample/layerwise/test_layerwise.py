@@ -1,6 +1,7 @@
 """What only the layerwise engine does: rules per layer, sites, the probe, checkpointing."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,15 +10,15 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import T5Config, T5EncoderModel
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import Dense, loss_for
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
-from tests.support.models import CASES, HEADS, HIDDEN, TYPICAL, Case, only
+from tests.support.models import CASES, HEADS, Case, only
 from tests.support.oracles import (
+    assert_exact,
     assert_gradients_equal,
     dense,
     projectors_for,
@@ -32,26 +33,17 @@ def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:
     return outputs.flatten(1).sin().mean(1)
 
 
+check = partial(assert_exact, loss=mean_output)
+
+
 def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
     return {"x": torch.randint(0, 7, (batch_size, positions))}
-
-
-def check(
-    model: nn.Module,
-    inputs: dict[str, Tensor],
-    projectors: dict[str, Projector] | None = None,
-    loss: Any = mean_output,
-) -> dict[str, Any]:
-    """Compares the engine with the loop, and returns the engine's gradients."""
-    _, gradients = per_sample_gradients(model, inputs, projections=projectors, loss=loss)
-    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors, loss)[1])
-    return gradients
 
 
 # ---- Gradient checkpointing ----
 
 
-@pytest.mark.parametrize("case", TYPICAL, ids=str)
+@pytest.mark.parametrize("case", [only("gpt2"), only("llama")], ids=str)
 def test_gradients_are_exact_under_gradient_checkpointing(case: Case) -> None:
     model, inputs = case.model(use_cache=False), case.batch(4, case.positions)
     projectors = projectors_for(model, 8)
@@ -112,11 +104,6 @@ def test_a_table_looked_up_once_for_all_samples_has_a_gradient_of_each(
     for name in case.broadcasts:
         found, right = dense({name: gradients[name]}, batch_size), {name: expected[name]}
         assert relative_error(found, right) < 1e-5
-        if batch_size > 1:
-            # Taking the one look-up of all samples for each sample's own has the right shape, too.
-            naive = {name: expected[name].sum(0, keepdim=True).expand_as(expected[name])}
-            assert naive[name].shape == found[name].shape
-            assert relative_error(naive, right) > 0.5
 
 
 class Flattening(nn.Module):
@@ -134,7 +121,7 @@ class Flattening(nn.Module):
         return hidden.view(*x.shape, WIDTH)
 
 
-@pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 1), (5, 5), (WIDTH, 4), (2, 8)])
+@pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 5), (2, 8)])
 def test_inputs_flattened_from_samples_and_positions_are_told_apart(
     batch_size: int, positions: int
 ) -> None:
@@ -176,7 +163,7 @@ class RelativePositions(nn.Module):
         return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5], ids=["one", "three", "as many as positions"])
+@pytest.mark.parametrize("batch_size", [3, 5], ids=["three", "as many as positions"])
 def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size: int) -> None:
     check(RelativePositions(), tokens(batch_size, 5))
 
@@ -184,103 +171,6 @@ def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size:
 def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
     with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*scores"):
         per_sample_gradients(RelativePositions(), tokens(3, 1), loss=mean_output)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 9])
-def test_a_table_of_relative_positions_gives_way_to_the_attention_around_it(
-    batch_size: int,
-) -> None:
-    config = T5Config(
-        vocab_size=60, d_model=HIDDEN, d_kv=8, d_ff=HIDDEN, num_layers=2, num_heads=HEADS,
-        dropout_rate=0.0,
-    )  # fmt: skip
-    model = T5EncoderModel(config).train()
-    inputs = {"input_ids": torch.randint(0, 60, (batch_size, 9))}
-
-    def loss(outputs: Any, labels: None) -> Tensor:
-        return mean_output(outputs.last_hidden_state, labels)
-
-    engine = LayerwiseEngine(model, loss)
-    for projectors in ({}, projectors_for(model, 4)):
-        gradients = engine(inputs, projectors)[1]
-        expected = single_sample_gradients(model, inputs, projectors, loss)[1]
-        assert_gradients_equal(gradients, expected)
-    generic = [site.path for site in engine._sites if site.rule is None and site.reason]
-    assert generic == ["encoder.block.0.layer.0.SelfAttention"]
-
-
-class SharedScores(nn.Module):
-    """Computes scores of relative positions once, for attention with a bare weight."""
-
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(9))
-
-        def forward(self, positions: int) -> Tensor:
-            places = torch.arange(positions)
-            return self.table[places[:, None] - places[None] + 4][None]  # (1, T, T)
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, hidden: Tensor, scores: Tensor) -> Tensor:
-            hidden = hidden * self.scale
-            return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.scores = nn.Embedding(7, WIDTH), self.Scores()
-        self.attention, self.norm = self.Attention(), nn.LayerNorm(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.scores(x.shape[1])
-        return self.attention(self.table(x), scores + self.norm(scores))
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_what_is_computed_once_may_be_given_to_layers_of_any_kind(batch_size: int) -> None:
-    model = SharedScores()
-    engine = LayerwiseEngine(model, mean_output)
-    for samples in (batch_size, 3):
-        inputs = tokens(samples, 5)
-        expected = single_sample_gradients(model, inputs, {}, mean_output)[1]
-        assert_gradients_equal(engine(inputs, {})[1], expected)
-    assert {site.path for site in engine._sites} == {"table", "scores", "attention", "norm"}
-
-
-class ToldTheBatchSize(nn.Module):
-    """Begins with a weight that is repeated as often as it is told."""
-
-    class Start(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start = nn.Parameter(torch.randn(3, WIDTH))
-
-        def forward(self, samples: int) -> Tensor:
-            return self.start.expand(samples, -1, -1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.start, self.mix = nn.Embedding(7, WIDTH), self.Start(), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        return self.mix((self.start(len(x)) @ hidden.transpose(1, 2)).tanh() @ hidden)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_a_module_that_is_told_the_batch_size_gives_way_to_the_one_around_it(
-    batch_size: int,
-) -> None:
-    around = nn.Sequential(ToldTheBatchSize(), nn.Linear(4, 4))
-    engine = LayerwiseEngine(around, mean_output)
-    inputs = {"input": next(iter(tokens(batch_size, 5).values()))}
-    expected = single_sample_gradients(around, inputs, {}, mean_output)[1]
-    assert_gradients_equal(engine(inputs, {})[1], expected)
-    assert {site.path for site in engine._sites} == {"0", "1"}
 
 
 # ---- A weight with several uses ----
@@ -305,14 +195,12 @@ class Shared(nn.Module):
         return torch.cat([self.head(hidden[:, :2]), self.small(hidden)], 1)
 
 
-@pytest.mark.parametrize("positions", [2, 5, 40])
+@pytest.mark.parametrize("positions", [2, 5])
 def test_uses_of_one_weight_in_different_forms_add_up(positions: int) -> None:
     gradients = check(Shared(), tokens(4, positions))
     forms = {type(part) for part in gradients["table.weight"].parts}
     assert isinstance(gradients["table.weight"], GradientSum)
-    assert forms == {2: {SparseRows, Factored}, 5: {SparseRows, Dense, Factored}}.get(
-        positions, {SparseRows, Dense, Factored}
-    )
+    assert forms == {SparseRows, Factored} | ({Dense} if positions == 5 else set())
 
 
 @pytest.mark.parametrize("side", Side)
@@ -405,8 +293,7 @@ def looping(flattened: bool = False, **options: Any) -> Gated:
 
 @pytest.mark.parametrize("make", [Gated, looping], ids=["under vmap", "one by one"])
 @pytest.mark.parametrize("flattened", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize(("batch_size", "projected"), [(1, False), (3, False), (5, True)])
 def test_a_module_with_parameters_of_its_own_is_exact(
     make: Any, batch_size: int, flattened: bool, projected: bool
 ) -> None:
@@ -458,18 +345,13 @@ class Placed(nn.Module):
         return self.linear(self.table(x) + self.positions(x.shape[1]))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("leading", [True, False])
 def test_what_a_module_without_rule_computes_once_for_all_samples_is_computed_for_each(
-    batch_size: int,
+    leading: bool, batch_size: int
 ) -> None:
-    check(Placed(leading=True), tokens(batch_size, 5))
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-def test_what_has_no_place_for_the_batch_gives_way_to_the_module_around_it(
-    batch_size: int,
-) -> None:
-    check(Placed(leading=False), tokens(batch_size, 5))
+    """Where there is no place for the batch, it gives way to the module around it."""
+    check(Placed(leading), tokens(batch_size, 5))
 
 
 class Repeating(Placed):
@@ -541,20 +423,6 @@ def test_a_layer_left_out_of_one_pass_has_gradient_zero_in_it(first: bool) -> No
     assert gradients["down.weight"].weighted_sum(torch.ones(3)).shape == (WIDTH, 8)
 
 
-def test_vits_embeddings_are_one_module_and_all_their_parameters_have_gradients() -> None:
-    model, inputs = only("vit").model(), only("vit").batch(3)
-    engine = LayerwiseEngine(model)
-    generic = [site for site in engine._sites if site.rule is None]
-    assert [site.path for site in generic] == ["vit.embeddings"]
-    assert set(generic[0].parameters) == {
-        "cls_token", "position_embeddings",
-        "patch_embeddings.projection.weight", "patch_embeddings.projection.bias",
-    }  # fmt: skip
-    name = "vit.embeddings.patch_embeddings.projection.weight"
-    _, gradients = engine(inputs, {})
-    assert gradients[name].weighted_sum(torch.ones(3)).shape == model.get_parameter(name).shape
-
-
 class Attention(nn.Module):
     """torch's own attention, which owns raw matrices and uses its child's weight itself."""
 
@@ -596,7 +464,6 @@ class Unused(nn.Module):
         return self.extra(hidden) if self.what == "a parameter" else hidden
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 @pytest.mark.parametrize(
     ("what", "names"),
     [
@@ -606,38 +473,14 @@ class Unused(nn.Module):
     ],
 )
 def test_a_trainable_parameter_that_takes_no_part_in_the_loss_is_refused(
-    what: str, names: str, engine: str
+    what: str, names: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
-        per_sample_gradients(Unused(what), tokens(3), loss=mean_output, engine=engine)
+        per_sample_gradients(Unused(what), tokens(3), loss=mean_output)
     model = Unused(what)
     for name in names.split(", "):
         model.get_parameter(name).requires_grad_(False)
     check(model, tokens(3))
-
-
-def test_an_unused_parameter_of_a_real_model_is_refused() -> None:
-    case = only("roberta-masked-lm")
-    model = case.model(tie_word_embeddings=False)  # the decoder then has a bias of its own
-    with pytest.raises(UnsupportedModelError, match=r"no part in the loss: lm_head\.bias\."):
-        per_sample_gradients(model, case.batch(3))
-    model.lm_head.bias.requires_grad_(False)
-    check(model, case.batch(3), loss=loss_for(model))
-
-
-class Outside(nn.Module):
-    """Uses the weight of a layer without calling the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.table(x)) @ self.linear.weight
-
-
-def test_a_weight_used_outside_its_module_is_exact() -> None:
-    check(Outside(), tokens(3))
 
 
 def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
@@ -661,8 +504,7 @@ def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
         per_sample_gradients(Flattening(), tokens(4), loss=loss)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("place", "value"), [(0, float("nan")), (2, float("inf"))])
 def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
     place: int, value: float
 ) -> None:
@@ -676,23 +518,6 @@ def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
         {name: gradient.select(others) for name, gradient in gradients.items()},
         {name: gradient[others] for name, gradient in expected.items()},
     )
-
-
-class Mixing(nn.Module):
-    """Batch normalisation by another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        return self.linear(hidden - hidden.mean(0))
-
-
-def test_a_model_that_couples_samples_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="couples samples"):
-        per_sample_gradients(Mixing(), tokens(4), loss=mean_output)
 
 
 class Reused(nn.Module):
@@ -787,49 +612,12 @@ def test_dropout_inside_a_module_without_a_rule_is_drawn_for_each_sample() -> No
     assert gradients["vit.embeddings.cls_token"].squared_norm().unique().numel() == 3
 
 
-def test_dropout_masks_are_the_same_in_the_forward_and_the_backward_pass() -> None:
-    """A random gradient, but the gradient of the loss that is returned: checked by a small step."""
-    model = nn.Sequential(
-        nn.Linear(WIDTH, 20), nn.Dropout(0.5), nn.Tanh(), nn.Linear(20, 1)
-    ).double()
-    inputs = {"input": torch.randn(4, WIDTH, dtype=torch.float64)}
-    engine = LayerwiseEngine(model, lambda outputs, labels: outputs.squeeze(1))
-    engine(inputs, {})
-
-    def seeded() -> tuple[Tensor, dict[str, Any]]:
-        torch.manual_seed(3)
-        return engine(inputs, {})
-
-    losses, gradients = seeded()
-    direction = torch.randn(20, WIDTH).double()
-    with torch.no_grad():
-        model[0].weight.add_(direction, alpha=1e-6)
-    slopes = (seeded()[0] - losses) / 1e-6
-    found = dense({"w": gradients["0.weight"]}, 4)["w"].double()
-    torch.testing.assert_close((found * direction).sum((1, 2)), slopes, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["roberta-classifier", "gpt2", "llama", "vit"])
-def test_bfloat16_autocast_changes_gradients_by_a_few_percent_only(name: str) -> None:
-    model, inputs = only(name).model(), only(name).batch(4, only(name).positions)
-    projectors = projectors_for(model, 8)
-    _, exact = per_sample_gradients(model, inputs, projections=projectors)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, gradients = per_sample_gradients(model, inputs, projections=projectors)
-    exact, gradients = dense(exact, 4), dense(gradients, 4)
-    assert all(g.dtype is torch.float32 for g in gradients.values())
-    both = (torch.cat([g.flatten(1) for g in each.values()], 1) for each in (gradients, exact))
-    found, expected = both
-    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.05
-
-
 # ---- Another library's answer ----
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@pytest.mark.parametrize("name", ["llama", "roberta-classifier"])
-def test_projected_gradients_equal_those_of_opacus_projected_afterwards(name: str) -> None:
-    model, inputs = only(name).model(), only(name).batch(9)  # B equal to T
+def test_projected_gradients_equal_those_of_opacus_projected_afterwards() -> None:
+    model, inputs = only("llama").model(), only("llama").batch(9)  # B equal to T
     projectors = projectors_for(model, 8)
     _, gradients = per_sample_gradients(model, inputs, projections=projectors)
     # "sum" because the losses are added up; not strict because of buffers in the model.

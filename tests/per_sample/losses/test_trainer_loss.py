@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.per_sample import loss_for
-from tests.support.models import TYPICAL, Case, only
+from tests.support.models import only
 from tests.support.trainers import (
     TinyForSequenceClassification,
     assert_same_weights,
@@ -82,10 +81,6 @@ class Passes(Custom):
         return self.factor * loss if isinstance(loss, Tensor) else loss
 
 
-class Doubles(Passes):
-    factor = 2.0
-
-
 class CallsTwice(Custom):
     """Regularises by a second pass."""
 
@@ -109,28 +104,28 @@ def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_a_loss_of_the_trainers_own_is_what_is_trained(engine: str, tmp_path: Path) -> None:
-    own = trained(tmp_path / "own", Squared, engine=engine)
+def test_a_loss_of_the_trainers_own_is_what_is_trained(tmp_path: Path) -> None:
+    own = trained(tmp_path / "own", Squared)
     assert own.called > 0
-    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=squared, engine=engine)
-    plain = trained(tmp_path / "plain", DPGrapeTrainer, engine=engine)
+    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=squared)
+    plain = trained(tmp_path / "plain", DPGrapeTrainer)
     assert_same_weights(weights_of(own.model), weights_of(given.model), **EQUAL)
     with pytest.raises(AssertionError):
         assert_same_weights(weights_of(own.model), weights_of(plain.model), **EQUAL)
     assert own.evaluate(points(seed=1))["eval_loss"] > 0
 
 
-@pytest.mark.parametrize(("cls", "factor"), [(Passes, 1.0), (Doubles, 2.0)])
-def test_what_the_host_computes_may_be_changed(
-    cls: type[Passes], factor: float, tmp_path: Path
-) -> None:
-    def scaled(outputs: Any, labels: Tensor) -> Tensor:
-        return factor * functional.cross_entropy(outputs["logits"], labels, reduction="none")
+class Doubles(Passes):
+    factor = 2.0
 
-    own = trained(tmp_path / "own", cls)
+
+def test_what_the_host_computes_may_be_changed(tmp_path: Path) -> None:
+    def doubled(outputs: Any, labels: Tensor) -> Tensor:
+        return 2 * functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    own = trained(tmp_path / "own", Doubles)
     assert own.called > 0
-    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=scaled)
+    given = trained(tmp_path / "given", DPGrapeTrainer, compute_loss_func=doubled)
     assert_same_weights(weights_of(own.model), weights_of(given.model), **EQUAL)
 
 
@@ -174,11 +169,10 @@ TEXTS = unequal_texts()
         (Unasked, "does not call the model that it is given"),
     ],
 )
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 def test_a_loss_that_cannot_be_taken_apart_is_refused(
-    cls: type[Custom], message: str, engine: str, tmp_path: Path
+    cls: type[Custom], message: str, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, cls=cls, engine=engine)
+    trainer = make_trainer(tmp_path, cls=cls)
     with pytest.raises(PrivacyError, match=message) as error:
         trainer.train()
     assert "compute_loss_func=f" in str(error.value)
@@ -205,18 +199,6 @@ def test_the_way_out_works(tmp_path: Path) -> None:
 
 
 # ---- What a model adds itself ----
-
-
-@pytest.mark.parametrize("case", TYPICAL, ids=str)
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_losses_of_the_suites_models_are_their_own(case: Case, engine: str) -> None:
-    model, batch = case.model().eval(), case.batch(2)
-    losses, _ = per_sample_gradients(model, batch, engine=engine)
-    loss = loss_for(model)
-    for i in (0, 1):
-        own = loss.of_batch(model, {key: value[i : i + 1] for key, value in batch.items()})
-        assert own is not None
-        torch.testing.assert_close(losses[i], own, rtol=1e-5, atol=1e-6)
 
 
 class AddsATermForSequenceClassification(TinyForSequenceClassification):
