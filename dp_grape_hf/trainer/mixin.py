@@ -59,7 +59,6 @@ from dp_grape_hf.ledger import (
     CARD_NAME,
     LEDGER_NAME,
     Ledger,
-    digests,
     find_earlier,
     remember,
     was_trained,
@@ -100,6 +99,7 @@ from dp_grape_hf.publishing import (
     CardDetails,
     Repository,
     declare,
+    digests,
     is_hub_name,
     render,
 )

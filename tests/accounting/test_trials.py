@@ -30,8 +30,9 @@ from dp_grape_hf.accounting.accountants import ORDERS
 from dp_grape_hf.arguments import DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, digests
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import ABSENT, MISMATCH, render, verify
+from dp_grape_hf.publishing.model_files import digests
 from dp_grape_hf.publishing.verification import OK
 from tests.support.ledgers import MECHANISM, edit
 from tests.support.trainers import make_args, make_trainer

@@ -31,11 +31,12 @@ from transformers import (
 
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights, digests
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights
 from dp_grape_hf.ledger.entries import extended
 from dp_grape_hf.mechanism import PrivateMechanism, Streams
 from dp_grape_hf.publishing import Repository, is_hub_name
 from dp_grape_hf.publishing import hub as uploads
+from dp_grape_hf.publishing.model_files import digests
 from dp_grape_hf.publishing.staging import kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
