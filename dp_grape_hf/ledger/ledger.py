@@ -456,7 +456,7 @@ class Ledger:
 
         Args:
             updates: How many updates the weights contain.
-            files: SHA-256 of each weight file by name (``model_files.digests``).
+            files: SHA-256 of each weight file by name (``publishing.Publisher`` knows them).
 
         Raises:
             PrivacyError: There are more updates than releases: some were never recorded.
