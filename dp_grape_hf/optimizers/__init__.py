@@ -6,7 +6,6 @@ carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random dir
 as factors.
 """
 
-from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.iterates import ITERATES, Iterate, LastIterate
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
@@ -19,7 +18,6 @@ __all__ = [
     "AtRedraw",
     "Iterate",
     "LastIterate",
-    "LowRankChanges",
     "LowRankUpdates",
     "ProjectedAdam",
     "ProjectedOptimizer",
