@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scipy.stats import binom
+import scipy  # whose stats and signal are imported when they are used: they take a second
 
 from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
@@ -303,7 +303,7 @@ def smallest_batch_cap(
     mean = max(1, math.ceil(sample_rate * num_samples * (1 - 1e-9)))
     rarity = share * delta / max(1, steps) / sample_rate
     # P[Binomial >= cap] <= rarity: one above the quantile, corrected for its rounding.
-    cap = max(mean, int(binom.isf(min(1.0, rarity), num_samples, sample_rate)))
+    cap = max(mean, int(scipy.stats.binom.isf(min(1.0, rarity), num_samples, sample_rate)))
     while doubling_probability(sample_rate, num_samples, cap) > rarity:
         cap += 1
     return cap

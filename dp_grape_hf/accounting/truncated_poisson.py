@@ -56,7 +56,7 @@ A release of half the noise, however rare, is dear where sigma is below one, and
 times a small mean is not that rare. From a mean of 256 on, 1.5 times was free in all we tried.
 """
 
-from scipy.stats import binom
+import scipy  # whose stats and signal are imported when they are used: they take a second
 
 from dp_grape_hf.errors import PrivacyError
 
@@ -87,4 +87,4 @@ def doubling_probability(sample_rate: float, num_samples: int, max_batch_size: i
             f"so most draws would lose examples; choose about 1.5 times the mean, {1.5 * mean:.0f},"
             " or ask smallest_batch_cap for a cap that costs nothing."
         )
-    return float(binom.sf(max_batch_size - 1, num_samples, sample_rate))
+    return float(scipy.stats.binom.sf(max_batch_size - 1, num_samples, sample_rate))
