@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dp_grape_hf.ledger import Ledger
     from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
     from dp_grape_hf.per_sample import per_sample_gradients
+    from dp_grape_hf.publishing import Publisher
     from dp_grape_hf.trainer import (  # noqa: F401  (some need TRL)
         DPGrapeDPOConfig,
         DPGrapeDPOTrainer,
@@ -45,6 +46,7 @@ __all__ = [
     "PrivacySpent",
     "ProjectedAdam",
     "ProjectedOptimizer",
+    "Publisher",
     "UnsupportedModelError",
     "per_sample_gradients",
     "principal_adapter",
@@ -67,6 +69,7 @@ _ROOM_OF = {
     "PrivacySpent": "arguments",
     "ProjectedAdam": "optimizers",
     "ProjectedOptimizer": "optimizers",
+    "Publisher": "publishing",
     "UnsupportedModelError": "errors",
     "per_sample_gradients": "per_sample",
     "principal_adapter": "trainer",

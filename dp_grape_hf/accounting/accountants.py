@@ -16,11 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from prv_accountant.composers import Heterogeneous
-from prv_accountant.discrete_privacy_random_variable import (
-    DiscretePrivacyRandomVariable,
-)
-from prv_accountant.domain import Domain
 from scipy.fft import next_fast_len
 from scipy.special import gammaln, logsumexp, ndtr
 
@@ -127,6 +122,10 @@ class PRV(Accountant, name="prv"):
     max_cells = 1_000_000  # about a second and a quarter of a GB
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        # Here, as it takes the second that all else of the package takes to import.
+        from prv_accountant.composers import Heterogeneous
+        from prv_accountant.domain import Domain
+
         blocks, ever = _without_rare(blocks, max_counts, delta)
         _refuse_little_noise(blocks)
         self._steps = sum(max_counts)
@@ -288,11 +287,20 @@ def _after_rounding(delta: float, steps: int, number: type[np.floating[Any]]) ->
 # ---- What the accountants share ----
 
 
-def _rounded_loss(block: Block, domain: Domain) -> DiscretePrivacyRandomVariable:
+def _rounded_loss(block: Block, domain: Any) -> Any:
     """Returns the privacy loss log P/Q of one release, as P has it, on the nodes of a domain.
 
     P includes the example. What lies outside is left out, the rest is rounded, its mean kept.
+
+    Args:
+        block: that the release is of.
+        domain: the nodes, a ``Domain`` of prv_accountant.
+
+    Returns:
+        The loss, a ``DiscretePrivacyRandomVariable`` of prv_accountant.
     """
+    from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
+
     nodes, mesh = domain.ts(), domain.dt()
     edges = np.append(nodes - mesh / 2, nodes[-1]).astype(np.float64)
     edges[0] = nodes[0]

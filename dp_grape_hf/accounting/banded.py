@@ -22,9 +22,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # whose stats and signal are imported when they are used: they take a second
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import minimize
-from scipy.signal import lfilter
 
 from dp_grape_hf.accounting.accountants import LAST_RESORT, LEAST
 from dp_grape_hf.accounting.calibration import find_noise_multiplier
@@ -67,7 +66,7 @@ def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None =
     rates = np.asarray(schedule, dtype=np.float64)
     of_period = np.arange(len(rates)) // (period or max(1, len(rates)))
     split = (of_period == np.arange(of_period[-1] + 1)[:, None]) * rates
-    sums: _Numbers = lfilter([1.0], [1.0, -inertia], split[:, ::-1])[:, ::-1]
+    sums: _Numbers = scipy.signal.lfilter([1.0], [1.0, -inertia], split[:, ::-1])[:, ::-1]
     return sums
 
 
@@ -98,12 +97,12 @@ def released_noise(coefficients: Sequence[float], steps: int) -> _Numbers:
 
 def correlated(coefficients: Sequence[float], noise: _Numbers) -> _Numbers:
     """Returns ``C^-1 z`` for noise z, (T, ...)."""
-    found: _Numbers = lfilter([1.0], np.asarray(coefficients), noise, axis=0)
+    found: _Numbers = scipy.signal.lfilter([1.0], np.asarray(coefficients), noise, axis=0)
     return found
 
 
 def _transposed_inverse(coefficients: _Numbers, arrives: _Numbers) -> _Numbers:
-    found: _Numbers = lfilter([1.0], coefficients, arrives[:, ::-1])[:, ::-1]
+    found: _Numbers = scipy.signal.lfilter([1.0], coefficients, arrives[:, ::-1])[:, ::-1]
     return found
 
 
@@ -129,14 +128,16 @@ def best_coefficients(bands: int, arrives: _Numbers) -> tuple[float, ...]:
         squared, length = np.square(left).sum() / scale, c @ c
         if not squared < 1e9:  # far out, where C^-1 explodes
             return 1e3 + length, 2 * tail
-        back = lfilter([1.0], c, left)
+        back = scipy.signal.lfilter([1.0], c, left)
         slope = [np.vdot(left[:, j:], back[:, :-j]) for j in range(1, bands)]
         gradient = 2 * tail / length - 2 * np.array(slope) / (squared * scale)
         return math.log(length) + math.log(squared), gradient
 
     numbers = np.arange(1, bands)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = minimize(loss, np.cumprod((numbers - 0.5) / numbers), jac=True, method="L-BFGS-B")
+        found = scipy.optimize.minimize(
+            loss, np.cumprod((numbers - 0.5) / numbers), jac=True, method="L-BFGS-B"
+        )
     c = np.concatenate([[1.0], found.x])
     return tuple((c / np.sqrt(c @ c)).tolist())
 

@@ -77,8 +77,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+import scipy  # whose stats and signal are imported when they are used: they take a second
 from scipy.special import gammaln
-from scipy.stats import chi2
 
 Sensitivities = tuple[tuple[float, float], ...]
 """(probability, sensitivity in units of the clipping norm), by growing sensitivity."""
@@ -104,11 +104,11 @@ def sensitivities(norm_directions: int, noise_multiplier: float) -> Sensitivitie
     (1.0, 2e-05)
     """
     k = norm_directions
-    lowest, highest = (math.sqrt(k / chi2.ppf(p, k)) for p in (1 - _LEFT, _RIGHT))
+    lowest, highest = (math.sqrt(k / scipy.stats.chi2.ppf(p, k)) for p in (1 - _LEFT, _RIGHT))
     grid = [lowest]
     while grid[-1] < highest:
         grid.append(grid[-1] * (1 + min(_TAIL, _BULK * max(1.0, grid[-1]))))
-    above = chi2.cdf(k / np.square(grid), k)  # P[rho > point], falling
+    above = scipy.stats.chi2.cdf(k / np.square(grid), k)  # P[rho > point], falling
     law = [1.0 - float(above[0])] + [0.0] * (len(grid) - 1)
     for i, (a, b) in enumerate(pairwise(grid)):
         mass = float(above[i] - above[i + 1])
@@ -124,7 +124,10 @@ def _share_of_larger(a: float, b: float, k: int, sigma: float) -> float:
     power = max(1.0, least * least - 1)
     if power > 50:
         return 1.0
-    mass, moment = (chi2.cdf(k / a**2, n) - chi2.cdf(k / b**2, n) for n in (k, k + power))
+    mass, moment = (
+        scipy.stats.chi2.cdf(k / a**2, n) - scipy.stats.chi2.cdf(k / b**2, n)
+        for n in (k, k + power)
+    )
     if not min(mass, moment) > 1e-300:
         return 1.0
     # The mean of (rho / a)^-power, which is the power of a chi-squared variable.

@@ -15,12 +15,11 @@ from dp_grape_hf.choosing.parts import (
     rule_and_rank,
     train_matrices_only,
 )
-from dp_grape_hf.choosing.rates import Group, Noise, Rates, measure, push_of_signal, walk_of_noise
+from dp_grape_hf.choosing.rates import Noise, Rates, measure, push_of_signal, walk_of_noise
 from dp_grape_hf.choosing.sizes import batch_and_steps
 from dp_grape_hf.choosing.words import described, tabulated
 
 __all__ = [
-    "Group",
     "Noise",
     "Rates",
     "average_at_first",

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import ADAPTER_CONFIG, CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.publishing import CardDetails, render
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.publishing import ADAPTER_CONFIG, CardDetails, render
 
 
 def run(args: argparse.Namespace) -> str:

@@ -30,6 +30,11 @@ def run(args: argparse.Namespace) -> str:
     place: Path = args.place
     ledger = Ledger.load(place / LEDGER_NAME if place.is_dir() else place)
     delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
+    return in_words(ledger, delta)
+
+
+def in_words(ledger: Ledger, delta: float | None) -> str:
+    """Returns what a ledger holds, and the epsilon that was spent at a delta."""
     return "\n".join(
         [
             f"run {ledger.run_id}, started {ledger.started_at}",

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import EpsilonCurve, rounded_up
-from dp_grape_hf.cli import ledger as ledger_command
+from dp_grape_hf.cli.ledger import in_words
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Release, Resume, Start, Weights
 from dp_grape_hf.trainer import logged
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    words = ledger_command.run(argparse.Namespace(place=folder, target_delta=delta))
+    words = in_words(ledger, delta)
     page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n```text\n{words}```\n"
     try:
         figure.savefig(folder / PICTURE, dpi=120)

@@ -2,7 +2,7 @@
 
 ``record`` holds the public parameters of a mechanism, ``entries`` the kinds of entries and the
 chain of their digests, ``storage`` the file, and ``Ledger`` appends to it and answers what was
-spent. ``earlier`` finds the runs that a model comes from, ``model_files`` the files it consists of.
+spent. ``earlier`` finds the runs that a model comes from.
 """
 
 from dp_grape_hf.ledger.earlier import (
@@ -28,24 +28,6 @@ from dp_grape_hf.ledger.entries import (
     require_same_neighbours,
 )
 from dp_grape_hf.ledger.ledger import Ledger
-from dp_grape_hf.ledger.model_files import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    INDEX,
-    MODEL,
-    adapter_folders,
-    config_digest,
-    damage,
-    digest,
-    digests,
-    files_of_index,
-    is_loaded,
-    is_of_a_model,
-    is_weights,
-    may_be_weights,
-    notes_of,
-    tree,
-)
 from dp_grape_hf.ledger.record import (
     BANDED,
     EXAMPLE,
@@ -56,15 +38,11 @@ from dp_grape_hf.ledger.record import (
 )
 
 __all__ = [
-    "ADAPTER",
-    "ADAPTER_CONFIG",
     "BANDED",
     "CARD_NAME",
     "EXAMPLE",
-    "INDEX",
     "KIND_OF",
     "LEDGER_NAME",
-    "MODEL",
     "SECURE",
     "Clipping",
     "Earlier",
@@ -79,22 +57,10 @@ __all__ = [
     "Resume",
     "Start",
     "Weights",
-    "adapter_folders",
-    "config_digest",
-    "damage",
-    "digest",
-    "digests",
-    "files_of_index",
     "find_earlier",
     "folder_of_its_own",
-    "is_loaded",
-    "is_of_a_model",
-    "is_weights",
-    "may_be_weights",
-    "notes_of",
     "refuse_used_folder",
     "remember",
     "require_same_neighbours",
-    "tree",
     "was_trained",
 ]

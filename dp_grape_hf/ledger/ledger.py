@@ -451,11 +451,11 @@ class Ledger:
     def snapshot(self, updates: int, files: dict[str, str] | None = None) -> Self:
         """Notes that weights were saved, and returns the ledger, whose copy belongs beside them.
 
-        For a checkpoint: ``ledger.snapshot(step, digests(folder)).save(folder / LEDGER_NAME)``.
+        ``publishing.Publisher`` does, and saves that copy.
 
         Args:
             updates: How many updates the weights contain.
-            files: SHA-256 of each weight file by name (``model_files.digests``).
+            files: SHA-256 of each weight file by name.
 
         Raises:
             PrivacyError: There are more updates than releases: some were never recorded.

@@ -147,14 +147,22 @@ def largest_batch(
         foresee: from two sizes, what ``total`` would return for one between them; None if that
             does not follow.
     """
-    if foresee is not None and (found := _between(total, limit, start, foresee)) is not None:
-        return found
+    tried: list[int] = []  # what was simulated
     known: dict[int, int] = {}
+
+    def peak(size: int) -> int:
+        below, above = [n for n in tried if n < size], [n for n in tried if n > size]
+        if foresee is not None and below and above:
+            if (foreseen := foresee(max(below), min(above), size)) is not None:
+                return foreseen
+        tried.append(size)
+        return total(size)
+
     low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
     guess = start
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
-        known[guess] = total(guess)
+        known[guess] = peak(guess)
         low, high = (guess, high) if known[guess] <= limit else (low, guess)
         if high > MOST_SAMPLES:
             guess = 8 * low if len(known) == 1 else _crossing(known, limit)
@@ -162,27 +170,6 @@ def largest_batch(
             guess = (low + high) // 2
         else:
             guess = _crossing(known, limit, low, high)
-    return low
-
-
-def _between(total: Callable[[int], int], limit: int, start: int, foresee: Foresee) -> int | None:
-    """Returns the largest batch size from a smaller and a larger one; None if it cannot."""
-    if total(start) > limit:
-        low, high = 1, start
-        if start == 1 or total(1) > limit:
-            return 0
-    else:  # what does not grow with the batch leaves room for more than the ratio of the peaks
-        low, high = start, min(max(4 * start * limit // total(start), 2 * start), MOST_SAMPLES)
-        while total(high) <= limit:
-            if high == MOST_SAMPLES:
-                return high
-            low, high = high, min(8 * high, MOST_SAMPLES)
-    one, other = low, high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if (peak := foresee(one, other, middle)) is None:
-            return None
-        low, high = (middle, high) if peak <= limit else (low, middle)
     return low
 
 

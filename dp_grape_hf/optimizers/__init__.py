@@ -5,7 +5,6 @@ carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random dir
 ``changes`` keeps what was added to a weight, as factors.
 """
 
-from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
@@ -13,7 +12,6 @@ from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
     "UPDATE_RULES",
-    "LowRankChanges",
     "LowRankUpdates",
     "ProjectedAdam",
     "ProjectedOptimizer",

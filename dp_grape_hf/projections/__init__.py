@@ -13,7 +13,7 @@ from dp_grape_hf.projections.placement import (
     first_matches,
     placements,
 )
-from dp_grape_hf.projections.principal import Batches, Principal, principal_directions
+from dp_grape_hf.projections.principal import Batches, principal_directions
 from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
 from dp_grape_hf.projections.projector import (
     PRINCIPAL,
@@ -49,7 +49,6 @@ __all__ = [
     "Directions",
     "Inputs",
     "Placement",
-    "Principal",
     "PrincipalProjection",
     "Projection",
     "ProjectionSchedule",

@@ -1,26 +1,35 @@
 """What leaves the machine, and how to check it.
 
-``statement`` says what a ledger allows to claim, ``card`` puts it into a model card, ``staging``
-lists the files that may be uploaded and takes local paths out of them, ``hub`` uploads them as one
-commit, and ``verification`` holds card, weights and ledger against each other. ``adapter`` saves
-what a run changed as an adapter of PEFT.
+``publisher`` saves a model with its ledger and its card, and publishes them. ``statement`` says
+what a ledger allows to claim, ``card`` puts it into a model card, ``staging`` lists the files that
+may be uploaded and takes local paths out of them, ``hub`` uploads them as one commit, and
+``verification`` holds card, weights and ledger against each other. ``adapter`` saves what a run
+changed as an adapter of PEFT, and ``model_files`` knows the files that a model consists of.
 """
 
 from dp_grape_hf.publishing.adapter import Adapter
 from dp_grape_hf.publishing.card import CardDetails, declare, render
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
-from dp_grape_hf.publishing.hub import Repository
-from dp_grape_hf.publishing.staging import is_hub_name
+from dp_grape_hf.publishing.model_files import (
+    ADAPTER_CONFIG,
+    adapter_folders,
+    damage,
+    is_of_a_model,
+)
+from dp_grape_hf.publishing.publisher import Publisher
 from dp_grape_hf.publishing.verification import verify
 
 __all__ = [
     "ABSENT",
+    "ADAPTER_CONFIG",
     "MISMATCH",
     "Adapter",
     "CardDetails",
-    "Repository",
+    "Publisher",
+    "adapter_folders",
+    "damage",
     "declare",
-    "is_hub_name",
+    "is_of_a_model",
     "render",
     "verify",
 ]

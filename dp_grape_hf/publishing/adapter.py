@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import ADAPTER
 from dp_grape_hf.projections import MATRIX_LAYERS, shared_parameters
+from dp_grape_hf.publishing.model_files import ADAPTER
 
 _PREFIX = "base_model.model."  # PEFT's, before the name of a module
 _BIAS = ".base_layer.bias"

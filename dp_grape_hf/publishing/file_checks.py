@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from dp_grape_hf.ledger import (
+from dp_grape_hf.ledger import Ledger, Weights
+from dp_grape_hf.publishing.loading import NotLoadable, differences
+from dp_grape_hf.publishing.model_files import (
     ADAPTER,
     ADAPTER_CONFIG,
-    Ledger,
-    Weights,
     config_digest,
     digest,
     files_of_index,
@@ -28,7 +28,6 @@ from dp_grape_hf.ledger import (
     may_be_weights,
     tree,
 )
-from dp_grape_hf.publishing.loading import NotLoadable, differences
 from dp_grape_hf.publishing.staging import code_named, weights_named
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"

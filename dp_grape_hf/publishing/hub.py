@@ -18,7 +18,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import ADAPTER_CONFIG, is_weights
+from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, is_weights
 from dp_grape_hf.publishing.staging import Card, OnHub, is_hub_name, stage
 
 logger = logging.getLogger(__name__)

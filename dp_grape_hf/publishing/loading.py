@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging as host_logging
 
-from dp_grape_hf.ledger import ADAPTER
+from dp_grape_hf.publishing.model_files import ADAPTER
 
 
 class NotLoadable(Exception):

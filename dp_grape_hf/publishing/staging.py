@@ -20,14 +20,12 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import (
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.publishing.model_files import (
     ADAPTER,
     ADAPTER_CONFIG,
-    CARD_NAME,
     INDEX,
-    LEDGER_NAME,
     MODEL,
-    Ledger,
     digests,
     files_of_index,
     notes_of,

@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import adapter_folders, damage, is_of_a_model
+from dp_grape_hf.publishing import adapter_folders, damage, is_of_a_model
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
 places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
 override is found where the original is. There is no arithmetic here: ``run`` makes the parts that a
-method needs and drives a step, ``mechanism`` draws, clips and adds noise, ``ledger`` records. From
-the training utilities on, something leaves the run: reports, metrics, files, uploads.
+method needs and drives a step, ``mechanism`` draws, clips and adds noise, ``ledger`` records, and
+``publishing`` saves and uploads. From the training utilities on, something leaves the run.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
@@ -55,15 +52,7 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import (
-    CARD_NAME,
-    LEDGER_NAME,
-    Ledger,
-    digests,
-    find_earlier,
-    remember,
-    was_trained,
-)
+from dp_grape_hf.ledger import Ledger, find_earlier, remember, was_trained
 from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
@@ -95,14 +84,7 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Batches, synthetic_batches
-from dp_grape_hf.publishing import (
-    Adapter,
-    CardDetails,
-    Repository,
-    declare,
-    is_hub_name,
-    render,
-)
+from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import (
     gathered_weights,
     is_sharded,
@@ -200,14 +182,11 @@ class DPGrapeMixin(_Host):
     rates: Rates | None = None
     """Learning rates by parameter name, and what noise alone does at these."""
     _averages: str | None = None  # the layer that was made an average, for a new head
-    _adapter: Adapter | None = None  # with save_as="adapter"
     _for_resuming: bool = False  # while all weights are saved
-    _card_details: CardDetails = CardDetails()
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _public_dataset: Any = None
     _private_norm: Tensor = torch.zeros(())
-    _repository: Repository | None = None  # once something is to be published
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
     _refused: bool = False  # whether the last train() was, before it released anything
@@ -265,8 +244,7 @@ class DPGrapeMixin(_Host):
             processing_class=processing_class,
             **kwargs,
         )
-        # Now, as a folder that the model was loaded from may be gone when something is published.
-        self._on_hub = {name: is_hub_name(name) for name in self._base_names()}
+        self.publisher.use(self.model)
         refuse_launcher(self)
         self._user_loss = with_three_arguments(compute_loss_func)
         if self._user_loss is not None:
@@ -275,9 +253,7 @@ class DPGrapeMixin(_Host):
         refuse_modules(self.model)  # now, as the first run of some takes a minute
         name_labels(self.model, train_dataset)
         self._known_streams = known_streams
-        self._freeze_unused()
-        self._choose_parts()
-        self.private_run = self._make_run()
+        self._make_parts()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
@@ -288,8 +264,14 @@ class DPGrapeMixin(_Host):
             self._choose_batch()
             most = self.private_run.bands_at_most()
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public, most)
-            self._make_adapter()
+            self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._add_callbacks()
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Saves and publishes the model, with its ledger and its card."""
+        texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return Publisher(self.ledger, str(self.args.output_dir), self.model, texts)
 
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
@@ -300,6 +282,12 @@ class DPGrapeMixin(_Host):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
+
+    def _make_parts(self) -> None:
+        """Chooses what is trained, and makes the parts of a run for it."""
+        self._freeze_unused()
+        self._choose_parts()
+        self.private_run = self._make_run()
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
@@ -448,24 +436,6 @@ class DPGrapeMixin(_Host):
         dataset, collator = self._with_used_columns(dataset, "public")
         size = args.per_device_train_batch_size
         return public_batches(dataset, collator, size, self.label_names)
-
-    def _make_adapter(self) -> None:
-        """Makes what the run is saved as, if an adapter is asked for and the model has one."""
-        args, run = self.args, self.private_run
-        if args.save_as != "adapter":
-            return
-        for name in run.ranks:
-            dtype = run.trainable[name].dtype
-            if dtype.itemsize < 4 and not args.float32_updates:
-                raise PrivacyError(
-                    f"save_as='adapter': {name} is {dtype}, and float32_updates=False rounds every "
-                    "update of it, which is no change of low rank. Set float32_updates=True, load "
-                    "the model in float32, or save_as='model'."
-                )
-        every = args.projection_update_steps
-        periods = 1 if every is None else -(-self.plan.steps // every)
-        self._adapter = Adapter.of(self.model, run.trainable.values(), run.ranks)
-        self._adapter.require_smaller(run.ranks, periods)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
@@ -639,14 +609,14 @@ class DPGrapeMixin(_Host):
             )
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         moved = was_trained(self.model) or self.state.global_step > 0
-        before = self.private_run, self._adapter
+        before = self.private_run, self.publisher.adapter
         self._make_ready()
         for objection in self._objections():
             logger.warning("%s", objection)
         try:
             ledger = self._start_ledger(resume_from_checkpoint)
         except PrivacyError:
-            self.private_run, self._adapter = before  # what was trained can be saved
+            self.private_run, self.publisher.adapter = before  # what was trained can be saved
             raise
         self._start_run(ledger)
         if self._known_streams is None:
@@ -658,7 +628,7 @@ class DPGrapeMixin(_Host):
         run = self.private_run
         assert run.optimizer is not None
         require(
-            self._adapter is None or not moved or bool(run.changes()),
+            self.publisher.adapter is None or not moved or bool(run.changes()),
             "save_as='adapter': the model was trained before, and what that added to its weights "
             "is not known, so an adapter would miss it. Save it and load it from there, as the "
             "base of this run; resume from a checkpoint that was made with save_as='adapter' and "
@@ -705,6 +675,8 @@ class DPGrapeMixin(_Host):
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )
+        self.publisher.use(self.model)
+        self.publisher.ledger = self.ledger
         self.plan.use_noise_of(self.ledger)
         if self._known_streams is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
@@ -752,10 +724,8 @@ class DPGrapeMixin(_Host):
         """
         if is_sharded(self.model):
             return
-        self._freeze_unused()
-        self._choose_parts()
-        self.private_run = self._make_run()
-        self._make_adapter()
+        self._make_parts()
+        self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._choose_rates()
 
     def _start_run(self, ledger: Ledger) -> None:
@@ -989,62 +959,29 @@ class DPGrapeMixin(_Host):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Saves as the original does, with the ledger and the card beside the weights."""
-        folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        publisher, run, updates = self.publisher, self.private_run, self.state.global_step
+        folder = publisher.folder if output_dir is None else Path(output_dir)
         if state_dict is None and (self._saves_adapter or is_sharded(self.model)):
             state_dict = self._gathered or gathered_weights(self.model)
+        require(
+            not self._saves_adapter
+            or (publisher.adapter is not None and run.optimizer is not None),
+            "save_as='adapter' before train(): there is no change of the model yet that could be "
+            "saved. Train first.",
+        )
+        if not self.args.should_save:
+            return
         if self._saves_adapter:
-            self._save_adapter(folder, state_dict or {})
-        elif self.args.should_save:
-            super()._save(output_dir, state_dict)
-        if self.args.should_save and self.ledger is not None:
-            saved = digests(folder)
-            self.ledger.snapshot(self.state.global_step, saved).save(folder / LEDGER_NAME)
-            self._write_card(folder)
+            publisher.save(updates, folder, changes=run.changes(), weights=state_dict)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            return
+        super()._save(output_dir, state_dict)
+        if self.ledger is not None:
+            publisher.record(updates, folder)
 
     @property
     def _saves_adapter(self) -> bool:
         return self.args.save_as == "adapter" and not self._for_resuming
-
-    def _save_adapter(self, folder: Path, weights: dict[str, Any]) -> None:
-        """Saves what the original does beside the weights, and instead of these an adapter."""
-        if self._adapter is None or self.private_run.optimizer is None:
-            raise PrivacyError(
-                "save_as='adapter' before train(): there is no change of the model yet that could "
-                "be saved. Train first."
-            )
-        if not self.args.should_save:
-            return
-        self._adapter.save(weights, self.private_run.changes(), folder)
-        texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if texts is not None:
-            texts.save_pretrained(folder)
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
-
-    def _write_card(self, folder: Path) -> None:
-        assert self.ledger is not None
-        (folder / CARD_NAME).write_text(self._card(self.ledger), encoding="utf-8")
-
-    def _card(self, ledger: Ledger) -> str:
-        """Writes the card of a ledger, and of what is known of the model without its data."""
-        details = self._card_details
-        names = (n for n in self._base_names() if self._is_on_hub(n))  # a path is ours alone
-        details = replace(
-            details,
-            base_model=details.base_model or next(names, None),
-            adapter=self._saves_adapter or bool(getattr(self.model, "peft_config", {})),
-            repo_id=self.hub_model_id if self._repository is not None else None,
-        )
-        return render(ledger, details, updates=self.state.global_step)
-
-    def _base_names(self) -> list[str]:
-        """Returns where the model was loaded from: names on the Hub, or paths."""
-        configs = getattr(self.model, "peft_config", {}).values()
-        names = [config.base_model_name_or_path for config in configs]
-        names.append(getattr(getattr(self.model, "config", None), "_name_or_path", None))
-        return [name for name in names if name]
-
-    def _is_on_hub(self, name: str) -> bool:
-        return self._on_hub[name] if name in self._on_hub else is_hub_name(name)
 
     # ---- Logging & Metrics ----
 
@@ -1083,26 +1020,17 @@ class DPGrapeMixin(_Host):
         """Makes or opens the repository, which only ``hub`` uploads to.
 
         Raises:
-            PrivacyError: PEFT would save the adapter in a folder of its own, where it is not
-                published from.
+            PrivacyError: as ``Publisher.require_one_adapter``.
         """
-        adapters = list(getattr(self.model, "peft_config", {}))
-        own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
-        if adapters and own_format and "default" not in adapters:
-            raise PrivacyError(
-                f"The model's adapters are {adapters}, and only one named 'default' is published, "
-                "as PEFT saves the others in folders of their own. Make it by get_peft_model() "
-                "without adapter_name, or turn push_to_hub off."
-            )
+        self.publisher.require_one_adapter()
         if not self.is_world_process_zero():
             return
         args = self.args
-        self._repository = Repository(
-            args.hub_model_id or Path(str(args.output_dir)).absolute().name,
+        self.hub_model_id = self.publisher.open(  # type: ignore[assignment]
+            args.hub_model_id or self.publisher.folder.absolute().name,
             token=token if token is not None else args.hub_token,
             private=private if private is not None else args.hub_private_repo,
         )
-        self.hub_model_id = self._repository.repo_id  # type: ignore[assignment]
         self.push_in_progress = None  # of the original, which has nothing to push
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -1113,9 +1041,9 @@ class DPGrapeMixin(_Host):
         data is public (``eval_data_is_public``).
         """
         public = self.args.eval_data_is_public
-        self._card_details = declare(self._card_details, public, *args, **kwargs)
+        self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
         if self.is_world_process_zero() and self.ledger is not None:
-            self._write_card(Path(str(self.args.output_dir)))
+            self.publisher.write_card(self.state.global_step)
 
     def push_to_hub(
         self,
@@ -1126,10 +1054,7 @@ class DPGrapeMixin(_Host):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Saves the model and publishes it; the original uploads the whole folder.
-
-        What is sent is on the list in `staging.ALLOWED`: weights, configs, tokenizer or
-        processor, ledger and card. A run without a guarantee is published as such.
+        """Saves the model and publishes it (``Publisher.push``); the original uploads the folder.
 
         Args:
             commit_message: as for the original, and so are the next four.
@@ -1152,16 +1077,19 @@ class DPGrapeMixin(_Host):
                 "was spent. Train first."
             )
         # on_push_begin is not called: a tracker of the host's uploads its log then.
-        if self._repository is None:
+        if self.publisher.repository is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**kwargs)
         self._finish_current_push()
-        folder = Path(str(self.args.output_dir))
-        message = commit_message or "End of training"
-        return self._publish(folder, message, token=token, revision=revision, wait=blocking)
+        return self.publisher.push(
+            commit_message or "End of training",
+            token=token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            background=not blocking,
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
@@ -1181,48 +1109,28 @@ class DPGrapeMixin(_Host):
             HubStrategy.CHECKPOINT: ("last-checkpoint",),
             HubStrategy.ALL_CHECKPOINTS: (folder.name,),
         }
-        message = f"Training in progress, step {self.state.global_step}"
         try:
-            if self._repository is None:
+            if self.publisher.repository is None:
                 self.init_hf_repo()
-            assert self._repository is not None
-            if self._repository.busy and not self.args.hub_always_push:
+            if self.publisher.busy and not self.args.hub_always_push:
                 return
             if self._saves_adapter:
-                folder = Path(str(self.args.output_dir))
+                folder = self.publisher.folder
                 self._save(str(folder), weights)
-            self._publish(folder, message, copies.get(strategy, ()), wait=False)
+            self.publisher.push(
+                f"Training in progress, step {self.state.global_step}",
+                folder,
+                copies=copies.get(strategy, ()),
+                revision=self.args.hub_revision,
+                background=True,
+            )
         except Exception as error:
             advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
             logger.exception("%s was not published (%r). %s", folder, error, advice)
 
     def _finish_current_push(self) -> None:
         """Waits for the uploads in the background."""
-        if self._repository is not None:
-            self._repository.wait()
-
-    def _publish(
-        self,
-        folder: Path,
-        message: str,
-        copies: tuple[str, ...] = (),
-        *,
-        token: str | None = None,
-        revision: str | None = None,
-        wait: bool,
-    ) -> CommitInfo | Future[CommitInfo]:
-        assert self._repository is not None
-        return self._repository.publish(
-            folder,
-            self._card,
-            workspace=Path(str(self.args.output_dir)),
-            message=message,
-            places=("", *copies),
-            token=token,
-            revision=revision if revision is not None else self.args.hub_revision,
-            background=not wait,
-            on_hub=self._is_on_hub,
-        )
+        self.publisher.wait()
 
     # ---- Hyperparameter Search ----
 

@@ -77,6 +77,7 @@ from dp_grape_hf.projections import (
     projection_targets,
     synthetic_batches,
 )
+from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
 
 Engine = PrivateMechanism | BatchGradient
@@ -410,6 +411,31 @@ class Run:
         """Moves updates that are kept apart into the weights."""
         if self._low_rank is not None:
             self._low_rank.merge_()
+
+    def adapter(self, steps: int) -> Adapter | None:
+        """Returns what the model is saved as, if an adapter is asked for; None for all of it.
+
+        Args:
+            steps: of the run, before it begins.
+
+        Raises:
+            PrivacyError: the changes of this model have no low rank, or PEFT cannot save them.
+        """
+        args = self._args
+        if args.save_as != "adapter":
+            return None
+        for name in self.ranks:
+            dtype = self.trainable[name].dtype
+            if dtype.itemsize < 4 and not args.float32_updates:
+                raise PrivacyError(
+                    f"save_as='adapter': {name} is {dtype}, and float32_updates=False rounds every "
+                    "update of it, which is no change of low rank. Set float32_updates=True, load "
+                    "the model in float32, or save_as='model'."
+                )
+        every = args.projection_update_steps
+        adapter = Adapter.of(self._model, self.trainable.values(), self.ranks)
+        adapter.require_smaller(self.ranks, periods=1 if every is None else -(-steps // every))
+        return adapter
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns what was added to projected weights, if the optimizer keeps it (``save_as``).

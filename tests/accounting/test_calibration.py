@@ -426,7 +426,7 @@ def test_a_failing_prv_is_replaced_with_a_notice(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(accountants, "Heterogeneous", fail)
+    monkeypatch.setattr("prv_accountant.composers.Heterogeneous", fail)
     if not installed:
         monkeypatch.setattr(accountants, "find_spec", lambda _: None)
     replacement = "pld" if installed else "rdp"

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import Releases, calibration
-from dp_grape_hf.ledger import Ledger, is_weights
-from dp_grape_hf.ledger.model_files import Tree
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
     BandedNoise,
     EmptyDrawDataset,
@@ -49,6 +48,7 @@ from dp_grape_hf.per_sample import (
 from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.publishing import file_checks
+from dp_grape_hf.publishing.model_files import Tree, is_weights
 from dp_grape_hf.trainer import collators, data, mixin
 
 

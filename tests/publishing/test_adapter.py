@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.ledger import ADAPTER, ADAPTER_CONFIG, LEDGER_NAME, MODEL, Ledger, digests
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.projections import default_targets
 from dp_grape_hf.publishing import ABSENT, MISMATCH, Adapter, verify
+from dp_grape_hf.publishing.model_files import ADAPTER, ADAPTER_CONFIG, MODEL, digests
 from tests.support.models import ROWS, only, row
 from tests.support.trainers import (
     EXACT,

@@ -31,12 +31,13 @@ from transformers import (
 
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights, digests
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights
 from dp_grape_hf.ledger.entries import extended
 from dp_grape_hf.mechanism import PrivateMechanism, Streams
-from dp_grape_hf.publishing import Repository, is_hub_name
 from dp_grape_hf.publishing import hub as uploads
-from dp_grape_hf.publishing.staging import kind_of, stage, without_paths
+from dp_grape_hf.publishing.hub import Repository
+from dp_grape_hf.publishing.model_files import digests
+from dp_grape_hf.publishing.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
 from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
@@ -648,7 +649,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("saved")
     trainer = trained(folder / "run", save_strategy="no")
     trainer.save_model()
-    return folder / "run", trainer._card
+    return folder / "run", trainer.publisher.card
 
 
 @pytest.fixture

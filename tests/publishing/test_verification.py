@@ -30,18 +30,10 @@ from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.ledger import (
-    ADAPTER,
-    CARD_NAME,
-    LEDGER_NAME,
-    Ledger,
-    Mechanism,
-    digests,
-    may_be_weights,
-)
-from dp_grape_hf.ledger.model_files import weight_files
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism
 from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
 from dp_grape_hf.publishing.loading import differences
+from dp_grape_hf.publishing.model_files import ADAPTER, digests, may_be_weights, weight_files
 from dp_grape_hf.publishing.statement import BEGIN, END, TAG
 from dp_grape_hf.publishing.verification import OK, Check
 from tests.support.ledgers import MECHANISM, edit, rewrite

@@ -26,8 +26,9 @@ from dp_grape_hf.distributed import (
     is_first,
     require_agreement,
 )
-from dp_grape_hf.ledger import ADAPTER, LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
+from dp_grape_hf.publishing.model_files import ADAPTER
 from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dp_grape_hf.ledger.entries import LEDGER_NAME
+from dp_grape_hf.ledger import LEDGER_NAME
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
