@@ -43,7 +43,6 @@ FULL = Tolerance(error=1e-2, floor=1e-3, loss=1e-4, change=0.0)
 LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
 
 
-
 def computes_in_16_bits(model: nn.Module) -> bool:
     """Returns whether weights or products of matrices are rounded to 16 bits or fewer.
 
