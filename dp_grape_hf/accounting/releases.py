@@ -24,10 +24,9 @@ class Releases:
     """Equal releases, so many ``steps`` of them, and in what they differ from the plain ones.
 
     Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
-    ``norm_directions`` is the number of random
-    directions that norms are estimated from. ``adjacency`` is one of `Adjacency`. ``bands`` is that
-    of noise which is correlated over so many steps, in each of which another group of the examples
-    takes part: see `banded`.
+    ``norm_directions`` is the number of random directions that norms are estimated from.
+    ``adjacency`` is one of `Adjacency`. ``bands`` is that of noise which is correlated over so many
+    steps, in each of which another group of the examples takes part: see `banded`.
     """
 
     noise_multiplier: float

@@ -45,8 +45,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         In every draw each example is included independently with probability q, exact to 2**-53,
         and independently of all other draws. No example occurs twice in a draw. Draws are never
         merged, dropped, padded or truncated: a draw may be empty, and so may be a rank's share of
-        it. The shares of the ranks are disjoint, their union is
-        the draw, their sizes differ by one at most, and every rank yields ``steps`` of them.
+        it. The shares of the ranks are disjoint, their union is the draw, their sizes differ by one
+        at most, and every rank yields ``steps`` of them.
         With b groups (``banded.Groups``) each example is included with probability b q in every
         b-th draw, and in no other: that of release t is of group t mod b, also where a pass was
         left early.

@@ -12,15 +12,13 @@ from huggingface_hub import CommitInfo
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.adapter import Adapter
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.hub import Repository
 from dp_grape_hf.publishing.model_files import digests
 from dp_grape_hf.publishing.staging import is_hub_name
-
-_NO_CHANGES: Mapping[str, tuple[Tensor, Tensor]] = {}
 
 
 class Publisher:
@@ -96,13 +94,13 @@ class Publisher:
         if self.adapter is None:
             self.model.save_pretrained(folder)
         else:
-            require(
-                changes is not None,
-                "changes=None: an adapter is saved of what training changed. Pass the changes of "
-                "the run: Run.changes().",
-            )
+            if changes is None:
+                raise PrivacyError(
+                    "changes=None: an adapter is saved of what training changed. Pass the changes "
+                    "of the run: Run.changes()."
+                )
             tensors = self.model.state_dict() if weights is None else weights
-            self.adapter.save(tensors, changes or _NO_CHANGES, folder)
+            self.adapter.save(tensors, changes, folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         self._speak_for(folder, updates, adapter=self.adapter is not None)

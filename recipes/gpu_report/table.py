@@ -7,7 +7,7 @@ from typing import Any
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
-from recipes.benchmark.methods import COMPILED, CORRELATED, PRINCIPAL
+from recipes.benchmark.methods import COMPILED, CORRELATED, MEASURED, PRINCIPAL
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative
@@ -128,14 +128,13 @@ def _cells(parts: Parts) -> list[str]:
     return lines
 
 
-SHORT = (ADAMW, "dp_grape", f"{PRINCIPAL} r=4", f"{CORRELATED} r=4", "dp_adam")
+_SMALL = f"r={MEASURED['projection_rank']}"
+SHORT = (ADAMW, "dp_grape", f"{PRINCIPAL} {_SMALL}", f"{CORRELATED} {_SMALL}", "dp_adam")
+"""What the short table has, by the names of cells."""
 
 
 def summary(parts: Parts) -> str:
-    """Returns the table of the cells that have been measured with AdamW beside them, or without it.
-
-    Each has its peak, samples in a second, and its speed beside AdamW.
-    """
+    """Returns the short table: peak, samples in a second, and speed beside AdamW, by batch."""
     measured = parts["cells"]
     batches = dict.fromkeys(key.rsplit(", ", 1)[0] for key in measured)
     lines = [f"| Model, batch | {' | '.join(title_of_way(way) for way in SHORT)} |"]
@@ -152,8 +151,14 @@ def _short(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
         return "out of memory"
     if "seconds" not in found:
         return "not run"
-    speed = f" ({plain['seconds'] / found['seconds']:.2f}x)" if "seconds" in plain else ""
-    return f"{found['allocated'] / GIB:.1f} GiB, {found['samples_per_second']:.3g}/s{speed}"
+    speed = _speed(found, plain)
+    beside = f" ({speed})" if speed else ""
+    return f"{found['allocated'] / GIB:.1f} GiB, {found['samples_per_second']:.3g}/s{beside}"
+
+
+def _speed(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """Returns the speed beside AdamW; "" if that was not measured."""
+    return f"{plain['seconds'] / found['seconds']:.2f}x" if "seconds" in plain else ""
 
 
 def ratio(found: Mapping[str, Any], simulated: Mapping[str, Any]) -> float | None:
@@ -172,7 +177,6 @@ def _row(
     if "seconds" not in found:
         return [found.get("failed", ""), "", "", simulation, "", "", "", ""]
     off = ratio(found, simulated)
-    speed = plain["seconds"] / found["seconds"] if "seconds" in plain else None
     return [
         _gib(found["allocated"]),
         _gib(found.get("reserved")),
@@ -181,7 +185,7 @@ def _row(
         "" if off is None else f"{off:.3f}",
         f"{1000 * found['seconds']:.1f}",
         f"{found['samples_per_second']:.1f}",
-        "" if speed is None else f"{speed:.2f}x",
+        _speed(found, plain),
     ]
 
 

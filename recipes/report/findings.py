@@ -40,14 +40,8 @@ MACHINE = frozenset(
 
 GONE = frozenset(
     {
-        *(
-            "average_decay",
-            "direction_distribution",
-            "moments_at_redraw",
-            "noise_correction",
-            "regenerate_projections",
-        ),
-        *("num_trials", "released_iterate", "trials_distribution"),
+        *("average_decay", "direction_distribution", "moments_at_redraw", "noise_correction"),
+        *("num_trials", "regenerate_projections", "released_iterate", "trials_distribution"),
         *("max_batch_size", "projection_ranks", "projection_side", "sampling"),
     }
 )
