@@ -42,6 +42,7 @@ from dp_grape_hf.per_sample.guards import (
     keeping_random_state,
     same_state,
     seed_all,
+    seed_torch,
     torch_streams,
 )
 from dp_grape_hf.per_sample.prints import Prints, Tolerance, computes_in_16_bits, differing
@@ -183,7 +184,7 @@ class Draws(TorchDispatchMode):
         operation = key.place.operation
 
         def draw(*seed: int) -> Any:
-            _start(_seed(key, *seed))
+            seed_torch(_seed(key, *seed))
             return func(*args, **kwargs)
 
         if isinstance(result, tuple) and operation not in _EACH:  # attention: nobody sees its mask
@@ -199,7 +200,7 @@ class Draws(TorchDispatchMode):
         else:
             bounds = _bounds(operation, args, tensors[0].dtype)
             self._fill(key, tensors, lambda *seed: _filled(func, args, draw(*seed)), bounds)
-        _start(state + 1)
+        seed_torch(state + 1)
         return result
 
     def _note(self, operation: str, state: int, tensors: Sequence[Tensor]) -> Key:
@@ -270,13 +271,6 @@ class Draws(TorchDispatchMode):
 def _seed(*what: Any) -> int:
     """Returns a seed that is a function of some names and numbers, in all processes."""
     return crc32(repr(what).encode())
-
-
-def _start(seed: int) -> None:
-    """Seeds torch's global streams as ``torch.manual_seed`` does, which takes its time."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
 
 
 def _is_global(generator: Any) -> bool:
@@ -513,7 +507,7 @@ class _Passes:
     def __call__(self, copies: int, *chosen: Any) -> tuple[Shown, dict[Key, Draw]]:
         """Returns what a pass shows and draws; what is chosen is as in ``Draws``."""
         seed_all(len(self._starts))
-        _start(len(self._starts) << 20)
+        seed_torch(len(self._starts) << 20)
         self._starts.append((torch_streams(), host_streams()))
         with Draws(copies, *chosen, paths=self._paths, varying=self._varying) as draws:
             losses, gradients = self._run(copies)
