@@ -52,6 +52,7 @@ from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST
 from dp_grape_hf.cli.main import COMMANDS, main
 from tests.support.hub_server import TOKEN, serve_as_the_hub
+from tests.support.marks import slow_but
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -342,7 +343,7 @@ def parse(words: Sequence[str]) -> None:
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
-@each_page
+@pytest.mark.parametrize("page", slow_but({"README.md"}, PAGES))
 @pytest.mark.usefixtures("desk")
 @pytest.mark.filterwarnings(
     "ignore:`(is_)?gradient_checkpointing` is deprecated",  # TRL and PEFT use it

@@ -156,6 +156,7 @@ def test_more_directions_cost_less_and_very_many_nothing() -> None:
     assert plain < epsilons[-1] < 1.01 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "sigma"), [(1, 1.0), (2, 1e-200), (16, 1e200)])
 def test_rdp_never_fails(k: int, sigma: float) -> None:
     question = {"noise_multiplier": sigma, "norm_directions": k, "steps": 1000}

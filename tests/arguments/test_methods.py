@@ -460,6 +460,7 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
         assert_same_weights(actual, expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @each_method
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
     """Without noise, so that nothing but the method's own state decides."""
@@ -467,6 +468,7 @@ def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_p
     whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
 
 
+@pytest.mark.slow
 @each_method
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
     exact = EXACT if METHODS[method].private else PLAIN
@@ -606,6 +608,7 @@ def test_every_projected_row_has_a_family() -> None:
 # ---- Learning rates ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dp_grape", "dp_sgd", "adam"])
 @pytest.mark.parametrize("patterns", ['{"head": 3}', {"body.weight": 0.5, "*.bias": 2}, {"*": 4}])
 def test_parameters_that_match_move_so_many_times_as_far(
@@ -638,6 +641,7 @@ def test_parameters_that_match_move_so_many_times_as_far(
         torch.testing.assert_close(moves[1][name], factor * moves[0][name], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_rates_of_their_own_survive_a_checkpoint(tmp_path: Path) -> None:
     settings = {**EXACT, "method": "dp_grape", "max_steps": 6}
     whole_and_resumed(tmp_path, 3, **settings, learning_rate_factors={"head": 3})
@@ -691,6 +695,7 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
 FIRST_ORDER = [name for name in PRIVATE if not METHODS[name].zeroth_order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -117,6 +117,7 @@ def test_more_correct_guesses_and_less_confidence_show_more() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_a_gaussian_mechanism_as_often_as_it_says() -> None:
     """2000 audits of N(bit, sigma^2): the bound may exceed the true epsilon in 5 % of them.
 
@@ -174,6 +175,7 @@ def test_a_guess_is_made_where_the_evidence_is_strongest() -> None:
 FACTORS = {"body": 0.25, "tables.1": 8.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factors", [None, FACTORS], ids=["plain", "factors"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize(
@@ -243,6 +245,7 @@ def test_a_sampled_run_draws_what_it_says() -> None:
     assert result.correct == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -267,6 +270,7 @@ def _less_noise(values: Any, std: float, *rest: Any) -> None:
     add_noise_(values, std / 4, *rest)
 
 
+@pytest.mark.slow
 def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,6 +307,7 @@ def test_the_evidence_of_correlated_noise_is_the_likelihood_ratio_of_the_two_wor
     torch.testing.assert_close(evidence_of(seen, sigma, rate, bands), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("projection", ["gaussian", "principal"])
 @pytest.mark.parametrize(
     ("sabotage", "factors"),
@@ -376,6 +381,7 @@ def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) 
     assert "The attack shows nothing beyond the claim." in printed
 
 
+@pytest.mark.slow
 def test_the_command_names_the_projection_and_the_factors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -388,6 +394,7 @@ def test_the_command_names_the_projection_and_the_factors(
     assert "must map name patterns to factors" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_the_claim_is_refuted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +403,7 @@ def test_the_command_fails_where_the_claim_is_refuted(
     assert "NOT AS PRIVATE AS IT CLAIMS" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--json", "--eps", "1"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -255,6 +255,7 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_memory_shows_every_method_side_by_side_in_aligned_columns(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,6 +329,7 @@ def test_memory_takes_another_head(
     assert "bfloat16 weights" in text.splitlines()[1]
 
 
+@pytest.mark.slow
 def test_memory_simulates_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ViTConfig(
         **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},

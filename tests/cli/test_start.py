@@ -55,6 +55,7 @@ def test_nothing_heavy_is_imported_until_it_is_needed(code: str) -> None:
     assert not loaded & (HEAVY | {"numpy", "scipy", "prv_accountant", "dp_accounting"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["--eps 2", "--noise_multiplier 1"])
 def test_calibrate_needs_the_accountants_only(more: str) -> None:
     loaded = packages(modules_after(of_command(f"{CALIBRATE} {more}")))

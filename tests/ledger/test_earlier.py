@@ -286,6 +286,7 @@ def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path: Path) -> None:
 # ---- Counting ----
 
 
+@pytest.mark.slow
 def test_on_the_same_data_the_budget_covers_both_runs(
     first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,6 +323,7 @@ def test_on_the_same_data_the_budget_covers_both_runs(
     assert MISMATCH not in {check.status for check in verify(tmp_path / "second")}
 
 
+@pytest.mark.slow
 def test_on_other_data_nothing_adds_up_and_the_ledger_says_so(first: Path, tmp_path: Path) -> None:
     second = _trainer(tmp_path / "second", _load(first), earlier_data="other")
     assert second.privacy_spent().epsilon == 0
@@ -349,6 +351,7 @@ def test_a_budget_that_is_spent_already_is_refused_with_both_numbers(
         )
 
 
+@pytest.mark.slow
 def test_a_run_without_a_guarantee_leaves_none_to_those_after_it(tmp_path: Path) -> None:
     _trained(tmp_path / "first", method="adam")
     given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
@@ -391,6 +394,7 @@ def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> N
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 8.0])
 def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_path: Path) -> None:
     out = tmp_path / "second"
@@ -446,6 +450,7 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
     assert resumed.ledger.steps == 6
 
 
+@pytest.mark.slow
 def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -465,6 +470,7 @@ def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
     assert fresh.args.output_dir == str(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):
@@ -476,6 +482,7 @@ def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -
         _trainer(tmp_path, only(NAME).model()).train()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) -> None:
     out = tmp_path / "second"
     _trainer(out, _load(first), earlier_data="same", **SAVING).train()

@@ -237,6 +237,7 @@ def test_epsilon_is_derived_by_accounting(monkeypatch: pytest.MonkeyPatch) -> No
     assert calls == [(whole, delta, "prv") for delta in (1e-5, 1e-6)]
 
 
+@pytest.mark.slow
 def test_estimated_norms_and_replaced_examples_are_accounted_for() -> None:
     epsilons = []
     for change in ({}, {"norm_directions": 16}, {"adjacency": "replace_one"}):
@@ -694,6 +695,7 @@ def test_a_run_goes_on_after_a_write_that_may_have_succeeded(
 # ---- Runs that continue others ----
 
 
+@pytest.mark.slow
 def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: Path) -> None:
     first = Ledger.start(MECHANISM, tmp_path / "first" / LEDGER_NAME)
     first.record(100)

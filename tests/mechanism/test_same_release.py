@@ -188,6 +188,7 @@ def test_a_run_releases_what_it_did(model: str, case: str, record: Numbers) -> N
     assert found["ledger"] == expected["ledger"]
 
 
+@pytest.mark.slow
 def test_two_processes_release_what_one_did(tmp_path: Path, record: Numbers) -> None:
     context = torch.multiprocessing.start_processes(
         share, (free_port(), str(tmp_path)), nprocs=2, join=False, start_method="forkserver"
@@ -223,6 +224,7 @@ def test_known_streams_draw_what_they_did(record: Numbers) -> None:
     assert_same(described(streams()), record["streams"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -113,6 +113,7 @@ def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
         assert modes == list(GradSampleMode)
 
 
+@pytest.mark.slow
 def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> None:
     tensors = 200  # of weights, moments and step counts together, each up to a block larger
     sizes = sizes_of_model(build, Setting(batch_size=SIZE, rank=8))
@@ -145,6 +146,7 @@ def test_a_ghost_keeps_the_fewest_gradients(rows: list[Compared]) -> None:
     assert flops["ghost"] > flops["book_keeping"]
 
 
+@pytest.mark.slow
 def test_matrix_products_are_counted(rows: list[Compared]) -> None:
     products = SIZE * 12 * (4 * 32 * 32 + 2 * 32 * 64) + SIZE * (32 * 32 + 2 * 32)
     scores = 2 * SIZE * 12 * 12 * 32
@@ -156,6 +158,7 @@ def test_matrix_products_are_counted(rows: list[Compared]) -> None:
     assert one(rows, "dp_grape").footprint.flops < one(rows, ADAMW).footprint.flops
 
 
+@pytest.mark.slow
 def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
     setting = Setting(batch_size=SIZE, clipping="per_layer", dtype=torch.bfloat16)
     found = every_method(setting)
@@ -206,6 +209,7 @@ def in_blocks(tensor: Tensor) -> int:
 # ---- The cost rule ----
 
 
+@pytest.mark.slow
 def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) -> None:
     found = choices(rows)
     named = [choice.method for choice in found]
@@ -226,6 +230,7 @@ def comparison(rows: list[Compared]) -> Comparison:
     return Comparison(report, rows, sizes_of_model(build, setting))
 
 
+@pytest.mark.slow
 def test_the_tables_have_a_line_for_each_method(rows: list[Compared]) -> None:
     text = comparison(rows).as_text()
     lines = text.splitlines()
@@ -246,6 +251,7 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +273,7 @@ def test_the_command_prints_json(
         assert row["optimizer"] >= row["formulas"]["optimizer"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_one_of_several_processes_sends(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

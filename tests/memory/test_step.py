@@ -121,6 +121,7 @@ def simulate(
 # ---- Against reality ----
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Module is None")  # the tracker's own
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
     assert simulated.total == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_simulation_leaves_torch_and_its_random_state_as_they_were() -> None:
     before = torch.get_rng_state()
     functions = functional.dropout, functional.scaled_dot_product_attention
@@ -263,6 +265,7 @@ def test_a_timeline_without_a_step_has_no_peak() -> None:
         Timeline().peak()
 
 
+@pytest.mark.slow
 def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() -> None:
     setting = Setting(DP_ADAM, 2)
     cls, config = FAMILIES["opt"]
@@ -274,6 +277,7 @@ def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() ->
     assert banded - alone == pytest.approx(5 * 4 * numbers, rel=0.03)
 
 
+@pytest.mark.slow
 def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
     again, kept, by_default = (
         simulate("roberta", Setting(batch_size=16, recompute_activations=choice)).total
@@ -429,6 +433,7 @@ def test_a_foreseen_largest_batch_is_the_one_that_is_found_by_trying(
             assert min(asked) <= found < max(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["adamw", "dp_grape"])
 def test_a_step_between_two_others_takes_what_follows_from_them(method: str) -> None:
     traces = {
@@ -491,6 +496,7 @@ def test_knobs_that_are_turned_or_do_not_apply_are_left_out() -> None:
         assert {"projected embeddings", "a quarter of the rank"} <= {*names(Setting(method))}
 
 
+@pytest.mark.slow
 def test_a_knob_that_no_run_of_the_method_can_have_is_left_out() -> None:
     found = turn_each(lambda s: simulate("roberta", s), Setting("dpzero", 4))
     assert "bfloat16 weights" not in [t.knob.name for t in found]  # refused by the method
@@ -500,6 +506,7 @@ def test_a_knob_that_no_run_of_the_method_can_have_is_left_out() -> None:
 # ---- Weights that are shared, and weights of few bits ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [DP_GRAPE, ADAMW])
 def test_a_process_has_its_share_of_what_is_not_in_coordinates(method: str) -> None:
     alone, shared = (
@@ -513,6 +520,7 @@ def test_a_process_has_its_share_of_what_is_not_in_coordinates(method: str) -> N
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_freed_again() -> None:
     """Of more layers no more are whole at a time."""
 
@@ -524,6 +532,7 @@ def test_gathered_weights_are_freed_again() -> None:
     assert temporary(6) <= temporary(3) * 1.1
 
 
+@pytest.mark.slow
 def test_weights_of_few_bits_are_counted_in_them() -> None:
     model = prepared(build("opt")(torch.bfloat16), Setting("dp_lora", bits=4, rank=2))
     packed = [m for m in model.modules() if isinstance(m, PackedLinear)]

@@ -375,6 +375,7 @@ def test_a_private_run_with_shared_signs_and_a_new_head_is_refused(tmp_path: Pat
 # ---- Models that have them ----
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_a_speech_model_is_refused_with_layer_drop_and_spec_augment_only() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

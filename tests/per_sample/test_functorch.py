@@ -106,6 +106,7 @@ def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
 # ---- Randomness ----
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_samples_and_is_off_in_evaluation() -> None:
     model = only("roberta-classifier").model(
         hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5

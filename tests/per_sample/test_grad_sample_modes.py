@@ -217,6 +217,7 @@ def checkpointed(**options: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_cannot_be_repeated_is_refused() -> None:
     """Norms would come from other masks than the gradients that are clipped by them."""
     batch = only("roberta-classifier").batch(B)
@@ -227,6 +228,7 @@ def test_a_backward_pass_that_cannot_be_repeated_is_refused() -> None:
         released(per_sample, [batch])
 
 
+@pytest.mark.slow
 def test_whether_a_pass_repeats_is_looked_at_until_there_are_gradients_to_see() -> None:
     model = checkpointed(preserve_rng_state=False)
     batch = only("roberta-classifier").batch(B)

@@ -1,6 +1,7 @@
 """The check of the first steps: silent on models that are right, and the saboteurs it catches."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
-    make_trainer,
     points,
     weights_of,
 )
+from tests.support.trainers import make_trainer as make_unchecked
+
+make_trainer = partial(make_unchecked, self_check=True)
 
 
 def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
@@ -65,6 +68,7 @@ def test_sixteen_bits_pass(case: Case, autocast: bool) -> None:
         check_gradients(engine, batch, projectors_for(model, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 def test_dropout_checkpointing_and_frozen_parts_pass() -> None:
     model = only("roberta-classifier").model(hidden_dropout_prob=0.5)
@@ -81,6 +85,7 @@ def test_a_sample_of_nan_says_nothing() -> None:
     check_gradients(make_engine("layerwise", model), batch, {})
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_the_check_and_without(tmp_path: Path) -> None:
     """Dropout masks included: the check leaves the random state as it was."""
     runs = []
@@ -296,6 +301,7 @@ def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -
         require_each_once(optimizer, model, dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"warmup_steps": 2}, marks=pytest.mark.slow)], ids=str
 )

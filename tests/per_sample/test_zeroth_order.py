@@ -403,6 +403,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.slow
 def test_no_more_than_the_weights_of_one_operation_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -470,6 +471,7 @@ def test_the_release_clips_jointly_sums_adds_noise_and_divides(count: int, clipp
     torch.testing.assert_close(released(private, 2, [inputs]), expected.float())
 
 
+@pytest.mark.slow
 def test_one_sample_moves_the_clipped_sum_by_at_most_the_bound() -> None:
     bound = 0.01
     model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(5)
@@ -482,6 +484,7 @@ def test_one_sample_moves_the_clipped_sum_by_at_most_the_bound() -> None:
         assert 0 < moved < bound * 1.001
 
 
+@pytest.mark.slow
 def test_the_physical_split_never_changes_the_release() -> None:
     inputs = only("opt").batch(6)
 
@@ -720,6 +723,7 @@ def test_projectors_are_refused() -> None:
         engine(inputs, projectors_for(model, 4))
 
 
+@pytest.mark.slow
 def test_a_tiny_model_trains() -> None:
     model, inputs = small_model(dtype=torch.float32), small_batch(16, dtype=torch.float32)
     engine = small_engine(model, n_directions=4)

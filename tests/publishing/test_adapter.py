@@ -100,6 +100,7 @@ untied_by_peft = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=untied_by_peft if "decoder" in case else ()) for case in CASES],
@@ -152,6 +153,7 @@ def test_frozen_parts_are_not_saved_and_the_file_is_smaller(tmp_path: Path) -> N
     assert sizes[0] < sizes[1] / 3
 
 
+@pytest.mark.slow
 def test_peft_finds_the_base_where_the_model_was_loaded_from(tmp_path: Path) -> None:
     model_of(BERT).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
@@ -276,6 +278,7 @@ def test_a_model_that_was_changed_is_not_saved_as_it_was(tmp_path: Path) -> None
 # ---- Resuming ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{}, IN_BFLOAT16], ids=str)
 def test_the_adapter_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     own: dict[str, Any], tmp_path: Path
@@ -309,6 +312,7 @@ def test_the_adapter_of_a_resumed_run_is_that_of_an_uninterrupted_one(
     assert MISMATCH not in statuses(tmp_path / "parts" / "checkpoint-3").values()
 
 
+@pytest.mark.slow
 def test_a_change_that_nobody_kept_is_refused(tmp_path: Path) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     trained(tmp_path, save_as="model", max_steps=2, **saving)
@@ -364,6 +368,7 @@ def test_an_adapter_that_was_changed_is_found(out: Path) -> None:
     assert statuses(out)[ADAPTER_CONFIG] == "ok"
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_adapter_with_what_it_spent(saved: Path, tmp_path: Path) -> None:
     base = AutoModelForSequenceClassification.from_pretrained(saved / "base")
     merged = peft.PeftModel.from_pretrained(base, saved / "out").merge_and_unload()

@@ -165,6 +165,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "copies", "messages"),
     [
@@ -247,6 +248,7 @@ def test_what_is_published_is_verified_by_one_command(
     assert main(["verify", REPO]) == 1
 
 
+@pytest.mark.slow
 def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     first = trainer.push_to_hub()
@@ -279,6 +281,7 @@ def test_a_run_without_a_guarantee_is_published_as_such(hub: Hub, tmp_path: Path
     assert "differential-privacy" not in card
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(
     hub: Hub, tmp_path: Path
@@ -329,6 +332,7 @@ def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_pat
     assert_same_weights(weights_of(loaded), weights_of(trainer.model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_run_that_is_saved_as_an_adapter_is_published_as_one(hub: Hub, tmp_path: Path) -> None:
     """At every save; what lies in a checkpoint to resume from stays there."""
@@ -473,6 +477,7 @@ def test_offline_is_an_error_that_says_so(
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_a_failed_push_in_the_background_is_logged_and_training_goes_on(
     hub: Hub, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -486,6 +491,7 @@ def test_a_failed_push_in_the_background_is_logged_and_training_goes_on(
     assert hub.messages(REPO) == ["Training in progress, step 4"]
 
 
+@pytest.mark.slow
 def test_a_push_that_runs_makes_the_next_checkpoint_wait_for_its_turn(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -549,6 +555,7 @@ class Uploading(TrainerCallback):
         raise AssertionError("the log of the run would be on the Hub")
 
 
+@pytest.mark.slow
 def test_no_tracker_sends_its_log_with_a_push(hub: Hub, tmp_path: Path) -> None:
     trained(
         tmp_path, callbacks=[Uploading()], push_to_hub=True, hub_strategy="every_save"
@@ -594,6 +601,7 @@ def test_an_adapter_that_peft_saves_elsewhere_is_refused_at_construction(
     trainer_of(tmp_path, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")
 def test_what_a_base_is_called_is_decided_before_training(
@@ -610,6 +618,7 @@ def test_what_a_base_is_called_is_decided_before_training(
     assert b"patients" not in b"".join(hub.files(REPO).values())
 
 
+@pytest.mark.slow
 def test_a_refused_second_run_leaves_the_count_of_updates(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -776,6 +785,7 @@ def test_a_folder_that_is_not_one_whole_model_is_refused(
     assert not (tmp_path / "into").exists()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_was_not_saved_with_weights_is_refused(
     copy: tuple[Path, Any], tmp_path: Path
 ) -> None:

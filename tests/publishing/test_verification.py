@@ -591,6 +591,7 @@ def _weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_model_that_can_be_loaded_is_compared_by_its_tensors(whole: Path) -> None:
     status = _status(verify(whole))
     assert {*status.values()} == {OK}

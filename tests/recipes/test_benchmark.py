@@ -59,6 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 # ---- All methods ----
 
 
+@pytest.mark.slow
 def test_every_method_runs_and_is_compared_with_plain_adamw(
     run: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -94,6 +95,7 @@ def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None
     assert last.endswith("| 3.00 s (1.00x) | 2.00 s (1.50x) | 1.00 s (3.00x) | 12.0 s | 1.2% |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [OPT, VIT])
 def test_our_methods_run_on_every_model(model: str) -> None:
     ours = [name for name in USUAL if METHODS[name].opacus is None]
@@ -200,6 +202,7 @@ def test_images_need_a_square_number_of_patches() -> None:
         replace(TINY, model=VIT, length=50)
 
 
+@pytest.mark.slow
 def test_adapters_are_measured_and_opake_where_it_is_installed() -> None:
     results = measure(TINY, ["adamw", *LORA, OPAKE], rounds=1, warmup=1, device=CPU)
     others = [METHODS[name].title for name in (OPAKE_LORA, OPAKE)]

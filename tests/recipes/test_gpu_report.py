@@ -431,6 +431,7 @@ def test_a_step_on_an_absent_device_is_on_no_other() -> None:
     assert "0 refused, 0 not simulated, 0 on two devices" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_on_two_devices_is_found_without_either() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MIXTURES], capture_output=True, text=True, check=False

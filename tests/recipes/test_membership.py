@@ -100,6 +100,7 @@ def test_members_are_found_without_privacy_and_hardly_with_it(tmp_path: Path) ->
     assert (tmp_path / "membership.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_path_of_the_data_is_not_published(tmp_path: Path) -> None:
     rows = [{"text": f"word{i} good", "label": i % 2} for i in range(60)]
     folder = tmp_path / "texts"

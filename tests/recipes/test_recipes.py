@@ -34,6 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         return folder, digits.main(*parse(folder))
 
 
+@pytest.mark.slow
 def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any]]) -> None:
     folder, results = run
     ledger = Ledger.load(folder / LEDGER_NAME)

@@ -36,6 +36,7 @@ def test_every_table_is_on_some_page() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_a_stale_table_is_named_and_renewed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stale = "Before.\n<!-- table: vision -->\n| old |\n<!-- end -->\nAfter `<!-- table: x -->`.\n"
     page.write_text(stale)

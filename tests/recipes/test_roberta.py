@@ -378,6 +378,7 @@ def folder_of_run(data: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, data: Path) -> None:
     others = ["--save_strategy=steps", "--save_steps=1", "--learning_rate=1e-2"]
     result = main(roberta.FAMILY, words_of(folder, data, *others))
@@ -414,6 +415,7 @@ def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, me
     assert result["privacy"]["steps"] == 2
 
 
+@pytest.mark.slow
 def test_the_prompted_model_is_projected_on_directions_of_public_texts(
     folder: Path, data: Path, tmp_path: Path
 ) -> None:

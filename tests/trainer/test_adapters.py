@@ -31,6 +31,7 @@ def llama() -> Any:
     return without_dropout(only("llama").model())
 
 
+@pytest.mark.slow
 def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same weights trained, no noise and no clipping."""
     monkeypatch.setattr(principal, "_PASSES", 100)  # random weights have no few directions

@@ -195,6 +195,7 @@ def test_an_edited_ledger_is_refused_by_its_path(text: str) -> None:
     load_or_refuse(text.encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_written")
 @given(torn_ledgers())
 @settings(repeatable, max_examples=80)
@@ -282,6 +283,7 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", BAD_DATA)
 def test_bad_data_is_refused_and_described(fault: str) -> None:
     make, expected = BAD_DATA[fault]

@@ -99,6 +99,7 @@ def test_a_run_takes_turns_and_its_ledger_says_what_it_counts(tmp_path: Path) ->
     assert len(assert_turns(trainer.draws, bands)) > MANY / 2
 
 
+@pytest.mark.slow
 def test_epsilon_grows_by_rounds(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, callbacks=[watch := Watch()])
     trainer.train()
@@ -108,6 +109,7 @@ def test_epsilon_grows_by_rounds(tmp_path: Path) -> None:
         assert (spent[number] > spent[number - 1]) == (number % bands == 0)
 
 
+@pytest.mark.slow
 def test_units_take_turns(tmp_path: Path) -> None:
     owners = [f"u{number}" for number in range(60) for _ in range(2)]
     trainer = make_trainer(
@@ -123,6 +125,7 @@ def test_units_take_turns(tmp_path: Path) -> None:
     assert assert_turns([{owners[n] for n in draw} for draw in trainer.draws], bands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
     [
@@ -189,6 +192,7 @@ class WideForSequenceClassification(TinyForSequenceClassification):
 SAVING = {"save_strategy": "steps", "save_steps": 5}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_a_new_block_within_the_budget(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
     assert assert_turns(resumed.draws, bands)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_no_memory_of_noise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -235,6 +240,7 @@ def test_a_resumed_run_has_no_memory_of_noise(
     assert float(between.max()) < 5 / math.sqrt(count)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
     """Its files are those of a run with independent noise, and as large."""
     sizes = []

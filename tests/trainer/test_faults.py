@@ -248,6 +248,7 @@ def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: 
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @needs_dev_full
 @pytest.mark.parametrize("name", [LIVE, "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
@@ -315,6 +316,7 @@ def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
 # ---- Two trainers at once ----
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_in_one_folder_are_both_counted_and_the_first_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +387,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "value"),
     [*((method, float("nan")) for method in METHODS), ("flat", float("inf"))],
@@ -409,6 +412,7 @@ def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     assert_same_weights(found[0], found[1], atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_examples_without_gradients_are_left_out_unless_there_are_no_others(tmp_path: Path) -> None:
     infinite = torch.full((FEATURES,), float("inf"))
     nowhere = [{**e, "x": infinite} for e in points(24).examples]
@@ -448,6 +452,7 @@ WORKING = SAVING | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_a_worker_that_dies_ends_the_run_and_no_release_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

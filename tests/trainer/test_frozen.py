@@ -39,6 +39,7 @@ def examples(entry: Row, count: int = 12) -> Examples:
     return Examples([{name: value[i] for name, value in batch.items()} for i in range(count)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "frozen", "method"),
     [
@@ -118,6 +119,7 @@ def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([(none | e)[name] for e in examples]) for name in sorted(names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("public", "size"), [(None, 1), ((0,), 4)])
 def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
     public: tuple[int, ...] | None, size: int, tmp_path: Path
@@ -148,6 +150,7 @@ def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
     assert ran
 
 
+@pytest.mark.slow
 def test_a_model_is_frozen_by_hand_where_nobody_has_the_input(tmp_path: Path) -> None:
     model = build(SideForSequenceClassification, BertConfig, BERT)
     settings = {"model": model, "train_dataset": some_with_side(()), "data_collator": stacked}

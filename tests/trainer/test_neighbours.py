@@ -276,6 +276,7 @@ def released(
             "num_samples": size,
             "per_device_train_batch_size": 16,
             "max_steps": 1,
+            "self_check": True,
             "known_streams": Streams.known(),
             **settings,
         },
@@ -312,6 +313,7 @@ def test_one_example_more_moves_the_sum_by_its_bound(
 # ---- While a run goes on ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -329,6 +331,7 @@ def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
         released(case, PADDED, tmp_path, monkeypatch, max_steps=60)
 
 
+@pytest.mark.slow
 def test_watching_changes_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, whose masks a row is given again when it is alone."""
     found = []

@@ -143,6 +143,7 @@ def some_equal(which: Iterable[int]) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "which", "size", "low"),
     [
@@ -162,6 +163,7 @@ def test_a_pair_of_equal_texts_trains_wherever_it_stands(
     assert trainer.ledger.steps == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("dpo", 4), ("reward", 1)])
 def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
     kind: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -173,7 +175,7 @@ def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
         return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
 
     monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
-    settings: dict[str, Any] = {"per_device_train_batch_size": size}
+    settings: dict[str, Any] = {"per_device_train_batch_size": size, "self_check": True}
     trainer = trainer_of(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
         trainer.train()
@@ -211,6 +213,7 @@ def test_the_loss_of_rewards_knows_margins_and_centering(
 # ---- Runs ----
 
 
+@pytest.mark.slow
 @each_kind
 def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_path: Path) -> None:
     watch = Watch()
@@ -236,6 +239,7 @@ def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_
     }
 
 
+@pytest.mark.slow
 @each_kind
 def test_without_noise_and_projection_it_trains_as_the_original(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
@@ -265,6 +269,7 @@ def test_without_noise_and_projection_it_trains_as_the_original(kind: str, tmp_p
     assert_same_weights(weights_of(private.model), expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> None:
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = trainer_of("dpo", tmp_path, peft_config=lora)

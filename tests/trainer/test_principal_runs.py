@@ -39,6 +39,7 @@ def digests(folder: Path) -> list[str]:
     return [entry.sha256 for entry in entries if isinstance(entry, Projection)]
 
 
+@pytest.mark.slow
 def test_p_is_the_same_bit_by_bit_whatever_the_training_data(tmp_path: Path) -> None:
     one = trainer_of(tmp_path / "one")
     other = trainer_of(
@@ -55,6 +56,7 @@ def test_p_is_the_same_bit_by_bit_whatever_the_training_data(tmp_path: Path) -> 
     assert len(digests(tmp_path / "one")) == 1
 
 
+@pytest.mark.slow
 def test_p_is_of_the_weights_before_training_and_of_synthetic_inputs(tmp_path: Path) -> None:
     model = only(BERT).model()
     names = default_targets(model)
@@ -67,6 +69,7 @@ def test_p_is_of_the_weights_before_training_and_of_synthetic_inputs(tmp_path: P
         assert torch.equal(p, expected[name].directions)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_sample_of_the_same_inputs(tmp_path: Path) -> None:
     one, other = (trainer_of(tmp_path / str(seed), projection_seed=seed) for seed in (0, 1))
     for trainer in (one, other):
@@ -90,6 +93,7 @@ def test_what_training_does_not_touch_is_left_as_it_was(tmp_path: Path) -> None:
 # ---- Made anew, and resumed ----
 
 
+@pytest.mark.slow
 def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, projection_update_steps=2, learning_rate=0.3, max_steps=5)
     trainer.train()
@@ -103,6 +107,7 @@ def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path: Path
     assert any(not torch.equal(p, before[name].directions) for name, p in matrices(trainer).items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path: Path) -> None:
     settings = {
         "projection_update_steps": 4,
@@ -119,6 +124,7 @@ def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path: Path) -> None:
     assert len(digests(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     trainer_of(tmp_path, callbacks=[Watch(stop_at=2)], **settings).train()
@@ -134,6 +140,7 @@ def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
 # ---- On public data ----
 
 
+@pytest.mark.slow
 def test_a_public_dataset_is_measured_on_and_named(tmp_path: Path) -> None:
     public = examples_of(BERT, 10, seed=9)
     trainer = trainer_of(tmp_path, public_dataset=public, eval_strategy="no")

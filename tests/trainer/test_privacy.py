@@ -105,6 +105,7 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
     assert promised <= 3.0
 
 
+@pytest.mark.slow
 def test_a_declared_dataset_size_sets_the_rate_of_accountant_and_draws(tmp_path: Path) -> None:
     """False alarm: below 1e-6 (five standard deviations)."""
     trainer = make_trainer(
@@ -210,6 +211,7 @@ def test_the_noise_in_the_weights_has_std_sigma_c_over_expected_batch(tmp_path: 
     assert abs((first * second).sum()) < 5 * math.sqrt(first.numel())
 
 
+@pytest.mark.slow
 def test_projected_noise_has_the_same_std_in_every_coordinate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -482,6 +484,7 @@ def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
 # ---- What would break the count ----
 
 
+@pytest.mark.slow
 def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.train()

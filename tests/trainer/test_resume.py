@@ -48,6 +48,7 @@ def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[A
 # ---- Resumed as if never stopped ----
 
 
+@pytest.mark.slow
 def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None:
     settings = SAVING | {"target_epsilon": 4.0, "per_device_train_batch_size": 5}
     settings |= {"max_steps": -1, "num_train_epochs": 1.6}
@@ -64,6 +65,7 @@ def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None
     assert ledgers[0].mechanism == ledgers[1].mechanism
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_steps", [2, 100])
 def test_weights_optimizer_and_projection_continue_where_they_stopped(
     update_steps: int, tmp_path: Path
@@ -85,6 +87,7 @@ def test_weights_optimizer_and_projection_continue_where_they_stopped(
     assert_same_weights(weights_of(resumed.model), weights_of(whole.model))
 
 
+@pytest.mark.slow
 def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> None:
     """The draws that the host skips to get there are never used."""
     settings = SAVING | {"max_steps": -1, "num_train_epochs": 3, "cls": RecordingTrainer}
@@ -120,6 +123,7 @@ def test_resuming_repeats_neither_noise_nor_coins(
     assert again.state.global_step == 5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) -> None:
     _, resumed = _stop_and_resume(tmp_path, save_only_model=True)
     assert resumed.ledger.steps == resumed.state.global_step == 8
@@ -137,6 +141,7 @@ def _lose(folder: Path, lost: int, **settings: Any) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_training_stops_and_saves_when_lost_releases_have_used_up_the_budget(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -153,6 +158,7 @@ def test_training_stops_and_saves_when_lost_releases_have_used_up_the_budget(
     assert (saved.updates, saved.steps) == (6, 8)
 
 
+@pytest.mark.slow
 def test_without_a_budget_lost_releases_count_and_training_goes_on(tmp_path: Path) -> None:
     _lose(tmp_path, lost=2)
     resumed = make_trainer(tmp_path, **SAVING)
@@ -173,6 +179,7 @@ def test_resuming_without_any_budget_left_is_refused(
     assert releases == []
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_releases_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,6 +213,7 @@ def _claim_more_noise(folder: Path) -> None:
         rewrite(ledger_path, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
@@ -256,6 +264,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
     """More steps need more noise, and the first steps had less."""
     settings = {"target_epsilon": 4.0, "callbacks": [Watch(stop_at=3)]}
@@ -266,6 +275,7 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 0.97])
 def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_here(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -303,6 +313,7 @@ def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) ->
     assert resumed.ledger.steps == 8
 
 
+@pytest.mark.slow
 def test_once_not_private_is_never_private_again(tmp_path: Path) -> None:
     settings = {"callbacks": [Watch(stop_at=3)], "log_unnoised_statistics": True}
     make_trainer(tmp_path, **SAVING | settings).train()
@@ -405,6 +416,7 @@ def _assert_resumes_without_undercounting(
         assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", slow_but(("after a release is recorded, before it is made",), MOMENTS)
 )

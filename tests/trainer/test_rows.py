@@ -262,6 +262,7 @@ def test_no_row_is_transformed_to_look_at_it(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_what_the_warning_advises_trains_on_whole_examples(loaded: Dataset, tmp_path: Path) -> None:
     """The column stays, though the model takes it not, and N is that of the source."""
     data = mapped(loaded, without(cut, MAPPING))

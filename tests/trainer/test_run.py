@@ -126,6 +126,7 @@ def test_a_run_releases_what_the_trainer_does(
     torch.testing.assert_close(done.norm, flat.norm())
 
 
+@pytest.mark.slow
 def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
     """Its optimizer is older than the run; the state of the projection is saved with it."""
     settings = EXACT | {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}

@@ -46,6 +46,7 @@ def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
 # ---- Training ----
 
 
+@pytest.mark.slow
 def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None:
     runs = []
     for cls, arguments in (
@@ -67,6 +68,7 @@ def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None
     assert_same_weights(runs[1], runs[0])
 
 
+@pytest.mark.slow
 def test_without_noise_and_projection_it_trains_as_the_original(tmp_path: Path) -> None:
     """All sentences have as many words, so that the mean over words is the mean of the means."""
     examples, model = sentences(), bart()
@@ -92,6 +94,7 @@ def test_without_noise_and_projection_it_trains_as_the_original(tmp_path: Path) 
 # ---- Evaluation ----
 
 
+@pytest.mark.slow
 def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> None:
     watch = Watch()
     trainer = seq2seq(

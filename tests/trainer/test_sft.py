@@ -44,6 +44,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Training ----
 
 
+@pytest.mark.slow
 def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None:
     """The same tokens, labels, coins and noise: the same weights, bit by bit."""
     first = sft(tmp_path / "sft", known_streams=Streams.known())
@@ -63,6 +64,7 @@ def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None
     assert_same_weights(weights_of(first.model), weights_of(second.model))
 
 
+@pytest.mark.slow
 def test_without_noise_and_projection_it_trains_as_the_original(tmp_path: Path) -> None:
     """All completions have as many words, so that the mean over words is the mean of the means."""
     settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
@@ -103,6 +105,7 @@ def test_the_loss_is_the_mean_over_the_samples_own_completion(
         torch.testing.assert_close(found[i], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
     model = llama()
@@ -123,6 +126,7 @@ def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "privacy_ledger.json").exists()
 
 
+@pytest.mark.slow
 def test_the_defaults_of_the_host_stay_and_train(tmp_path: Path) -> None:
     """bfloat16 autocast and gradient checkpointing are on."""
     trainer = sft(tmp_path, bf16=None, gradient_checkpointing=True)
@@ -132,6 +136,7 @@ def test_the_defaults_of_the_host_stay_and_train(tmp_path: Path) -> None:
     assert trainer.ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     trainer = sft(tmp_path, train_dataset=chats())
     text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
@@ -233,6 +238,7 @@ def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         dp_grape_hf.__getattr__("DPGrapeNothing")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_run_is_saved_as_an_adapter_with_its_tokenizer(tmp_path: Path) -> None:
     trainer = sft(tmp_path, save_as="adapter", max_steps=2)

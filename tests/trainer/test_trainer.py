@@ -169,6 +169,7 @@ def test_evaluate_predict_and_metrics_work_before_during_and_after_training(
     assert trainer.ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
     weights = []
     for strategy in ("no", "steps"):
@@ -264,6 +265,7 @@ def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> Non
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_label_smoothing_is_that_of_each_sample(tmp_path: Path) -> None:
     """The factor of the arguments is what a loss of the user would do with it."""
     runs = []
@@ -313,6 +315,7 @@ def test_a_loss_function_that_reduces_over_the_batch_is_refused(tmp_path: Path) 
     assert trainer.ledger.steps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"), [("opt", "layerwise"), ("roberta-masked-lm", "functorch")]
 )
@@ -370,6 +373,7 @@ def _texts(tokenizer: PreTrainedTokenizerFast) -> datasets.Dataset:
     return dataset.map(lambda row: tokenizer(row["text"]))
 
 
+@pytest.mark.slow
 def test_texts_are_padded_by_themselves(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """How far does not differ with the physical batch size."""
     weights = []
@@ -496,6 +500,7 @@ def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
     assert json.loads(state, parse_constant=refuse)["global_step"] == 4
 
 
+@pytest.mark.slow
 def test_saving_only_the_model_keeps_ledger_and_card(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True).train()
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
@@ -550,6 +555,7 @@ def test_frozen_parameters_do_not_move(tmp_path: Path) -> None:
         assert (value == before[name]).all() == ("encoder" in name), name
 
 
+@pytest.mark.slow
 def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
     runs = []
     for bf16 in (False, True):
@@ -570,6 +576,7 @@ def test_bfloat16_autocast_trains_near_float32(tmp_path: Path) -> None:
     assert (runs[0] - runs[1]).norm() < 0.05 * runs[0].norm()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path) -> None:
     """Saved in the middle of a projection period, it computes what the model in training does."""
     model, examples = small("opt")
@@ -598,6 +605,7 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
         torch.testing.assert_close(saved, live, atol=0.0, rtol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")  # the older name
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     runs = []
@@ -660,12 +668,14 @@ def test_target_modules_that_match_nothing_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, optim_target_modules=["nowhere"]).train()
 
 
+@pytest.mark.slow
 def test_nothing_is_projected_where_that_would_save_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, optim_target_modules="all-linear", projection_rank=6)
     trainer.train()
     assert _projected(trainer) == {}
 
 
+@pytest.mark.slow
 def test_embeddings_and_vocabulary_heads_are_projected_if_asked_for(tmp_path: Path) -> None:
     """A table that the head is tied to is one target, which the paper leaves as it is."""
     body = None

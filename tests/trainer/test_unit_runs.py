@@ -90,6 +90,7 @@ def test_a_release_is_the_clipped_sum_over_users(
     assert trainer.plan.mechanism.sample_rate == 3 / len(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
 def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path: Path) -> None:
     """The same coins, noise and weights, bit by bit."""
@@ -113,6 +114,7 @@ def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path:
 # ---- What a run promises ----
 
 
+@pytest.mark.slow
 def test_everything_is_counted_in_units(tmp_path: Path) -> None:
     """An epoch has 1/q steps; q, the divisor and N are of units."""
     settings = {"max_steps": -1, "num_train_epochs": 2, "target_epsilon": 6.0}
@@ -136,6 +138,7 @@ def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
     assert any(trainer.draws)
 
 
+@pytest.mark.slow
 def test_empty_draws_release_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     releases = spy_releases(monkeypatch)
     trainer, watch = _run(tmp_path, cls=RecordingTrainer, expected_batch_size=1, max_steps=12)
@@ -147,6 +150,7 @@ def test_empty_draws_release_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(watch.weights) == 13
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     """One epoch, from the same coins: the draws before the checkpoint are made and skipped."""
     settings: dict[str, Any] = OWNED | {
@@ -229,6 +233,7 @@ def test_what_cannot_be_kept_is_refused_at_construction(
         make_trainer(tmp_path, **OWNED | {"train_dataset": owned()} | settings)
 
 
+@pytest.mark.slow
 def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
     """Chats become tokens, and the same releases as of a plain trainer on those tokens."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
@@ -255,6 +260,7 @@ def test_the_preparation_of_trl_keeps_the_column(tmp_path: Path) -> None:
     assert_same_weights(weights_of(first.model), weights_of(second.model))
 
 
+@pytest.mark.slow
 def test_a_sequence_to_sequence_trainer_draws_users(tmp_path: Path) -> None:
     from tests.support import seq2seq as host
 
@@ -302,6 +308,7 @@ def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
         _run(tmp_path, data_collator=_sorted)
 
 
+@pytest.mark.slow
 def test_the_order_of_a_users_rows_does_not_matter(tmp_path: Path) -> None:
     """Each user is collated apart, so that no row can go to another."""
     trainers = [
@@ -312,6 +319,7 @@ def test_the_order_of_a_users_rows_does_not_matter(tmp_path: Path) -> None:
     assert_same_weights(one, other, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transform_that_moves_rows_of_a_batch_moves_none_of_a_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_trainers_own_is_what_is_trained(tmp_path: Path) -> None:
     own = trained(tmp_path / "own", Squared)
     assert own.called > 0
@@ -129,6 +130,7 @@ def test_what_the_host_computes_may_be_changed(tmp_path: Path) -> None:
     assert_same_weights(weights_of(own.model), weights_of(given.model), **EQUAL)
 
 
+@pytest.mark.slow
 def test_a_language_models_own_divisor_is_left_to_the_package(tmp_path: Path) -> None:
     """Its loss of a batch is a mean over tokens, not of texts; a subclass that keeps it may be."""
     own = trained(tmp_path / "own", Passes, model=only("gpt2").model(), train_dataset=TEXTS)
