@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
 from dp_grape_hf.arguments.methods import METHODS
@@ -20,7 +21,7 @@ from dp_grape_hf.arguments.refusals import (
     refuse_host_options,
     refuse_machine,
 )
-from dp_grape_hf.choosing import rule_and_rank
+from dp_grape_hf.choosing import rule_and_rank, schedule
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, folder_of_its_own
@@ -238,6 +239,13 @@ class DPGrapeArguments(_Host):
             f"(dp_grape_hf.choosing); {HOST_RATE:g} where there is no noise to choose by."
         },
     )
+    lr_scheduler_type: Annotated[str | None, one_of(s.value for s in SchedulerType)] = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "How the rate changes over the run. Default: not at all for pretrained weights "
+            "where learning_rate is chosen; else linear, as that of transformers."
+        },
+    )
     update_rule: Annotated[str | None, one_of(sorted(UPDATE_RULES))] = field(
         default=None,
         metadata={
@@ -428,13 +436,13 @@ class DPGrapeArguments(_Host):
         return self._chooses
 
     def suit_fresh_weights(self) -> None:
-        """Chooses rule, rank and noise anew, for weights that are not pretrained.
+        """Chooses rule, rank, schedule and noise anew, for weights that are not pretrained.
 
         A step is what limits those, and less noise at the end gains nothing (``choosing``).
         """
         if self.noise is None:
             self.noise = INDEPENDENT
-        chosen = rule_and_rank(pretrained=False)
+        chosen = self._chosen(pretrained=False)
         for name in self._open:
             setattr(self, name, chosen[name])
 
@@ -504,9 +512,12 @@ class DPGrapeArguments(_Host):
             self.noise = INDEPENDENT
         if self.learning_rate is None and not self._chooses:
             self.learning_rate = HOST_RATE
-        defaults = {"update_rule": row.update_rule, "projection_rank": RANK}
-        follows = self._chooses and principal
-        chosen = rule_and_rank(pretrained=True) if follows else {}
+        defaults = {
+            "update_rule": row.update_rule,
+            "projection_rank": RANK,
+            "lr_scheduler_type": SchedulerType.LINEAR.value,
+        }
+        chosen = self._chosen(pretrained=True) if self._chooses else {}
         self._open = {name for name in chosen if getattr(self, name) is None}
         for name, value in (defaults | chosen).items():
             if getattr(self, name) is None:
@@ -521,6 +532,13 @@ class DPGrapeArguments(_Host):
         self._read_factors()
         if not row.private:
             self._set_not_private()
+
+    def _chosen(self, *, pretrained: bool) -> dict[str, Any]:
+        """Returns the options that are chosen where they are not given."""
+        found = {"lr_scheduler_type": schedule(pretrained=pretrained)}
+        if self.projection == PRINCIPAL:
+            found |= rule_and_rank(pretrained=pretrained)
+        return found
 
     def _read_factors(self) -> None:
         for name in ("learning_rate_factors", "gradient_factors"):

@@ -13,6 +13,7 @@ from dp_grape_hf.choosing.parts import (
     is_pretrained,
     output_layer,
     rule_and_rank,
+    schedule,
     train_matrices_only,
 )
 from dp_grape_hf.choosing.rates import Noise, Rates, measure, push_of_signal, walk_of_noise
@@ -32,6 +33,7 @@ __all__ = [
     "output_layer",
     "push_of_signal",
     "rule_and_rank",
+    "schedule",
     "tabulated",
     "train_matrices_only",
     "walk_of_noise",

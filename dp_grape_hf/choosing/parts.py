@@ -39,6 +39,17 @@ def rule_and_rank(*, pretrained: bool) -> dict[str, Any]:
     return {"update_rule": rule, "projection_rank": rank}
 
 
+def schedule(*, pretrained: bool) -> str:
+    """Returns how the rate changes over the run, an ``lr_scheduler_type``.
+
+    Where noise limits, all releases say much the same, and to weigh them alike leaves the least
+    noise beside the signal: a rate that falls to 0 has 15 % more. TREC, epsilon 1: 88.7 %, falling
+    86.9. Steps limit fresh weights, which settle as these shrink: digits, epsilon 2: 81.6 %,
+    falling 87.7. A warm-up that is asked for is kept.
+    """
+    return "constant_with_warmup" if pretrained else "linear"
+
+
 @torch.no_grad()
 def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Module]:
     """Returns name and module of the linear layer that runs last: logits come from it.

@@ -96,8 +96,15 @@ def _first(text: str) -> str:
 
 
 GPU = "recipes/gpu_report/results"
-OF_THE_PAPER = ("text", "text_rte", "text_trec", "vision")
-TESTED = (*OF_THE_PAPER, "text_principal", "vision_principal", "text_chosen", "vision_chosen")
+OF_THE_PAPER = ("text", "text_trec", "vision")
+TESTED = (
+    *OF_THE_PAPER,
+    "text_principal",
+    "vision_principal",
+    "text_chosen",
+    "rte_chosen",
+    "vision_chosen",
+)
 ABLATION = "text_ablation"  # a search alone
 SWEEPS = (*TESTED, ABLATION)
 

@@ -63,6 +63,7 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "num_samples": None,
         "method": "dp_grape",
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
         "update_rule": "adam",
         "learning_rate_factors": None,
         "gradient_factors": None,
