@@ -163,7 +163,6 @@ def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) ->
 # ---- What is chosen ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "steps", "epsilon", "most"),
     [

@@ -121,7 +121,6 @@ def simulate(
 # ---- Against reality ----
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Module is None")  # the tracker's own
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(

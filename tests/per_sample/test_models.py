@@ -186,7 +186,6 @@ def test_under_dropout_the_gradients_add_up_to_autograds_under_the_same_masks(na
     assert not torch.allclose(engine(inputs, {})[0], losses, rtol=1e-4)  # dropout was on
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", slow_but(("layerwise",), ENGINES))
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
@@ -222,7 +221,6 @@ def test_a_layer_that_runs_twice_counts_twice(name: str) -> None:
     check(model, row(name).batch(B), rank=RANK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(FEW, SOME))
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_autocast_changes_gradients_by_its_rounding_only(name: str, dtype: torch.dtype) -> None:
@@ -271,7 +269,6 @@ def with_few_labels(batch: Batch) -> Batch:
     return {**batch, "labels": labels}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", slow_but(SOME, VOCABULARY_ROWS))
 def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entry: Row) -> None:
     model, inputs = entry.model(), with_few_labels(entry.batch(B))

@@ -301,7 +301,6 @@ def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -
         require_each_once(optimizer, model, dict(model.named_parameters()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"warmup_steps": 2}, marks=pytest.mark.slow)], ids=str
 )

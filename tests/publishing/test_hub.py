@@ -165,7 +165,6 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "copies", "messages"),
     [

@@ -420,7 +420,6 @@ def words(folder: Path, tmp_path: Path, task: str, **options: Any) -> list[str]:
 ONE = {"noise_multiplier": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "options"),
     [

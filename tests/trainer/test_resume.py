@@ -416,7 +416,6 @@ def _assert_resumes_without_undercounting(
         assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", slow_but(("after a release is recorded, before it is made",), MOMENTS)
 )
