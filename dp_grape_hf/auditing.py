@@ -143,7 +143,7 @@ class AuditSettings:
 
     Args:
         method: one of `AUDITED_METHODS`.
-        clipping: ``flat``, ``per_layer`` or ``automatic``.
+        clipping: ``flat`` or ``automatic``.
         target_epsilon: what the run is to claim; or give ``noise_multiplier``.
         noise_multiplier: sigma.
         delta: of the claim, below ``1 / canaries``.
@@ -428,9 +428,8 @@ class _Auditor(DPGrapeTrainer):
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         public = self.private_run.projectors  # of the step before
         assert self.args.max_grad_norm is not None
-        per_layer = self.args.clipping == Clipping.PER_LAYER
         factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
-        seen = along_canaries(released, public, self.args.max_grad_norm, per_layer, factors)
+        seen = along_canaries(released, public, self.args.max_grad_norm, factors)
         self._seen.append(seen)
 
     @property
@@ -445,7 +444,6 @@ def along_canaries(
     released: Mapping[str, Tensor],
     projectors: Mapping[str, Projector],
     max_grad_norm: float,
-    per_layer: bool,
     gradient_factors: Mapping[str, float],
 ) -> Tensor:
     """Returns a release along the clipped gradient of each canary, in units of C, (m,).
@@ -458,7 +456,6 @@ def along_canaries(
         released: weight name -> the lifted noisy sum, (m, d), of which row i is canary i's.
         projectors: those of the step, by weight name.
         max_grad_norm: C.
-        per_layer: whether each of the tensors was clipped on its own, to ``C / sqrt(k)``.
         gradient_factors: weight name -> f; 1 for those that are missing.
     """
     products, squares = [], []
@@ -469,6 +466,4 @@ def along_canaries(
         products.append((factor * value * full).sum(1))
         squares.append(coordinates.square().sum(1))
     along, lengths = torch.stack(products), torch.stack(squares)  # (tensors, m)
-    if per_layer:
-        return (along / lengths.sqrt()).sum(0) / (len(released) ** 0.5 * max_grad_norm)
     return along.sum(0) / (lengths.sum(0).sqrt() * max_grad_norm)

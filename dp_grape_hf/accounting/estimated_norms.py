@@ -35,9 +35,8 @@ Gaussian given rho, dominates the step for every x, every V, every data set and 
 directions, and domination survives adaptive composition (Zhu et al. 2022, theorem 10).
 
 The other forms of the factor only lower the contribution: automatic clipping, C / (M + gamma); a
-cut at 1; zero where M is no finite number. A zero gradient contributes zero. A norm per layer
-would need a sensitivity per layer, and a replaced example two values of rho that are not
-independent: both are refused.
+cut at 1; zero where M is no finite number. A zero gradient contributes zero. A replaced example
+would need two values of rho that are not independent, and is refused.
 
 The grid. The divergence of the pair, at any order, is q times that of N(rho, sigma^2) from
 N(0, sigma^2) at another order e^L, or does not depend on rho. With s = rho / sigma the latter has

@@ -139,11 +139,9 @@ class DPGrapeArguments(_Host):
         default=None,
         metadata={
             "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
-            "per_layer: each layer has a share of it, so that nothing per sample outlives its "
-            "layer in the backward pass. That takes less memory and as much noise, and clips "
-            "harder. automatic: every gradient is scaled to just below max_grad_norm, which then "
-            "need not be tuned. Default: automatic where learning_rate is chosen and max_grad_norm "
-            "not given, else flat."
+            "automatic: every gradient is scaled to just below max_grad_norm, which then need not "
+            "be tuned. Default: automatic where learning_rate is chosen and max_grad_norm not "
+            "given, else flat."
         },
     )
     noise: Annotated[str | None, one_of([INDEPENDENT, BANDED])] = field(
@@ -316,13 +314,6 @@ class DPGrapeArguments(_Host):
     projection_seed: Annotated[int, Valid("0 or greater", lambda v: v >= 0)] = field(
         default=0,
         metadata={"help": "The public seed of the projections; it stands in the ledger."},
-    )
-    project_embeddings: bool = field(
-        default=False,
-        metadata={
-            "help": "Project embeddings and vocabulary heads as well. That takes less memory where "
-            "the vocabulary is large; the paper leaves them unprojected."
-        },
     )
     float32_updates: bool = field(
         default=False,

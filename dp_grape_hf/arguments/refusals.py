@@ -35,7 +35,6 @@ def _projects(row: Method) -> bool:
 # Options that mean nothing in some methods: what they are about, and the methods that do that.
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", _projects),
-    "project_embeddings": ("a projection", _projects),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
     "gradient_factors": (
         "gradients that are clipped",
@@ -156,11 +155,6 @@ def _refuse_modes(args: Any) -> None:
         raise PrivacyError(
             f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}; choose one "
             f"of: {', '.join(ENGINES[args.engine].grad_sample_modes)}."
-        )
-    if mode == GradSampleMode.GHOST and args.clipping == Clipping.PER_LAYER:
-        raise PrivacyError(
-            f"grad_sample_mode={mode!r} takes a second backward pass to free gradients early, "
-            f"which clipping={args.clipping!r} does in one. Leave one of them out."
         )
 
 

@@ -12,7 +12,6 @@ import torch
 from tqdm import tqdm
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.memory import (
     COLLECTIVES,
     COMPARED,
@@ -58,8 +57,6 @@ def run(args: argparse.Namespace) -> str:
         gradient_checkpointing=args.gradient_checkpointing,
         projection=args.projection,
         rank=args.rank,
-        clipping=args.clipping,
-        project_embeddings=args.project_embeddings,
         bits=args.bits,
         processes=args.processes,
         bands=args.bands,
@@ -245,8 +242,6 @@ class Report:
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
             "" if setting.projection == "gaussian" else f"{setting.projection} projections",
             "gradient checkpointing" if setting.gradient_checkpointing else "",
-            "" if setting.clipping == Clipping.FLAT else f"clipping {setting.clipping}",
-            "projected embeddings" if setting.project_embeddings else "",
             f"linear layers in {setting.bits} bits" if setting.bits else "",
             f"one of {setting.processes} processes" if setting.processes > 1 else "",
         )

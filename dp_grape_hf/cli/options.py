@@ -10,7 +10,6 @@ from pathlib import Path
 from dp_grape_hf.errors import PrivacyError, require
 
 _HEAD = "an AutoModelFor... in small letters, as causal-lm (default: config's)"
-_CLIPPING = ("flat", "per_layer", "automatic")
 
 # ---- suggest ----
 
@@ -238,8 +237,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
-    add("--clipping", choices=_CLIPPING, default="flat", help="default: flat")
-    add("--project_embeddings", action="store_true", help="and vocabulary heads")
     add("--bits", type=int, choices=(4, 8), help="of linear layers, which have an adapter then")
     add(
         "--bands",
@@ -335,7 +332,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("--method", choices=("dp_grape", "dp_sgd", "dp_jl"))
-    parser.add_argument("--clipping", choices=_CLIPPING)
+    parser.add_argument("--clipping", choices=("flat", "automatic"))
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--target_epsilon",

@@ -21,7 +21,6 @@ class Clipping(Choice):
     """What bounds the contribution of one example; see `Mechanism`."""
 
     FLAT = "flat"
-    PER_LAYER = "per_layer"
     AUTOMATIC = "automatic"
 
 
@@ -108,16 +107,21 @@ _NO_CAP = {
         lambda x: False,
     )
 }
-_CLIPPING = {"valid": (f"one of {', '.join(Clipping)}", lambda x: x in Clipping)}
+_CLIPPING = {
+    "valid": (
+        f"one of {', '.join(Clipping)}; clipping per layer is gone, and a ledger with it is read "
+        "by the version of dp_grape_hf that wrote it",
+        lambda x: x in Clipping,
+    )
+}
 
 
 @dataclass(frozen=True)
 class Mechanism:
     """The public parameters of a run: what was promised, and all that defines a release.
 
-    ``clipping`` is ``flat`` where one norm runs over all parameters of a sample jointly, and
-    ``per_layer`` where C is divided among the layers so that a sample contributes at most C, and
-    ``automatic`` where every gradient is scaled to a norm just below C.
+    ``clipping`` is ``flat`` where gradients longer than C are scaled to it, by their norm over all
+    parameters jointly, and ``automatic`` where each is scaled to a norm just below C.
     ``max_batch_size`` is None: older versions could cap a logical batch.
     ``projection_ranks`` says, as text, what differed from ``projection_rank`` in runs of older
     versions, which also let ``projection_side`` be asked for.
@@ -168,12 +172,6 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        require(
-            self.norm_directions is None or self.clipping != Clipping.PER_LAYER,
-            f"norm_directions={self.norm_directions!r} estimates the norm over all layers jointly, "
-            f"and clipping={self.clipping!r} needs one of each layer. Choose clipping='flat' or "
-            "'automatic', or a method that computes norms.",
-        )
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",

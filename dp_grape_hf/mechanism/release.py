@@ -78,9 +78,7 @@ class PrivateMechanism:
         noise_slice: as in ``add_noise_``.
 
     Clipping:
-        ``flat`` clips the norm over all parameters to C. ``per_layer`` clips each of the k modules
-        that own parameters to ``C / sqrt(k)``, so that nothing per-sample outlives the backward
-        pass of its layer (McMahan et al. 2018). ``automatic`` scales every gradient by
+        ``flat`` clips the norm over all parameters to C. ``automatic`` scales every gradient by
         ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
         tuned.
 
@@ -98,11 +96,10 @@ class PrivateMechanism:
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
-        all parameters jointly, whatever the clipping: k parts of at most ``C / sqrt(k)`` make at
-        most C. That sum has the gradient factors in it, as the norms have; to divide by them
-        afterwards is post-processing. Where norms are estimated, a sample moves the sum by
-        ``C |R_i| / M_i``, of which ``clipping`` tells the distribution. A sample whose norm is NaN
-        or Inf contributes exactly zero, under ``per_layer`` to the modules where it is.
+        all parameters jointly, whatever the clipping. That sum has the gradient factors in it, as
+        the norms have; to divide by them afterwards is post-processing. Where norms are estimated,
+        a sample moves the sum by ``C |R_i| / M_i``, of which ``clipping`` tells the distribution.
+        A sample whose norm is NaN or Inf contributes exactly zero.
 
     Noise:
         That of each step by itself, or correlated over steps where ``ledger.mechanism`` has bands
@@ -124,7 +121,6 @@ class PrivateMechanism:
     ) -> None:
         own = ledger.mechanism
         self.per_sample = per_sample
-        self.clipping = own.clipping
         self._automatic = own.clipping == Clipping.AUTOMATIC
         self.max_grad_norm = own.max_grad_norm
         self.noise_multiplier = own.noise_multiplier
@@ -182,16 +178,11 @@ class PrivateMechanism:
             guarding_streams(lambda: self.per_sample.reseeds_host),
             refusing_changed_weights(self.per_sample.model, thorough=not self._watched),
         ):
-            if self.clipping == Clipping.PER_LAYER:
-                bound = self.max_grad_norm / len(self.per_sample.groups) ** 0.5
-                losses = self.per_sample.stream(
-                    inputs, self.projectors, lambda grads: self._add(total, grads, bound)
-                )
-            elif self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
+            if self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
                 losses = self._accumulate_twice(total, inputs)
             else:
                 losses, per_sample_grads = self.per_sample(inputs, self.projectors)
-                self._add(total, per_sample_grads, self.max_grad_norm)
+                self._add(total, per_sample_grads)
         self._watched = True
         return losses
 
@@ -235,12 +226,11 @@ class PrivateMechanism:
             return ExactNorms(self.gradient_factors)
         return EstimatedNorms(self._directions, self.gradient_factors)
 
-    def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients, bound: float) -> None:
+    def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
+        bound, automatic = self.max_grad_norm, self._automatic
         with self._clipping(per_sample_grads):
             if self._directions is None:
-                add_clipped_sum_(
-                    total, per_sample_grads, bound, self._automatic, self.gradient_factors
-                )
+                add_clipped_sum_(total, per_sample_grads, bound, automatic, self.gradient_factors)
                 return
             norms = self._norms()
             norms.add(per_sample_grads)

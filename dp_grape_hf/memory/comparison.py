@@ -113,7 +113,7 @@ def sizes_of_model(build: Build, setting: Setting) -> Sizes:
         model = build(setting.dtype)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
-    names = projection_targets(model, trainable, None, setting.project_embeddings)
+    names = projection_targets(model, trainable)
     matrices = {name: shapes[name] for name in names}
     placed = placements(matrices, setting.rank, input_dims=input_dimensions(model))
     return sizes_of(shapes, placed, setting.batch_size)

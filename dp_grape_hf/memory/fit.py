@@ -28,7 +28,6 @@ class Knob:
     option: str  # of ``dp-grape memory``
     cost: str
     turn: Callable[[Setting], Setting]
-    private_only: bool = False
     projected_only: bool = False
 
 
@@ -44,20 +43,6 @@ KNOBS = (
         "--dtype bfloat16",
         "small updates are rounded away unless float32_updates=True",
         lambda s: replace(s, dtype=torch.bfloat16),
-    ),
-    Knob(
-        "clipping per layer",
-        "--clipping per_layer",
-        "clips harder at the same noise",
-        lambda s: replace(s, clipping="per_layer"),
-        private_only=True,
-    ),
-    Knob(
-        "projected embeddings",
-        "--project_embeddings",
-        "the paper leaves them unprojected",
-        lambda s: replace(s, project_embeddings=True),
-        projected_only=True,
     ),
     Knob(
         "a quarter of the rank",
@@ -186,6 +171,4 @@ def _crossing(known: dict[int, int], limit: int, *ends: int) -> int:
 
 def _applies(knob: Knob, setting: Setting) -> bool:
     row = METHODS.get(setting.method)  # None for torch's own AdamW
-    private = row is not None and row.private
-    projected = row is not None and row.projection != "identity"
-    return (private or not knob.private_only) and (projected or not knob.projected_only)
+    return not knob.projected_only or (row is not None and row.projection != "identity")

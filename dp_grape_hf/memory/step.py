@@ -67,8 +67,6 @@ class Setting:
         projection: family of a method that projects as it captures; principal directions are
             measured in every step that is simulated, and in a run only once.
         rank: r of the projections, and of the adapter of a method that trains one.
-        clipping: as ``PrivateMechanism`` has it.
-        project_embeddings: whether embeddings and vocabulary heads are projected too.
         recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
             is then told whether a GPU is simulated.
         grad_sample_mode: as ``LayerwiseEngine`` has it.
@@ -85,8 +83,6 @@ class Setting:
     gradient_checkpointing: bool = False
     projection: str = "gaussian"
     rank: int = 16
-    clipping: str = "flat"
-    project_embeddings: bool = False
     recompute_activations: bool | None = None
     grad_sample_mode: str = GradSampleMode.AUTO
     bits: int | None = None
@@ -113,9 +109,8 @@ def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
     asked: dict[str, Any] = {}
     row = METHODS.get(setting.method)
     if row is not None and row.private:
-        asked = {"noise_multiplier": 1.0, "clipping": setting.clipping}
+        asked["noise_multiplier"] = 1.0
     if row is not None and row.projected is not None:
-        asked["project_embeddings"] = setting.project_embeddings
         if row.projection == PRINCIPAL:
             asked["projection"] = setting.projection
     return DPGrapeTrainingArguments(

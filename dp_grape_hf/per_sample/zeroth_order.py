@@ -47,8 +47,7 @@ class ZerothOrderEngine(PerSampleEngine):
     """Per-sample finite differences of the loss along the directions of a step.
 
     Call ``use`` once for each logical batch, before its physical batches. Dropout is off, as in
-    MeZO and DPZero, and a model that is random all the same is refused. All K numbers of a sample
-    are one group, so that ``per_layer`` clipping is ``flat`` clipping.
+    MeZO and DPZero, and a model that is random all the same is refused.
 
     Args:
         model: as in ``PerSampleEngine``.

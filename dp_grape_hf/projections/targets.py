@@ -16,7 +16,6 @@ def projection_targets(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     wanted: str | list[str] | None = None,
-    embeddings: bool = False,
 ) -> list[str]:
     """Returns the names of the weights to project.
 
@@ -25,19 +24,11 @@ def projection_targets(
         trainable: its trainable parameters, each once, by the name that counts.
         wanted: ``optim_target_modules``: names or regular expressions of modules, or
             ``all-linear``; our own choice, ``default_targets``, if None.
-        embeddings: whether to add embeddings and the vocabulary head; a weight that both share is
-            one target.
 
     Raises:
         PrivacyError: if ``wanted`` matches nothing.
     """
-    if wanted is None:
-        names = default_targets(model)
-    else:
-        names = _matching(model, trainable, wanted)
-    if embeddings:
-        names += _vocabulary(model, trainable)
-    return list(dict.fromkeys(names))
+    return default_targets(model) if wanted is None else _matching(model, trainable, wanted)
 
 
 def input_dimensions(model: nn.Module) -> dict[str, int]:
@@ -75,18 +66,6 @@ def _matching(
             "Give names or regular expressions of modules, or leave it out."
         )
     return names
-
-
-def _vocabulary(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
-    names = {id(parameter): name for name, parameter in trainable.items()}
-    output = output_embeddings(model)
-    weights: list[Any] = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        or (module is output and isinstance(module, MATRIX_LAYERS))
-    ]
-    return [names[id(weight)] for weight in weights if id(weight) in names]
 
 
 def default_targets(model: Any) -> list[str]:

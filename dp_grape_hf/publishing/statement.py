@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from dp_grape_hf.accounting import Adjacency, rounded_up
 from dp_grape_hf.errors import require
-from dp_grape_hf.ledger import EXAMPLE, Ledger, Mechanism
+from dp_grape_hf.ledger import EXAMPLE, Clipping, Ledger, Mechanism
 
 BEGIN = (
     "<!-- dp-grape: from here to the mark below, privacy_ledger.json says what stands here, and "
@@ -30,7 +30,6 @@ _EPSILON_ROW = "ε spent (upper bound)"
 LAST_DIGITS = 1e-6  # in which processors differ
 # Metadata, as the Hub finds them, and a title without HTML. Neither can hide what comes below.
 _ABOVE = re.compile(r"(?>---\n.*?\n---[ \t]*\n)?\n*(?:#[ ][^\n<]*\n)?\n*", re.DOTALL)
-_SPLIT = {"per_layer": ", split over the layers", "automatic": ", to which all are scaled"}
 _MADE_BY = {"prv": "prv-accountant", "pld": "dp-accounting", "rdp": "dp_grape_hf"}
 
 
@@ -90,6 +89,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
+    scaled = ", to which all are scaled" if mechanism.clipping == Clipping.AUTOMATIC else ""
     rows = {
         _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
@@ -99,7 +99,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "Dataset size N, as declared": f"{mechanism.num_samples}",
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
         "Noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
-        "Clipping norm C": f"{mechanism.max_grad_norm:g}{_SPLIT.get(mechanism.clipping, '')}",
+        "Clipping norm C": f"{mechanism.max_grad_norm:g}{scaled}",
         "Norms": "exact" if known is None else f"estimated from {known} random directions",
         "Releases": f"{ledger.steps}",
         "Projection": mechanism.projection_in_words,

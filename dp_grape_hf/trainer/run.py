@@ -571,9 +571,7 @@ def _projections(
     where = METHODS[args.method].projected
     if where is None:
         return None, None
-    targets = projection_targets(
-        model, trainable, args.optim_target_modules, args.project_embeddings
-    )
+    targets = projection_targets(model, trainable, args.optim_target_modules)
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
         "rank": args.projection_rank,

@@ -31,7 +31,6 @@ from recipes.models.matrix import own_gradients, whole_error, worst_error
 from recipes.models.zoo import Batch, Row, rows
 
 Check = Callable[[], dict[str, Any]]
-Groups = list[tuple[str, ...]]  # of the names of parameters
 
 BATCH_SIZE, RANK = 5, 4
 EXACT, LOW = 1e-3, 0.2  # relative errors that float32 and bfloat16 arithmetic may have
@@ -62,10 +61,8 @@ def checks(device: torch.device, only: str = "") -> dict[str, Check]:
             found[f"flash attention of torch: {name}"] = partial(flash, row, device)
             found[f"flash_attn: {name}"] = partial(flash_attn, row, device)
     for name in FEW:
-        for clipping in ("flat", "per_layer") if name in entries else ():
-            found[f"release, {clipping}: {name}"] = partial(
-                release, entries[name], device, clipping
-            )
+        if name in entries:
+            found[f"release: {name}"] = partial(release, entries[name], device)
     return found
 
 
@@ -149,7 +146,7 @@ def _unpadded(batch: Batch) -> Batch:
 # ---- A release ----
 
 
-def release(row: Row, device: torch.device, clipping: str) -> dict[str, Any]:
+def release(row: Row, device: torch.device) -> dict[str, Any]:
     """Compares a whole release, in two physical batches, with clipped sums computed on the CPU.
 
     Its noise is what the same generator gives an empty draw; the spread of that noise is checked
@@ -159,18 +156,18 @@ def release(row: Row, device: torch.device, clipping: str) -> dict[str, Any]:
     projectors = _projectors(model, RANK)
     _, per_sample_grads = own_gradients(model, batch, projectors)
     per_sample = make_engine("layerwise", model.to(device))
-    groups = [tuple(per_sample_grads)] if clipping == "flat" else per_sample.groups
-    share = _middle_norm(per_sample_grads, groups)
-    expected = _clipped_sum(per_sample_grads, groups, share)
-    bound = share * len(groups) ** 0.5
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in per_sample_grads.values()]).norm(dim=0)
+    bound = norms.median().item()  # one half of the samples is clipped, the other is not
+    factors = (bound / norms).clamp(max=1.0)
+    expected = {n: torch.einsum("b,b...->...", factors, g) for n, g in per_sample_grads.items()}
     placed = _placed(projectors, device)
     with exact_products():
-        engine = _engine(per_sample, bound, clipping, device)
+        engine = _engine(per_sample, bound, device)
         engine.begin(placed)
         for part in (slice(0, 2), slice(2, None)):
             engine.accumulate(_moved({key: v[part] for key, v in batch.items()}, device))
         released = engine.release()
-    empty = _engine(per_sample, bound, clipping, device)
+    empty = _engine(per_sample, bound, device)
     empty.begin(placed)
     noise = empty.release()
     found = {name: BATCH_SIZE * (released[name] - noise[name]).cpu()[None] for name in released}
@@ -186,31 +183,8 @@ def release(row: Row, device: torch.device, clipping: str) -> dict[str, Any]:
     return {"error": error, "limit": EXACT, "noise_std_over_expected": spread}
 
 
-def _middle_norm(per_sample_grads: Mapping[str, Tensor], groups: Groups) -> float:
-    """Returns the median norm: one half of the samples is then clipped, the other is not."""
-    return torch.cat([_norms(per_sample_grads, group) for group in groups]).median().item()
-
-
-def _clipped_sum(
-    per_sample_grads: Mapping[str, Tensor], groups: Groups, bound: float
-) -> dict[str, Tensor]:
-    """Returns the sum of gradients of which each group is clipped to a norm of ``bound``."""
-    total: dict[str, Tensor] = {}
-    for group in groups:
-        factors = (bound / _norms(per_sample_grads, group)).clamp(max=1.0)
-        for name in group:
-            total[name] = torch.einsum("b,b...->...", factors, per_sample_grads[name])
-    return total
-
-
-def _norms(per_sample_grads: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """Returns (B,), the norms over the named parameters jointly."""
-    parts = [per_sample_grads[name].flatten(1).norm(dim=1) for name in names]
-    return torch.stack(parts).norm(dim=0)
-
-
 def _engine(
-    per_sample: PerSampleEngine, max_grad_norm: float, clipping: str, device: torch.device
+    per_sample: PerSampleEngine, max_grad_norm: float, device: torch.device
 ) -> PrivateMechanism:
     mechanism = Mechanism(
         noise_multiplier=SIGMA,
@@ -226,7 +200,6 @@ def _engine(
         projection_rank=RANK,
         projection_update_steps=1,
         projection_seed=0,
-        clipping=clipping,
     )
     return PrivateMechanism(
         per_sample,

@@ -149,15 +149,14 @@ def placed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings() -> list[Setting]:
-    """Returns what is run: every method, and DP-GRAPE and DP-Adam with each way to clip."""
+    """Returns what is run: every method, and DP-GRAPE in other forms."""
     found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
-    grape, adam = (Setting(method=name, batch_size=BATCH) for name in (DP_GRAPE, "dp_adam"))
+    grape = Setting(method=DP_GRAPE, batch_size=BATCH)
     return [
         *found,
         replace(grape, projection=PRINCIPAL),
         replace(grape, grad_sample_mode="ghost"),
         replace(grape, dtype=torch.bfloat16),
-        *(replace(base, clipping="per_layer") for base in (grape, adam)),
     ]
 
 

@@ -43,14 +43,14 @@ GONE = frozenset(
         *("average_decay", "direction_distribution", "moments_at_redraw", "noise_correction"),
         *("num_trials", "regenerate_projections", "released_iterate", "trials_distribution"),
         *("max_batch_size", "projection_ranks", "projection_side", "sampling"),
+        "project_embeddings",
     }
 )
 """Options that older results have, with what is always done now."""
 
 PROJECTION = frozenset(
     {
-        *("projection", "projection_rank"),
-        *("projection_update_steps", "project_embeddings"),
+        *("projection", "projection_rank", "projection_update_steps"),
         *("optim_target_modules", "public_dataset"),
     }
 )

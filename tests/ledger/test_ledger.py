@@ -249,9 +249,9 @@ def test_estimated_norms_and_replaced_examples_are_accounted_for() -> None:
     assert epsilons[2] > 1.5 * epsilons[0]
 
 
-def test_estimated_norms_by_layer_are_refused() -> None:
-    with pytest.raises(PrivacyError, match="norm_directions=16 estimates the norm over all layers"):
-        replace(MECHANISM, norm_directions=16, clipping="per_layer")
+def test_clipping_per_layer_is_not_read_as_if_it_were_another() -> None:
+    with pytest.raises(PrivacyError, match=r"clipping='per_layer' must be .* that wrote it"):
+        replace(MECHANISM, clipping="per_layer")
 
 
 def test_a_cap_on_the_batch_is_not_read_as_if_there_were_none() -> None:
@@ -408,7 +408,7 @@ OTHER_VALUES: dict[str, Any] = {
     "privacy_unit": "author",
     "sampling": "shuffle",
     "method": "dp_adam",
-    "clipping": "per_layer",
+    "clipping": "automatic",
     "projection_side": "input",
     "projection_ranks": '{"body": 4}',
     "norm_directions": 16,

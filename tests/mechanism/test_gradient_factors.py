@@ -5,8 +5,7 @@ Shapes: B samples in a batch.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,6 @@ from tests.support.oracles import (
     single_sample_gradients,
 )
 
-# Clipping per layer takes one pass.
-PAIRS = [
-    (mode, clipping)
-    for mode, clipping in product(GradSampleMode, Clipping)
-    if (mode, clipping) != (GradSampleMode.GHOST, Clipping.PER_LAYER)
-]
 # Some are of small tensors, some of large ones, some of tied ones; all others have 1.
 FACTORS: dict[str, dict[str, float]] = {
     "stack": {"first.bias": 0.25, "first.weight": 4.0, "table.weight": 3.0, "norm.weight": 0.1},
@@ -61,22 +54,15 @@ def definition(
     factors: Mapping[str, float],
     bound: float,
     clipping: str,
-    groups: Iterable[Iterable[str]],
 ) -> dict[str, Tensor]:
     """Returns ``sum_i clip(f g_i, C) / f`` of gradients (B, ...), in float64."""
     times = {name: factors.get(name, 1.0) * g.double() for name, g in gradients.items()}
-    if clipping == Clipping.PER_LAYER:
-        groups = list(groups)
-        bound /= math.sqrt(len(groups))
-    else:
-        groups = [times]
+    norms = sum(value.flatten(1).square().sum(1) for value in times.values()).sqrt()
+    clips = bound / (norms + 0.01) if clipping == "automatic" else (bound / norms).clamp(max=1)
     found = {}
-    for group in groups:
-        norms = sum(times[name].flatten(1).square().sum(1) for name in group).sqrt()
-        clips = bound / (norms + 0.01) if clipping == "automatic" else (bound / norms).clamp(max=1)
-        for name in group:
-            total = torch.einsum("b,b...->...", clips, times[name]) / factors.get(name, 1.0)
-            found[name] = total.float()
+    for name, value in times.items():
+        total = torch.einsum("b,b...->...", clips, value) / factors.get(name, 1.0)
+        found[name] = total.float()
     return found
 
 
@@ -87,7 +73,7 @@ def definition(
     ("rank", "clipping", "name"),
     [
         *(pytest.param(4, c, "stack", id=f"projected-{c.value}-stack") for c in Clipping),
-        (None, "per_layer", "under vmap"),
+        (None, "automatic", "under vmap"),
         (None, "flat", "vit"),
     ],
 )
@@ -98,20 +84,21 @@ def test_the_release_equals_its_definition(name: str, clipping: str, rank: int |
     projectors, factors = projectors_for(model, rank), FACTORS[name]
     gradients = single_sample_gradients(model, inputs, projectors, loss)[1]
     bound = 0.5 * joint_norm({n: factors.get(n, 1.0) * g[0] for n, g in gradients.items()})
-    for mode in (mode for mode in GradSampleMode if (mode, clipping) in PAIRS):
+    for mode in GradSampleMode:
         per_sample = make_engine("layerwise", model, loss, mode)
         engine = with_factors(
             per_sample, factors, clipping=clipping, max_grad_norm=bound, expected_batch_size=4.0
         )
         assert engine.gradient_factors == factors
         found = {n: 4 * v for n, v in released(engine, split(inputs, [4, 2]), projectors).items()}
-        of = (bound, clipping, per_sample.groups)
-        expected, without = definition(gradients, factors, *of), definition(gradients, {}, *of)
+        expected = definition(gradients, factors, bound, clipping)
+        without = definition(gradients, {}, bound, clipping)
         assert relative_error(flat(found), flat(expected)) < 5e-5, mode
         assert relative_error(flat(found), flat(without)) > 1e-2, mode
 
 
-@pytest.mark.parametrize(("mode", "clipping"), PAIRS)
+@pytest.mark.parametrize("clipping", Clipping)
+@pytest.mark.parametrize("mode", GradSampleMode)
 def test_factors_of_one_release_the_same_bits_as_none(mode: str, clipping: str) -> None:
     model, inputs, loss = MODELS["stack"]()
     per_sample = make_engine("layerwise", model, loss, mode)
@@ -156,7 +143,7 @@ EXTREME = {
 
 @pytest.mark.parametrize(
     ("name", "clipping"),
-    [*((name, "flat") for name in EXTREME), ("all", "per_layer"), ("all", "automatic")],
+    [*((name, "flat") for name in EXTREME), ("all", "automatic")],
 )
 def test_one_sample_more_moves_what_meets_the_noise_by_at_most_c(
     name: str, clipping: str, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import PrivateMechanism, secret_generator
 from dp_grape_hf.mechanism import clipping as norms
 from dp_grape_hf.mechanism.clipping import EstimatedNorms, ExactNorms, NormDirections
@@ -297,11 +296,3 @@ def test_no_more_than_a_few_directions_are_in_memory(monkeypatch: pytest.MonkeyP
     again.add(gradients)
     assert torch.equal(norm.joint(), again.joint())
     assert not math.isnan(norm.joint().sum())
-
-
-# ---- Refusals ----
-
-
-def test_estimates_for_each_layer_are_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"norm_directions=5.*clipping='per_layer'"):
-        estimating(Given(a=(3,)), clipping="per_layer")

@@ -57,7 +57,6 @@ SETTINGS = {
 PROJECTED = {"projection_rank": 4, "projection_update_steps": 2}
 CASES: dict[str, dict[str, Any]] = {
     "dp_grape": PROJECTED,
-    "per_layer": {**PROJECTED, "clipping": "per_layer"},
     "units": {**PROJECTED, "privacy_unit_column": "user", "max_examples_per_unit": 2},
     "dp_adam, ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
     "dpzero": {

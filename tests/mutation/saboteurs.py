@@ -101,15 +101,6 @@ def _quiet_when_empty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _undivided_bound(patch: pytest.MonkeyPatch) -> None:
-    original = PrivateMechanism._add
-
-    def add(self: PrivateMechanism, total: Any, gradients: Gradients, bound: float) -> None:
-        original(self, total, gradients, self.max_grad_norm)
-
-    patch.setattr(PrivateMechanism, "_add", add)
-
-
 def _drawn_divisor(patch: pytest.MonkeyPatch) -> None:
     counts: dict[int, int] = {}
     begin, accumulate, release = (
@@ -637,14 +628,6 @@ SABOTEURS = (
         (
             "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
             "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat-plain]",
-        ),
-    ),
-    Saboteur(
-        "each layer is clipped to all of C",
-        _undivided_bound,
-        (
-            "test_clipping.py::test_the_release_equals_its_definition[gpt2-layerwise]",
-            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-per_layer-plain]",
         ),
     ),
     Saboteur(

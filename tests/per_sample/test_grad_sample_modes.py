@@ -172,6 +172,25 @@ def test_functorch_materialises_what_it_would_keep_in_factors() -> None:
 # ---- Two passes ----
 
 
+def test_groups_are_the_modules_that_own_parameters_and_share_none() -> None:
+    model = only("gpt2").model()
+    groups = make_engine("layerwise", model).groups
+    names = [name for group in groups for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert ("transformer.wte.weight",) in groups  # the tied head owns the same tensor
+    assert ("transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.bias") in groups
+
+
+def test_modules_that_share_a_parameter_make_one_group() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    groups = make_engine("layerwise", model, lambda outputs, labels: outputs).groups
+    assert [set(group) for group in groups] == [
+        {"0.weight", "0.bias", "2.bias"},
+        {"1.weight", "1.bias"},
+    ]
+
+
 def test_ghost_norms_take_one_forward_pass_and_keep_no_gradient_of_a_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -165,10 +165,10 @@ def test_the_spent_epsilon_is_printed_and_not_the_budget() -> None:
     assert "57.25" not in card
 
 
-def test_a_bound_that_is_split_over_the_layers_is_said_to_be() -> None:
+def test_a_norm_that_all_are_scaled_to_is_said_to_be() -> None:
     name = "Clipping norm C"
-    assert "split" not in rows(render(ledger()))[name]
-    assert rows(render(ledger(clipping="per_layer")))[name].endswith(", split over the layers")
+    assert "scaled" not in rows(render(ledger()))[name]
+    assert rows(render(ledger(clipping="automatic")))[name].endswith(", to which all are scaled")
 
 
 def test_no_projection_has_no_rank() -> None:

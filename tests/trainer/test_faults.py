@@ -379,7 +379,6 @@ CLIPPED = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "flat": {},
-    "per_layer": {"clipping": "per_layer"},
     "automatic": {"clipping": "automatic"},
     "ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
     "functorch": {"engine": "functorch"},

@@ -363,8 +363,8 @@ class Pass:
         if stream.awaited[name] == 0:
             raise PrivacyError(
                 f"{name} is used more often than in the first batch, after its clipped gradient "
-                "was added up; its clipping would bound nothing. Use clipping='flat', and not "
-                "grad_sample_mode='ghost'."
+                "was added up; its clipping would bound nothing. Use grad_sample_mode='auto', "
+                "not grad_sample_mode='ghost'."
             )
         stream.awaited[name] -= 1
         group = stream.group_of[name]

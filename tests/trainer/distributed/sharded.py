@@ -106,13 +106,7 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     ),
     "llama, uneven": (partial(_of_case, "llama"), UNEVEN),
     "llama, LoRA": (lambda: _of_case("llama") | {"model": with_lora()}, {"method": "dp_lora"}),
-    "gpt2, per layer": (
-        partial(_of_case, "gpt2"),
-        {
-            "clipping": "per_layer",
-            "projection_update_steps": 2,
-        },
-    ),
+    "gpt2": (partial(_of_case, "gpt2"), {"projection_update_steps": 2}),
     "roberta, principal": (
         partial(_of_case, "roberta-classifier"),
         {"projection": "principal", "projection_update_steps": 2, "update_rule": "momentum"},
