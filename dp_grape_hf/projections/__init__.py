@@ -7,21 +7,10 @@ on the inputs of ``probes``, ``schedules`` says when P is made anew,
 """
 
 from dp_grape_hf.projections.directions import DIRECTION, Directions
-from dp_grape_hf.projections.placement import (
-    Placement,
-    Side,
-    first_matches,
-    placements,
-)
+from dp_grape_hf.projections.placement import Placement, Side, first_matches, placements
 from dp_grape_hf.projections.principal import Batches, principal_directions
 from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
-from dp_grape_hf.projections.projector import (
-    PRINCIPAL,
-    PROJECTIONS,
-    Projection,
-    Projector,
-    projection,
-)
+from dp_grape_hf.projections.projector import PRINCIPAL, PROJECTIONS, Projector
 from dp_grape_hf.projections.schedules import (
     SVD,
     PrincipalProjection,
@@ -50,7 +39,6 @@ __all__ = [
     "Inputs",
     "Placement",
     "PrincipalProjection",
-    "Projection",
     "ProjectionSchedule",
     "Projector",
     "ReleasedProjection",
@@ -63,7 +51,6 @@ __all__ = [
     "output_embeddings",
     "placements",
     "principal_directions",
-    "projection",
     "projection_targets",
     "round_at_random",
     "rounding_generator",

@@ -17,14 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.projections.seeds import (
-    projection_seed_for,
-    row_blocks,
-)
+from dp_grape_hf.projections.seeds import projection_seed_for, row_blocks
 
 DIRECTION = "direction"
 """The name under which a release has its scalars, (K,)."""
-
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
 _KEPT = 2**24  # numbers of the directions of one step that are kept, of any model

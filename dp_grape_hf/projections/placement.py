@@ -8,9 +8,10 @@ Principal directions are those of the layer's input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import NamedTuple
 
 from dp_grape_hf.errors import PrivacyError, require
@@ -23,40 +24,6 @@ class Side(Enum):
 
     LEFT = "left"  # P^T G, (r, n): rows are projected
     RIGHT = "right"  # G P, (m, r): columns are projected
-
-
-def projected_side(
-    shape: tuple[int, ...], rank: int, input_dim: int = 1, *, of_input: bool = False
-) -> Side | None:
-    """Returns the side to project, or None where projecting would save nothing.
-
-    That is where the rank is not below the dimension that would be projected, and of all that is
-    not a matrix.
-
-    >>> projected_side((8, 32), 4), projected_side((32, 8), 4), projected_side((8, 8), 4)
-    (<Side.LEFT: 'left'>, <Side.RIGHT: 'right'>, <Side.RIGHT: 'right'>)
-    >>> projected_side((8, 4), 4) is None
-    True
-    >>> projected_side((8, 32), 4, of_input=True)
-    <Side.RIGHT: 'right'>
-
-    Args:
-        shape: (m, n) as stored.
-        rank: r.
-        input_dim: which dimension is the input of the layer: 1 for ``nn.Linear``, which stores
-            (out, in); 0 for transformers' ``Conv1D`` and for an embedding, whose input is a word.
-        of_input: whether the dimension of the input is projected, and not the smaller one.
-
-    Raises:
-        PrivacyError: for another ``input_dim``.
-    """
-    require(input_dim in (0, 1), f"{input_dim=} must be 0 or 1, a dimension of a matrix.")
-    if len(shape) != 2:
-        return None
-    dimension = input_dim if of_input or shape[0] == shape[1] else int(shape[0] > shape[1])
-    if shape[dimension] <= rank:
-        return None
-    return Side.RIGHT if dimension else Side.LEFT
 
 
 class Placement(NamedTuple):
@@ -76,22 +43,34 @@ def placements(
 ) -> dict[str, Placement]:
     """Returns parameter name -> ``Placement``, of those whose projection saves something.
 
+    Nothing is saved where the rank is not below the dimension that would be projected, and of what
+    is not a matrix.
+
     Args:
-        shapes: parameter name -> shape.
+        shapes: parameter name -> shape as stored.
         rank: r.
-        input_dims: parameter name -> its dimension that is the layer's input; 1 if not named.
-        of_input: as in ``projected_side``.
+        input_dims: parameter name -> its dimension that is the layer's input: 0 for transformers'
+            ``Conv1D`` and for an embedding, whose input is a word; 1 if not named, as of
+            ``nn.Linear``, which stores (out, in).
+        of_input: whether the dimension of the input is projected, and not the smaller one.
 
     Raises:
-        PrivacyError: for an unknown dimension, or a rank below 1.
+        PrivacyError: for a rank below 1.
+
+    >>> found = placements({"a": (8, 32), "b": (32, 8), "c": (8, 4), "d": (8,)}, 4)
+    >>> {name: (place.side.value, place.rows) for name, place in found.items()}
+    {'a': ('left', 8), 'b': ('right', 8)}
     """
     require(rank >= 1, f"projection_rank={rank} must be at least 1.")
     found = {}
     for name, shape in shapes.items():
-        input_dim = (input_dims or {}).get(name, 1)
-        side = projected_side(shape, rank, input_dim, of_input=of_input)
-        if side is not None:
-            found[name] = Placement(side, shape[0 if side is Side.LEFT else 1], rank)
+        if len(shape) != 2:
+            continue
+        by_input = of_input or shape[0] == shape[1]
+        dimension = (input_dims or {}).get(name, 1) if by_input else int(shape[0] > shape[1])
+        if rank < shape[dimension]:
+            side = Side.RIGHT if dimension else Side.LEFT
+            found[name] = Placement(side, shape[dimension], rank)
     return found
 
 
@@ -121,7 +100,7 @@ def first_matches(
         PrivacyError: for a pattern that is never the first to match.
     """
     patterns = list(patterns)
-    first = {name: _first_match(name, patterns) for name in names}
+    first = {name: next((p for p in patterns if _matches(name, p)), None) for name in names}
     for pattern in (pattern for pattern in patterns if pattern not in first.values()):
         if any(_matches(name, pattern) for name in names):
             raise PrivacyError(
@@ -137,16 +116,9 @@ def first_matches(
     return first
 
 
-def _first_match(name: str, patterns: Iterable[str]) -> str | None:
-    return next((pattern for pattern in patterns if _matches(name, pattern)), None)
-
-
 def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(part, pattern) for part in _runs(name))
-
-
-def _runs(name: str) -> Iterator[str]:
     parts = name.split(".")
-    for start in range(len(parts)):
-        for stop in range(start + 1, len(parts) + 1):
-            yield ".".join(parts[start:stop])
+    return any(
+        fnmatchcase(".".join(parts[start:stop]), pattern)
+        for start, stop in combinations(range(len(parts) + 1), 2)
+    )

@@ -82,21 +82,22 @@ def principal_directions(
                 blocks[name] = _Block(_width(module), ranks[name], place, seed, name)
             readers.append((module, blocks[name], embeds))
     body = _body(model, [module for module, _, _ in readers])
-    for number in range(_PASSES):
-        for block in blocks.values():
-            block.begin(again=number > 0)
-        mask: list[Tensor | None] = [None]
-        hooks = [
-            module.register_forward_hook(_reader(block, embeds, mask), with_kwargs=True)
-            for module, block, embeds in readers
-        ]
-        try:
+    mask: list[Tensor | None] = [None]
+    hooks = [
+        module.register_forward_hook(_reader(block, embeds, mask), with_kwargs=True)
+        for module, block, embeds in readers
+    ]
+    try:
+        for number in range(_PASSES):
+            if number > 0:
+                for block in blocks.values():
+                    block.turn()
             for batch in batches():
                 mask[0] = batch.get("attention_mask")
                 on_inputs(body, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return {name: blocks[name].principal() for name in ranks}
 
 
@@ -138,17 +139,17 @@ class _Block:
         self._rank, self._device = rank, device
         size = min(width, 2 * rank + 16)
         random = torch.randn(width, size, generator=projection_generator(seed, 0, name))
-        self._basis = torch.linalg.qr(random.double())[0]
-        self._image = torch.zeros(0)
-        self._total, self._count = torch.zeros((), device=device), 0
+        self._begin(random.double())
 
-    def begin(self, again: bool) -> None:
-        """Starts a pass; after the first with the directions that it turned the block to."""
-        if again:
-            self._basis = torch.linalg.qr(self._shifted()[0])[0]
+    def _begin(self, spanning: Tensor) -> None:
+        self._basis = torch.linalg.qr(spanning)[0]
         self._used = self._basis.to(self._device, torch.float32)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
+
+    def turn(self) -> None:
+        """Begins another pass, with the directions that the last one turned the block to."""
+        self._begin(self._shifted()[0])
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""

@@ -1,24 +1,17 @@
 """Random projections: how P is drawn, projects and lifts.
 
 A weight of shape m x n is projected along one of its dimensions, of d numbers, by a P of shape
-d x r with ``E[P P^T] = I``; ``placement`` says which one. P is public: it is drawn from
-a seed that stands in the ledger, never from the noise or sampling stream, and never from gradients,
-which at capture are not private yet.
-
-``Projector`` is one P in use: it projects a gradient, lifts an update, and says which side of the
-weight it stands on.
-
-To add a family, subclass ``Projection`` and register it with ``@projection("name")``.
+d x r; ``placement`` says which one. P is public: it is drawn from a seed that stands in the ledger,
+never from the noise or sampling stream, and never from gradients, which at capture are not private
+yet.
 
 Shapes: m x n the weight as stored, d its projected dimension, r rank.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,60 +22,36 @@ BLOCK_ROWS = 1024  # P is drawn in blocks of rows, so that any rank can draw any
 
 _ALL_ROWS = slice(None)
 
-
-class Projection(ABC):
-    """A family of random matrices with ``E[P P^T] = I``, unless it is not ``isotropic``.
-
-    The rows of P are independent of each other, and are drawn in blocks of ``BLOCK_ROWS``.
-    """
-
-    name: ClassVar[str]
-    isotropic: ClassVar[bool] = True  # E[P P^T] = I, so that a projected gradient keeps its length
-
-    @abstractmethod
-    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
-        """Returns a (rows, rank) float32 block of P on the CPU."""
+# ---- Families ----
 
 
-PROJECTIONS: dict[str, type[Projection] | None] = {"identity": None}  # None: nothing is projected
-PRINCIPAL = "principal"  # no random family: `principal` finds its P
+def gaussian(rows: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Returns independent entries N(0, 1/r), with ``E[P P^T] = I`` (paper, Algorithm 1)."""
+    return torch.randn(rows, rank, generator=generator) / rank**0.5
 
 
-def projection(name: str) -> Callable[[type[Projection]], type[Projection]]:
-    """Registers a projection family under the name that arguments and ledger use."""
-
-    def register(cls: type[Projection]) -> type[Projection]:
-        if name in PROJECTIONS:
-            raise ValueError(f"projection {name!r} is registered twice")
-        cls.name = name
-        PROJECTIONS[name] = cls
-        return cls
-
-    return register
-
-
-@projection("gaussian")
-class Gaussian(Projection):
-    """Independent entries N(0, 1/r) (paper, Algorithm 1)."""
-
-    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
-        """Returns independent normal entries of variance 1/rank, (rows, rank)."""
-        return torch.randn(rows, rank, generator=generator) / rank**0.5
-
-
-@projection("gaussian_over_r")
-class GaussianOverR(Projection):
-    """Independent entries N(0, 1/r^2), as the code of the paper's authors has them.
+def gaussian_over_r(rows: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Returns independent entries N(0, 1/r^2), as the code of the paper's authors has them.
 
     ``E[P P^T] = I / r``: projected gradients are shorter by sqrt(r), against those of weights that
     are not projected. For comparison with results of that code.
     """
+    return torch.randn(rows, rank, generator=generator) / rank
 
-    isotropic = False
 
-    def draw(self, rows: int, rank: int, generator: torch.Generator) -> Tensor:
-        """Returns independent normal entries of variance 1/rank^2, (rows, rank)."""
-        return torch.randn(rows, rank, generator=generator) / rank
+Draw = Callable[[int, int, torch.Generator], Tensor]
+"""A block of (rows, rank) of P, float32 on the CPU, of rows that are independent of each other."""
+
+PROJECTIONS: Mapping[str, Draw | None] = {
+    "identity": None,  # nothing is projected
+    "gaussian": gaussian,
+    "gaussian_over_r": gaussian_over_r,
+}
+"""The random families, by the names that arguments and ledger use."""
+
+PRINCIPAL = "principal"  # no random family: `principal` finds its P
+
+# ---- P in use ----
 
 
 @dataclass(frozen=True, eq=False)

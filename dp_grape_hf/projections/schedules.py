@@ -17,70 +17,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import require
 from dp_grape_hf.projections.placement import Placement, Side, placements
 from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
 from dp_grape_hf.projections.seeds import projection_generator
 
-# ---- After the release ----
-
 SVD = "svd"
 
 
-def svd_projector(private_grad: Tensor, rank: int, side: Side) -> Projector:
-    """Returns the projector onto the r leading singular vectors of a private gradient.
-
-    P is the first r columns of U on the left side, of V on the right, of the singular value
-    decomposition in float32 (Zhao et al. 2024, GaLore). Its columns are orthonormal, so ``P P^T``
-    is the best projection of this gradient to rank r, and not the identity in expectation.
-
-    Guarantee:
-        Post-processing of ``private_grad``, if that is private. It must not be a sum that got no
-        noise yet: what is projected by this P would depend on the data twice.
+class _Redrawn:
+    """Projectors that are made anew every F steps.
 
     Args:
-        private_grad: (m, n), of any floating type.
-        rank: r, at most min(m, n).
-        side: the side P acts on.
+        placed: parameter name -> where its P acts, of those that are projected.
+        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``, and with
+            None at the first alone.
+        device: where projectors are used.
 
-    Raises:
-        PrivacyError: if the gradient is no matrix or has no r singular vectors.
-        ValueError: if it has NaN or Inf entries.
+    Attributes:
+        placements: parameter name -> where its P acts, of those that are projected.
     """
-    shape = tuple(private_grad.shape)
-    require(len(shape) == 2, f"private_grad of shape {shape} is not one matrix.")
-    require(
-        1 <= rank <= min(shape),
-        f"projection_rank={rank} is not between 1 and {min(shape)}, the number of singular vectors "
-        f"of a gradient of shape {shape}.",
-    )
-    if not private_grad.isfinite().all():
-        raise ValueError("private_grad has NaN or Inf entries, so it has no singular vectors.")
-    u, _, vh = torch.linalg.svd(private_grad.detach().float(), full_matrices=False)
-    columns = u[:, :rank] if side is Side.LEFT else vh[:rank].T
-    # A copy, because a view would keep the vectors that are not needed.
-    return Projector(columns.clone(memory_format=torch.contiguous_format), side)
+
+    def __init__(
+        self,
+        placed: Mapping[str, Placement],
+        update_steps: int | None,
+        device: torch.device | str,
+    ) -> None:
+        require(
+            update_steps is None or update_steps >= 1,
+            f"projection_update_steps={update_steps} must be at least 1.",
+        )
+        self.placements = placed
+        self._update_steps, self._device = update_steps, torch.device(device)
+        self._refresh = -1
+        self._projectors: dict[str, Projector] = {}
+
+    def _in_force(
+        self, step: int, make: Callable[[int], Mapping[str, Tensor]], drawn: bool = False
+    ) -> dict[str, Projector]:
+        """Returns the projectors of a step.
+
+        Args:
+            step: counted from 0.
+            make: returns the matrices, given how often they were made before.
+            drawn: whether they can be made at any step, and not only when they are due.
+        """
+        every = self._update_steps
+        refresh, late = (0, step) if every is None else divmod(step, every)
+        if refresh != self._refresh:
+            require(
+                drawn or late == 0,
+                f"the projection in force at {step=} is that of step {step - late}. Load the state "
+                "that was saved with the checkpoint to resume between two redraws.",
+            )
+            matrices = make(refresh)
+            self._projectors = {
+                name: Projector(matrices[name].to(self._device), place.side)
+                for name, place in self.placements.items()
+            }
+            self._refresh = refresh
+        return self._projectors
 
 
-class _KeptProjection:
+class _Saved(_Redrawn):
     """Projectors that no seed can make again, and so are saved with a checkpoint.
 
     They are public, or post-processing of private gradients.
     """
 
-    _placed: Mapping[str, Placement]  # of what is kept; nothing is, if it is empty
-    _device: torch.device
-
-    def __init__(self) -> None:
-        self._refresh = -1
-        self._projectors: dict[str, Projector] = {}
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on with the same P: empty if P comes from a seed.
-
-        It may be saved with a checkpoint.
-        """
-        if not self._placed:
+        """Returns what a resumed run needs to go on with the same P: empty if nothing is kept."""
+        if not self.placements:
             return {}
         matrices = {name: projector.matrix for name, projector in self._projectors.items()}
         return {"refresh": self._refresh, "matrices": matrices}
@@ -91,7 +99,7 @@ class _KeptProjection:
         Raises:
             PrivacyError: if it was saved with another projection.
         """
-        shapes = {n: (p.rows, p.rank) for n, p in self._placed.items()}
+        shapes = {n: (p.rows, p.rank) for n, p in self.placements.items()}
         saved = {n: tuple(matrix.shape) for n, matrix in state.get("matrices", {}).items()}
         fresh = state.get("refresh") == -1 and not saved
         require(
@@ -102,111 +110,18 @@ class _KeptProjection:
         if state:
             self._refresh = state["refresh"]
             self._projectors = {
-                name: Projector(matrix.to(self._device, copy=True), self._placed[name].side)
+                name: Projector(matrix.to(self._device, copy=True), self.placements[name].side)
                 for name, matrix in state["matrices"].items()
             }
-
-
-class ReleasedProjection(_KeptProjection):
-    """The projectors of full private gradients, fresh every F steps.
-
-    ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
-    keeps it until the next. The other families draw P from the public seed, the very P that
-    ``ProjectionSchedule`` draws.
-
-    Guarantee:
-        Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
-
-    Args:
-        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
-            not below the projected dimension stay unprojected, and with ``svd`` those with
-            ``min(m, n) <= rank``, which have no more singular vectors.
-        family: ``svd`` or a name in ``PROJECTIONS``; ``identity`` projects nothing.
-        rank: r, the columns of P.
-        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
-        seed: the public projection seed; ``svd`` has no use for it.
-        device: where projectors are used; the gradients given for ``svd`` are there too.
-        input_dims: parameter name -> its dimension that is the layer's input, of those where it is
-            not 1.
-
-    Raises:
-        PrivacyError: for an unknown family, or rank or update_steps below 1.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        family: str,
-        rank: int,
-        update_steps: int,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        input_dims: Mapping[str, int] | None = None,
-    ) -> None:
-        if family != SVD and family not in PROJECTIONS:
-            known = ", ".join(sorted([SVD, *PROJECTIONS]))
-            raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
-        super().__init__()
-        self._update_steps, self._device = update_steps, torch.device(device)
-        self._schedule = ProjectionSchedule(
-            shapes,
-            family="identity" if family == SVD else family,
-            rank=rank,
-            update_steps=update_steps,
-            seed=seed,
-            device=device,
-            input_dims=input_dims,
-        )
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._placed = {}
-        if family == SVD:
-            placed = placements(shapes, rank, input_dims)
-            self._placed = {n: p for n, p in placed.items() if p.rank < min(shapes[n])}
-
-    def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
-
-        Args:
-            step: the logical step.
-            private_grads: parameter name -> the full private gradient of this step.
-
-        Raises:
-            PrivacyError: if P is due from the gradients of another step: those between two redraws
-                need the state that was saved; or if a gradient is missing or of the wrong shape.
-        """
-        if not self._placed:
-            return self._schedule.at(step)
-        refresh, late = divmod(step, self._update_steps)
-        if refresh != self._refresh:
-            require(
-                late == 0,
-                f"the svd projection in force at {step=} is that of step {step - late}. Load the "
-                "state that was saved with the checkpoint to resume between two redraws.",
-            )
-            self._projectors = {
-                name: svd_projector(self._checked(name, private_grads), place.rank, place.side)
-                for name, place in self._placed.items()
-            }
-            self._refresh = refresh
-        return self._projectors
-
-    def _checked(self, name: str, private_grads: Mapping[str, Tensor]) -> Tensor:
-        require(name in private_grads, f"private_grads has no gradient of {name!r} to project.")
-        found, shape = tuple(private_grads[name].shape), self._shapes[name]
-        require(
-            found == shape,
-            f"private_grads[{name!r}] has shape {found}, and the parameter {shape}: only the full "
-            "gradient, after noise, is projected here.",
-        )
-        return private_grads[name]
 
 
 # ---- At capture ----
 
 
-class ProjectionSchedule:
+class ProjectionSchedule(_Redrawn):
     """Draws the projectors of a model and redraws them every F steps.
+
+    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
     Args:
         shapes: parameter name -> shape, of the parameters to project; those with a rank that is
@@ -218,8 +133,6 @@ class ProjectionSchedule:
         device: where projectors are used.
         input_dims: parameter name -> its dimension that is the layer's input, of those where it is
             not 1.
-
-    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
     Raises:
         PrivacyError: for an unknown family, or rank or update_steps below 1; and for
@@ -239,57 +152,44 @@ class ProjectionSchedule:
     ) -> None:
         known = ", ".join(sorted(PROJECTIONS))
         require(
-            family != "svd",
+            family != SVD,
             "projection='svd' is computed from gradients, and those that are projected here are "
             "not private yet: the release would not be either. Choose a method that projects "
             f"private gradients (dp_galore), or one of: {known}.",
         )
-        if family not in PROJECTIONS:
-            raise PrivacyError(f"projection={family!r} is not known; choose one of: {known}.")
-        require(update_steps >= 1, f"projection_update_steps={update_steps} must be at least 1.")
+        require(
+            family in PROJECTIONS,
+            f"projection={family!r} is not known; choose one of: {known}.",
+        )
         placed = placements(shapes, rank, input_dims)
-        cls = PROJECTIONS[family]
-        self._family = cls() if cls else None
-        self._update_steps, self._seed = update_steps, seed
-        self._device = torch.device(device)
-        self._placements = placed if cls else {}
-        self._refresh = -1
-        self._projectors: dict[str, Projector] = {}
-
-    @property
-    def placements(self) -> Mapping[str, Placement]:
-        """Parameter name -> where its P acts, of those that are projected."""
-        return self._placements
+        self._draw, self._seed = PROJECTIONS[family], seed
+        super().__init__(placed if self._draw else {}, update_steps, device)
 
     def at(self, step: int) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
-        refresh = step // self._update_steps
-        if refresh != self._refresh:
-            self._projectors = {
-                name: Projector(self._draw(name, place, refresh), place.side)
-                for name, place in self._placements.items()
-            }
-            self._refresh = refresh
-        return self._projectors
+        return self._in_force(step, self._matrices, drawn=True)
 
-    def _draw(self, name: str, place: Placement, refresh: int) -> Tensor:
-        assert self._family is not None
+    def _matrices(self, refresh: int) -> dict[str, Tensor]:
+        return {name: self._drawn(name, place, refresh) for name, place in self.placements.items()}
+
+    def _drawn(self, name: str, place: Placement, refresh: int) -> Tensor:
+        assert self._draw is not None
         blocks = [
-            self._family.draw(
+            self._draw(
                 min(BLOCK_ROWS, place.rows - start),
                 place.rank,
                 projection_generator(self._seed, refresh, name, start // BLOCK_ROWS),
             )
             for start in range(0, place.rows, BLOCK_ROWS)
         ]
-        return torch.cat(blocks).to(self._device)
+        return torch.cat(blocks)
 
 
 Measure = Callable[[Mapping[str, int]], Mapping[str, Tensor]]
 """Returns the P, (n, r), of every weight that it is given a rank of."""
 
 
-class PrincipalProjection(_KeptProjection):
+class PrincipalProjection(_Saved):
     """The projectors of principal directions, measured once, or afresh every F steps.
 
     P has orthonormal columns along the layer's input (of an embedding, its output).
@@ -299,8 +199,7 @@ class PrincipalProjection(_KeptProjection):
         be a function of public inputs, of the seed, and of weights, which are private already.
 
     Args:
-        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
-            not below that dimension stay unprojected.
+        shapes: as in ``ProjectionSchedule``, and so are ``rank`` and ``device``.
         rank: r.
         update_steps: F; None measures before the first step only.
         measure: makes the matrices. All ranks call it at the same time, and get the same.
@@ -321,19 +220,10 @@ class PrincipalProjection(_KeptProjection):
         device: torch.device | str = "cpu",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__()
-        require(
-            update_steps is None or update_steps >= 1,
-            f"projection_update_steps={update_steps} must be at least 1.",
-        )
-        self._placed = placements(shapes, rank, input_dims, of_input=True)
-        self._update_steps, self._measure = update_steps, measure
-        self._device = torch.device(device)
-
-    @property
-    def placements(self) -> Mapping[str, Placement]:
-        """Parameter name -> where its P acts, of those that are projected."""
-        return self._placed
+        placed = placements(shapes, rank, input_dims, of_input=True)
+        super().__init__(placed, update_steps, device)
+        self._measure = measure
+        self._ranks = {name: place.rank for name, place in placed.items()}
 
     def at(self, step: int) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw.
@@ -341,21 +231,7 @@ class PrincipalProjection(_KeptProjection):
         Raises:
             PrivacyError: if P was measured at an earlier step, and its state was not loaded.
         """
-        every = self._update_steps
-        refresh, late = (0, step) if every is None else divmod(step, every)
-        if refresh != self._refresh:
-            require(
-                late == 0,
-                f"the principal projection in force at {step=} is that of step {step - late}. Load "
-                "the state that was saved with the checkpoint to resume between two redraws.",
-            )
-            found = self._measure({name: place.rank for name, place in self._placed.items()})
-            self._projectors = {
-                name: Projector(found[name].to(self._device), place.side)
-                for name, place in self._placed.items()
-            }
-            self._refresh = refresh
-        return self._projectors
+        return self._in_force(step, lambda _: self._measure(self._ranks))
 
     def digest(self) -> str:
         """Returns the SHA-256, in hex, of the names and numbers of the P in force."""
@@ -365,3 +241,94 @@ class PrincipalProjection(_KeptProjection):
             digest.update(f"{name}\n{tuple(matrix.shape)}\n".encode())
             digest.update(matrix.numpy().tobytes())
         return digest.hexdigest()
+
+
+# ---- After the release ----
+
+
+def leading_vectors(private_grad: Tensor, rank: int, side: Side) -> Tensor:
+    """Returns the r leading singular vectors of a private gradient, as the columns of a P.
+
+    They are the first r columns of U on the left side, of V on the right, of the singular value
+    decomposition in float32 (Zhao et al. 2024, GaLore). They are orthonormal, so ``P P^T`` is the
+    best projection of this gradient to rank r, and not the identity in expectation.
+
+    Guarantee:
+        Post-processing of ``private_grad``, if that is private. It must not be a sum that got no
+        noise yet: what is projected by this P would depend on the data twice.
+
+    Args:
+        private_grad: (m, n), of any floating type.
+        rank: r, at most min(m, n).
+        side: the side P acts on.
+    """
+    u, _, vh = torch.linalg.svd(private_grad.detach().float(), full_matrices=False)
+    columns = u[:, :rank] if side is Side.LEFT else vh[:rank].T
+    # A copy, because a view would keep the vectors that are not needed.
+    return columns.clone(memory_format=torch.contiguous_format)
+
+
+class ReleasedProjection(_Saved):
+    """The projectors of full private gradients, fresh every F steps.
+
+    ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
+    keeps it until the next. The other families draw P from the public seed, the very P that
+    ``ProjectionSchedule`` draws.
+
+    Guarantee:
+        Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
+
+    Args:
+        shapes: as in ``ProjectionSchedule``, and so are all others; with ``svd`` those with
+            ``min(m, n) <= rank``, which have no more singular vectors, stay unprojected too.
+        family: ``svd``, or a name in ``PROJECTIONS``.
+        settings: of ``ProjectionSchedule``; ``svd`` has no use for the seed.
+
+    Raises:
+        PrivacyError: for an unknown family, or rank or update_steps below 1.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        family: str,
+        rank: int,
+        update_steps: int,
+        device: torch.device | str = "cpu",
+        input_dims: Mapping[str, int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._schedule = ProjectionSchedule(
+            shapes,
+            family="identity" if family == SVD else family,
+            rank=rank,
+            update_steps=update_steps,
+            seed=seed,
+            device=device,
+            input_dims=input_dims,
+        )
+        placed = placements(shapes, rank, input_dims) if family == SVD else {}
+        placed = {name: place for name, place in placed.items() if rank < min(shapes[name])}
+        super().__init__(placed, update_steps, device)
+
+    def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
+        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
+
+        Args:
+            step: the logical step.
+            private_grads: parameter name -> the full private gradient of this step.
+
+        Raises:
+            PrivacyError: if P is due from the gradients of another step: those between two redraws
+                need the state that was saved.
+        """
+        if not self.placements:
+            return self._schedule.at(step)
+        return self._in_force(
+            step,
+            lambda _: {
+                name: leading_vectors(private_grads[name], place.rank, place.side)
+                for name, place in self.placements.items()
+            },
+        )

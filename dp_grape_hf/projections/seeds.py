@@ -13,6 +13,11 @@ from typing import Any
 import torch
 
 
+def _hashed(key: str, purpose: bytes) -> int:
+    digest = hashlib.blake2b(key.encode(), digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def projection_seed_for(projection_seed: int, refresh: int, name: str, block: int = 0) -> int:
     """Returns the 63-bit seed of one block of rows of one projection.
 
@@ -24,16 +29,9 @@ def projection_seed_for(projection_seed: int, refresh: int, name: str, block: in
         refresh: How often this projection was redrawn before; 0 for the first draw.
         name: Full name of the parameter that is projected.
         block: Index of the block of rows.
-
-    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 0, "layer.weight")
-    True
-    >>> projection_seed_for(0, 0, "layer.weight") == projection_seed_for(0, 1, "layer.weight")
-    False
     """
     # The name comes last: it is the only part that may contain the separator.
-    key = f"{projection_seed:d}/{refresh:d}/{block:d}/{name}".encode()
-    digest = hashlib.blake2b(key, digest_size=8, person=b"projection").digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _hashed(f"{projection_seed:d}/{refresh:d}/{block:d}/{name}", b"projection")
 
 
 def projection_generator(
@@ -65,9 +63,7 @@ def rounding_generator(
         number: Which rounding of the run it is; no two may have the same.
         device: Where the weight is. Devices of different types draw different coins.
     """
-    key = f"{seed:d}/{number:d}".encode()
-    digest = hashlib.blake2b(key, digest_size=8, person=b"rounding").digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device).manual_seed(_hashed(f"{seed:d}/{number:d}", b"rounding"))
 
 
 # The bits of a float32 number that the type has no place for.

@@ -7,22 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import (
@@ -34,88 +18,24 @@ from dp_grape_hf.projections import (
     synthetic_batches,
 )
 from dp_grape_hf.projections.probes import LENGTHS, natural_noise
-from tests.support.models import ROWS
+from recipes.models.zoo import WIDE, rows
+from tests.support.models import ROWS, row
 
-RANK = 3
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 40,
-}
-
-
-def made(cls: Any, config: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return cls(config).eval()
-
-
-def bert() -> Any:
-    return made(BertForSequenceClassification, BertConfig(**SMALL))
-
-
-def gpt2() -> Any:
-    config = GPT2Config(vocab_size=60, n_positions=40, n_embd=16, n_layer=2, n_head=2)
-    return made(GPT2LMHeadModel, config)
-
-
+RANK = 8
+SPEECH = {str(row): row for row in rows(WIDE)}["Wav2Vec2, classification of waves"]
 MODELS = {
-    "bert": bert,
-    "roberta": lambda: made(RobertaForSequenceClassification, RobertaConfig(**SMALL)),
-    "gpt2": gpt2,
-    "t5": lambda: made(
-        T5ForConditionalGeneration,
-        T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2),
-    ),
-    "vit": lambda: made(
-        ViTForImageClassification,
-        ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            image_size=16,
-            patch_size=4,
-        ),
-    ),
-    "wav2vec2": lambda: made(
-        Wav2Vec2ForSequenceClassification,
-        Wav2Vec2Config(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            conv_dim=(8, 8),
-            conv_stride=(20, 16),
-            conv_kernel=(20, 16),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-        ),
-    ),
-    "whisper": lambda: made(
-        WhisperForConditionalGeneration,
-        WhisperConfig(
-            vocab_size=60,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=24,
-            decoder_ffn_dim=24,
-            num_mel_bins=8,
-            max_source_positions=20,
-            max_target_positions=40,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=3,
-        ),
-    ),
+    "bert": row("BERT, sequence classification"),
+    "roberta": row("RoBERTa, sequence classification"),
+    "gpt2": row("GPT-2, causal LM"),
+    "t5": row("T5, seq2seq LM"),
+    "vit": row("ViT, image classification"),
+    "wav2vec2": SPEECH,
+    "whisper": row("Whisper, audio classification"),
 }
+
+
+def made(name: str) -> Any:
+    return MODELS[name].model().eval()
 
 
 def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -136,10 +56,8 @@ def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: x.T @ x / len(x) for name, x in rows.items()}
 
 
-def measured(model: Any, names: Iterable[str], **settings: Any) -> Any:
-    return principal_directions(
-        model, dict.fromkeys(names, RANK), lambda: synthetic_batches(model), **settings
-    )
+def measured(model: Any, names: Iterable[str], rank: int = RANK) -> Any:
+    return principal_directions(model, dict.fromkeys(names, rank), lambda: synthetic_batches(model))
 
 
 # ---- The directions ----
@@ -147,7 +65,7 @@ def measured(model: Any, names: Iterable[str], **settings: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_directions_are_the_first_eigenvectors_of_the_second_moment(name: str) -> None:
-    model = MODELS[name]()
+    model = made(name)
     targets = default_targets(model)
     assert targets
     found, exact = measured(model, targets), moments(model, targets)
@@ -179,14 +97,14 @@ def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> No
 
 
 def test_they_hold_far_more_of_a_gradient_than_random_ones() -> None:
-    model = bert()
-    name = "bert.encoder.layer.1.intermediate.dense.weight"
-    p = measured(model, [name])[name].directions
+    model = made("bert")
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    p = measured(model, [name], rank=3)[name].directions
     ids = torch.randint(5, 60, (1, 20), generator=torch.Generator().manual_seed(3))
     model(input_ids=ids).logits.sum().backward()
     gradient = model.get_parameter(name).grad
     kept = (gradient @ p).square().sum() / gradient.square().sum()
-    assert kept > 2 * RANK / p.shape[0]
+    assert kept > 2 * 3 / p.shape[0]
 
 
 def test_no_matrix_of_the_width_squared_is_made() -> None:
@@ -207,12 +125,12 @@ def test_no_matrix_of_the_width_squared_is_made() -> None:
 
 
 def test_transposed_weights_and_embeddings_have_directions_of_their_features() -> None:
-    model = gpt2()
+    model = made("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
     names = ["transformer.h.0.mlp.c_proj.weight", "transformer.wte.weight"]
     found = measured(model, names)
-    assert found[names[0]].directions.shape == (64, RANK)
-    assert found[names[1]].directions.shape == (16, RANK)
+    assert found[names[0]].directions.shape == (128, RANK)
+    assert found[names[1]].directions.shape == (32, RANK)
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
     schedule = PrincipalProjection(
         shapes,
@@ -226,7 +144,7 @@ def test_transposed_weights_and_embeddings_have_directions_of_their_features() -
 
 
 def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
-    model = gpt2()
+    model = made("gpt2")
     name = "transformer.wte.weight"
     seen: list[Tensor] = []
     model.transformer.wte.register_forward_hook(lambda _, args, out: seen.append(out))
@@ -240,7 +158,7 @@ def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
 
 
 def test_positions_that_a_mask_leaves_out_do_not_count() -> None:
-    model = bert()
+    model = made("bert")
     name = "bert.encoder.layer.0.attention.self.query.weight"
     ids = torch.randint(5, 60, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -270,7 +188,7 @@ def test_a_layer_that_nothing_reaches_has_random_orthonormal_directions() -> Non
 
 
 def test_directions_are_a_function_of_weights_inputs_and_seed() -> None:
-    model = bert()
+    model = made("bert")
     names = default_targets(model)
     one = measured(model, names)
     torch.manual_seed(7)
@@ -294,10 +212,10 @@ class Words:
 
 
 def test_tokens_are_random_words_in_the_frame_of_a_sentence() -> None:
-    model = bert()
+    model = made("bert")
     batches = list(synthetic_batches(model, Words()))
     lengths = [batch["input_ids"].shape[1] for batch in batches]
-    assert lengths == [min(n, 39) for n in LENGTHS]  # of 40 positions
+    assert lengths == [min(n, 38) for n in LENGTHS]  # 40 positions, which some models count from 2
     for batch in batches:
         ids = batch["input_ids"]
         assert (ids[:, 0] == 1).all()
@@ -313,14 +231,14 @@ def test_a_processor_of_images_has_no_words() -> None:
     class Processor:
         image_mean = 0.5
 
-    model = MODELS["vit"]()
+    model = made("vit")
     one, other = ([*synthetic_batches(model, processor)] for processor in (None, Processor()))
     pairs = zip(one, other, strict=True)
     assert all(torch.equal(a["pixel_values"], b["pixel_values"]) for a, b in pairs)
 
 
 def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says() -> None:
-    model = MODELS["t5"]()
+    model = made("t5")
     for batch in synthetic_batches(model):
         ends = batch["input_ids"] == model.config.eos_token_id
         assert ends[:, -1].all()
@@ -330,15 +248,15 @@ def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says() -> None
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs() -> None:
-    for row in ROWS:
-        model = row.model().eval()
+    for each in ROWS:
+        model = each.model().eval()
         weights = [n for n in default_targets(model) if min(model.get_parameter(n).shape) > RANK]
         found = measured(model, weights)
-        assert all(principal.total > 0 for principal in found.values()), row
+        assert all(principal.total > 0 for principal in found.values()), each
 
 
 def test_inputs_follow_from_the_seed_alone() -> None:
-    model = bert()
+    model = made("bert")
     one, same, other = (
         [b["input_ids"] for b in synthetic_batches(model, None, seed)] for seed in (0, 0, 1)
     )
@@ -365,9 +283,9 @@ def test_a_model_of_unknown_inputs_is_refused_with_the_way_out() -> None:
 def schedule(update_steps: int | None, log: list[int]) -> PrincipalProjection:
     def measure(ranks: Any) -> dict[str, Tensor]:
         log.append(1)
-        return {name: torch.eye(8)[:, :rank] * len(log) for name, rank in ranks.items()}
+        return {name: torch.eye(20)[:, :rank] * len(log) for name, rank in ranks.items()}
 
-    shapes = {"a": (4, 8), "b": (4, 2)}
+    shapes = {"a": (4, 20), "b": (4, 2)}
     return PrincipalProjection(shapes, rank=RANK, update_steps=update_steps, measure=measure)
 
 

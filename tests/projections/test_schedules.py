@@ -18,7 +18,7 @@ from dp_grape_hf.projections import (
     ReleasedProjection,
     Side,
 )
-from dp_grape_hf.projections.schedules import svd_projector
+from dp_grape_hf.projections.schedules import leading_vectors
 
 SHAPES = {"wide": (6, 16), "tall": (16, 6), "square": (6, 6), "small": (2, 9), "bias": (6,)}
 
@@ -26,6 +26,10 @@ SHAPES = {"wide": (6, 16), "tall": (16, 6), "square": (6, 6), "small": (2, 9), "
 def released(**changes: Any) -> ReleasedProjection:
     settings = {"family": SVD, "rank": 2, "update_steps": 3, "seed": 5, **changes}
     return ReleasedProjection(settings.pop("shapes", SHAPES), **settings)
+
+
+def svd_projector(gradient: Tensor, rank: int, side: Side) -> Projector:
+    return Projector(leading_vectors(gradient, rank, side), side)
 
 
 def gradients(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
@@ -53,8 +57,7 @@ def test_svd_projects_on_the_leading_singular_vectors(
     gradient = gradients(0, {"w": shape})["w"]
     projector = svd_projector(gradient, rank, side)
     p = projector.matrix
-    assert (projector.side, p.dtype, p.shape) == (
-        side,
+    assert (p.dtype, p.shape) == (
         torch.float32,
         (shape[0] if side is Side.LEFT else shape[1], rank),
     )
@@ -81,30 +84,15 @@ def test_a_gradient_of_zeros_has_orthonormal_vectors_all_the_same() -> None:
     torch.testing.assert_close(p.T @ p, torch.eye(3))
 
 
-@pytest.mark.parametrize(
-    ("gradient", "rank", "message"),
-    [
-        (torch.ones(3, 4, 5), 2, r"shape \(3, 4, 5\) is not one matrix"),
-        (torch.ones(3, 4), 4, "projection_rank=4 is not between 1 and 3"),
-        (torch.ones(3, 4), 0, "projection_rank=0 is not between 1 and 3"),
-        (torch.tensor([[1.0, float("nan")], [1.0, 1.0]]), 1, "private_grad has NaN or Inf"),
-    ],
-)
-def test_a_gradient_without_so_many_vectors_is_refused(
-    gradient: Tensor, rank: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        svd_projector(gradient, rank, Side.LEFT)
-
-
 # ---- The schedule ----
 
 
 def test_svd_is_redrawn_every_f_steps_from_the_gradients_of_that_step() -> None:
-    projections = released()
+    projections, before = released(), None
     for step in range(8):
         found = projections.at(step, gradients(step))
-        due = gradients(step - step % 3)
+        assert (found["wide"] is before) == (step % 3 > 0)
+        before, due = found["wide"], gradients(step - step % 3)
         assert {name: p.side for name, p in found.items()} == {
             "wide": Side.LEFT,
             "tall": Side.RIGHT,
@@ -114,14 +102,7 @@ def test_svd_is_redrawn_every_f_steps_from_the_gradients_of_that_step() -> None:
         assert same(matrices(found), expected)
 
 
-def test_projectors_are_the_same_objects_until_the_redraw() -> None:
-    projections = released()
-    first, second = projections.at(0, gradients(0)), projections.at(2, gradients(2))
-    assert all(first[name] is second[name] for name in first)
-    assert projections.at(3, gradients(3))["wide"] is not first["wide"]
-
-
-@pytest.mark.parametrize("family", [name for name in PROJECTIONS])
+@pytest.mark.parametrize("family", PROJECTIONS)
 def test_other_families_draw_what_the_schedule_at_capture_draws(family: str) -> None:
     settings: dict[str, Any] = {"rank": 2, "update_steps": 3, "seed": 5}
     schedule = ProjectionSchedule(SHAPES, family=family, **settings)
@@ -141,38 +122,6 @@ def test_svd_projects_what_has_more_singular_vectors_than_the_rank(rank: int) ->
         assert projector.project(torch.ones(shapes[name])).shape == projector.coordinate_shape(
             torch.Size(shapes[name])
         )
-
-
-@pytest.mark.parametrize(
-    ("private_grads", "message"),
-    [
-        ({}, "private_grads has no gradient of 'wide'"),
-        (
-            {name: torch.ones(7, *shape) for name, shape in SHAPES.items()},
-            r"private_grads\['wide'\] has shape \(7, 6, 16\), and the parameter \(6, 16\)",
-        ),
-    ],
-)
-def test_only_full_gradients_of_all_layers_are_projected(
-    private_grads: dict[str, Tensor], message: str
-) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        released().at(0, private_grads)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"family": "fourier"}, "projection='fourier' is not known; choose one of: .*svd"),
-        ({"rank": 0}, "projection_rank=0 must be at least 1"),
-        ({"update_steps": 0}, "projection_update_steps=0 must be at least 1"),
-    ],
-)
-def test_a_bad_argument_is_refused_with_its_name_and_value(
-    change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        released(**change)
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (16, 6), (6, 6)])
