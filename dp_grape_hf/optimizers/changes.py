@@ -26,10 +26,6 @@ class LowRankChanges:
         """Returns whether anything was added to the weight."""
         return weight in self._terms
 
-    def __bool__(self) -> bool:
-        """Returns whether anything was added to any weight."""
-        return bool(self._terms)
-
     def add(
         self, weight: nn.Parameter, projector: Projector, coordinates: Tensor, scale: float
     ) -> None:

@@ -37,16 +37,9 @@ class LowRankUpdates:
     Args:
         model: the model.
         optimizer: the optimizer of its parameters, made with ``float32_updates=True``.
-
-    Raises:
-        ValueError: if it was made without.
     """
 
     def __init__(self, model: nn.Module, optimizer: ProjectedOptimizer) -> None:
-        if not optimizer.float32_updates:
-            raise ValueError(
-                f"{optimizer.float32_updates=}: an optimizer without keeps no updates."
-            )
         self._optimizer = optimizer
         self._weights = dict(model.named_parameters())
         self._branches: dict[str, _Branch] = {}
@@ -123,7 +116,6 @@ class _Branch:
         if self.projector is None or self.update is None:
             return output
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        assert layer_input is not None
         dtype = output.dtype  # what the layer computes in, under autocast too
         left, right = self.projector.factors(self.update.to(dtype))  # (m, r), (r, n)
         first, second = (right.T, left.T) if self._stored_transposed else (left, right)

@@ -316,13 +316,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         for index, entry in packed["state"].items():
             packed["state"][index] = gathered(entry)
+        if self.changes is not None:
+            for index, weight in self._numbered(packed):
+                if weight in self.changes:
+                    change = self.changes.state_of(weight)
+                    packed["state"][index] = {**packed["state"][index], _CHANGE: change}
+        return packed
+
+    def _numbered(self, packed: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
+        """Yields each weight with its number in a state."""
         order = [index for group in packed["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        for index, weight in zip(order, weights, strict=True):
-            if self.changes is not None and weight in self.changes:
-                change = self.changes.state_of(weight)
-                packed["state"][index] = {**packed["state"][index], _CHANGE: change}
-        return packed
+        return zip(order, weights, strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state; it stays float32, where torch would cast it like the weight.
@@ -338,9 +343,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
         self._apart = {}
-        order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for index, weight in zip(order, weights, strict=True):
+        for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
             for key in (*self._rule.moments, "step", "update"):
                 if key in entry:

@@ -4,7 +4,7 @@ A rule moves targets, which are weights or the coordinates of an update, by grad
 of the same shape. It knows no projection: the optimizer lifts what it computes. All of it is
 post-processing of private gradients and costs no privacy.
 
-To add a rule, subclass ``UpdateRule`` and register it with ``@update_rule("name")``.
+To add a rule, subclass ``UpdateRule``, and name it in ``UPDATE_RULES``.
 """
 
 from __future__ import annotations
@@ -73,22 +73,6 @@ class UpdateRule(ABC):
         """
 
 
-UPDATE_RULES: dict[str, UpdateRule] = {}
-
-
-def update_rule(name: str) -> Callable[[type[UpdateRule]], type[UpdateRule]]:
-    """Registers an update rule under the name that arguments use."""
-
-    def register(cls: type[UpdateRule]) -> type[UpdateRule]:
-        if name in UPDATE_RULES:
-            raise ValueError(f"update rule {name!r} is registered twice")
-        cls.name = name
-        UPDATE_RULES[name] = cls()
-        return cls
-
-    return register
-
-
 def require_in_range(name: str, value: Any, good: bool) -> None:
     """Raises a ``ValueError`` with the name and the value of a setting that is not good."""
     if not good:
@@ -98,10 +82,10 @@ def require_in_range(name: str, value: Any, good: bool) -> None:
 # ---- The rules ----
 
 
-@update_rule("adam")
 class Adam(UpdateRule):
     """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel."""
 
+    name = "adam"
     moments: ClassVar = {"exp_avg": 1, "exp_avg_sq": 2}
     settings: ClassVar = {
         "betas": Setting((0.9, 0.999), lambda betas: all(0 <= beta < 1 for beta in betas)),
@@ -131,34 +115,36 @@ class Adam(UpdateRule):
         )
 
 
-@update_rule("sgd")
 class SGD(UpdateRule):
     """The gradient itself."""
 
+    name = "sgd"
+
     def apply(
         self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
     ) -> None:
-        """Takes ``lr * gradient`` off each target."""
+        """Takes ``lr`` times the direction off each target."""
         for term in terms:
             term.step.add_(1)
-            target = term.target if weight_decay == 0 else term.target.mul_(1 - lr * weight_decay)
-            target.add_(term.gradient, alpha=-lr)
+            if weight_decay:
+                term.target.mul_(1 - lr * weight_decay)
+            term.target.add_(self._direction(term, settings), alpha=-lr)
+
+    def _direction(self, term: Term, settings: Mapping[str, Any]) -> Tensor:
+        return term.gradient
 
 
-@update_rule("momentum")
-class Momentum(UpdateRule):
+class Momentum(SGD):
     """``u = momentum * u + gradient``, as ``torch.optim.SGD`` has it: a sum and not an average."""
 
+    name = "momentum"
     moments: ClassVar = {"momentum_buffer": 1}
     settings: ClassVar = {"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)}
 
-    def apply(
-        self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
-    ) -> None:
-        """Takes ``lr * u`` off each target."""
-        for term in terms:
-            term.step.add_(1)
-            (buffer,) = term.moments
-            buffer.mul_(settings["momentum"]).add_(term.gradient)
-            target = term.target if weight_decay == 0 else term.target.mul_(1 - lr * weight_decay)
-            target.add_(buffer, alpha=-lr)
+    def _direction(self, term: Term, settings: Mapping[str, Any]) -> Tensor:
+        (buffer,) = term.moments
+        return buffer.mul_(settings["momentum"]).add_(term.gradient)
+
+
+UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (Adam(), SGD(), Momentum())}
+"""By the names that arguments use."""

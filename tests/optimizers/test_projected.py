@@ -1,59 +1,24 @@
 """``ProjectedAdam`` against ``torch.optim.AdamW``; its definition is in ``test_rules``."""
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers import ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
-from dp_grape_hf.projections import Projector, Side
-
-SHAPES = {"left": (6, 20), "right": (20, 6), "square": (6, 6), "vector": (7,)}
-RANK = 3
-Parameters = dict[str, nn.Parameter]
-Draw = dict[str, Projector]
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
-    generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
-
-
-def draw(seed: int, rank: int = RANK) -> Draw:
-    """Returns a projector for each matrix."""
-    generator = torch.Generator().manual_seed(seed)
-    sides = {"left": Side.LEFT, "right": Side.RIGHT, "square": Side.RIGHT}
-    return {
-        name: Projector(torch.randn(6, rank, generator=generator) / rank**0.5, side)
-        for name, side in sides.items()
-    }
-
-
-def gradients(seed: int, projectors: Draw | None = None) -> dict[str, Tensor]:
-    """Returns gradients, in coordinates where a parameter has a projector."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    projectors = projectors or {}
-    return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
-
-
-def step(
-    optimizer: ProjectedAdam,
-    weights: Parameters,
-    grads: dict[str, Tensor],
-    projectors: Draw | None = None,
-) -> None:
-    by_weight = {weights[name]: projector for name, projector in (projectors or {}).items()}
-    received = {weights[name]: gradient.clone() for name, gradient in grads.items()}
-    optimizer.receive(received, by_weight)
-    optimizer.step()
+from tests.support.optimizers import (
+    Parameters,
+    draw,
+    gradients,
+    parameters,
+    saved_and_loaded,
+    step,
+)
 
 
 def assert_same(found: Parameters, expected: Parameters, **tolerance: float) -> None:
@@ -77,8 +42,8 @@ def test_without_projectors_every_step_is_that_of_adamw(settings: dict[str, Any]
     optimizer = ProjectedAdam(ours.values(), **settings)
     reference = torch.optim.AdamW(theirs.values(), **{"weight_decay": 0.0} | settings)
     for i in range(8):
-        step(optimizer, ours, gradients(i))
-        for name, gradient in gradients(i).items():
+        step(optimizer, ours, i)
+        for name, gradient in gradients(i, {}).items():
             theirs[name].grad = gradient
         reference.step()
         assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
@@ -89,9 +54,10 @@ def test_groups_and_a_schedule_act_as_on_adamw() -> None:
 
     def groups(weights: Parameters) -> list[dict[str, Any]]:
         matrices = [weight for weight in weights.values() if weight.dim() == 2]
+        others = [weight for weight in weights.values() if weight.dim() < 2]
         return [
             {"params": matrices, "weight_decay": 0.2},
-            {"params": [weights["vector"]], "weight_decay": 0.0, "lr": 0.05, "betas": (0.5, 0.9)},
+            {"params": others, "weight_decay": 0.0, "lr": 0.05, "betas": (0.5, 0.9)},
         ]
 
     ours, theirs = parameters(), parameters()
@@ -100,8 +66,8 @@ def test_groups_and_a_schedule_act_as_on_adamw() -> None:
     schedules = [get_linear_schedule_with_warmup(o, 3, 10) for o in (optimizer, reference)]
     rates = []
     for i in range(10):
-        step(optimizer, ours, gradients(i))
-        for name, gradient in gradients(i).items():
+        step(optimizer, ours, i)
+        for name, gradient in gradients(i, {}).items():
             theirs[name].grad = gradient
         reference.step()
         for schedule in schedules:
@@ -120,8 +86,8 @@ def test_moments_have_the_shape_of_the_coordinates_and_are_counted() -> None:
     weights, projectors = parameters(), draw(0)
     optimizer = ProjectedAdam(weights.values())
     assert optimizer.state_bytes() == 0
-    step(optimizer, weights, gradients(0, projectors), projectors)
-    shapes = {"left": (3, 20), "right": (20, 3), "square": (6, 3), "vector": (7,)}
+    step(optimizer, weights, 0, projectors)
+    shapes = {"left": (3, 20), "right": (20, 3), "square": (8, 3), "vector": (7,), "number": ()}
     for name, shape in shapes.items():
         state = optimizer.state[weights[name]]
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shape
@@ -132,11 +98,10 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     """Neither decayed nor given state: it is not part of the release."""
     weights, before = parameters(), parameters()
     optimizer = ProjectedAdam(weights.values(), lr=0.1, weight_decay=0.5)
-    grads = gradients(0)
-    del grads["square"]
-    step(optimizer, weights, grads)
-    assert torch.equal(weights["square"], before["square"])
-    assert weights["square"] not in optimizer.state
+    square = weights.pop("square")
+    step(optimizer, weights, 0)
+    assert torch.equal(square, before["square"])
+    assert square not in optimizer.state
     assert not torch.equal(weights["left"], before["left"])
 
 
@@ -145,8 +110,8 @@ def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
     optimizer, reference = ProjectedAdam(weights.values()), ProjectedAdam(expected.values())
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 1e6)
-    step(optimizer, weights, gradients(0))
-    step(reference, expected, gradients(0))
+    step(optimizer, weights, 0)
+    step(reference, expected, 0)
     assert_same(weights, expected, rtol=0, atol=0)
 
 
@@ -197,7 +162,7 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
         weights = parameters()
         optimizer = ProjectedAdam(weights.values(), lr=0.1)
         for i in range(3):
-            step(optimizer, weights, gradients(i, draw(0)), draw(0))
+            step(optimizer, weights, i, draw(0))
         found.append(weights)
     assert_same(found[0], found[2], rtol=0, atol=0)
     assert_same(found[1], found[2], rtol=0, atol=0)
@@ -206,17 +171,10 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
 # ---- State ----
 
 
-def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_moments_of_bfloat16_weights_are_float32_and_stay_so_when_loaded() -> None:
     weights = parameters(torch.bfloat16)
     optimizer = ProjectedAdam(weights.values())
-    step(optimizer, weights, gradients(0, draw(0)), draw(0))
+    step(optimizer, weights, 0, draw(0))
     fresh = parameters(torch.bfloat16)
     loaded = ProjectedAdam(fresh.values())
     loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
@@ -233,13 +191,13 @@ def test_moments_of_bfloat16_weights_are_float32_and_stay_so_when_loaded() -> No
 def test_a_loaded_state_shares_no_memory_with_its_source() -> None:
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())
-    step(optimizer, weights, gradients(0))
+    step(optimizer, weights, 0)
     state = optimizer.state_dict()
     before = {key: state["state"][0][key].clone() for key in ("exp_avg", "exp_avg_sq")}
     other = parameters()
     loaded = ProjectedAdam(other.values())
     loaded.load_state_dict(state)
-    step(loaded, other, gradients(1))
+    step(loaded, other, 1)
     for key, value in before.items():
         assert torch.equal(state["state"][0][key], value)
 
@@ -247,7 +205,7 @@ def test_a_loaded_state_shares_no_memory_with_its_source() -> None:
 def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
     weights, fresh = parameters(), parameters()
     optimizer, loaded = ProjectedAdam(weights.values()), ProjectedAdam(fresh.values())
-    step(optimizer, weights, {"vector": torch.ones(7)})
+    step(optimizer, {"vector": weights["vector"]}, 0)
     loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert list(loaded.state) == [fresh["vector"]]
 
@@ -255,13 +213,13 @@ def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
 def test_the_state_of_another_rank_is_refused() -> None:
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())
-    step(optimizer, weights, gradients(0, draw(0)), draw(0))
+    step(optimizer, weights, 0, draw(0))
     fresh = parameters()
     resumed = ProjectedAdam(fresh.values())
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     other = draw(0, rank=2)
     with pytest.raises(PrivacyError, match=r"\(3, 20\).*\(2, 20\).*projection_rank"):
-        step(resumed, fresh, gradients(1, other), other)
+        step(resumed, fresh, 1, other)
 
 
 # ---- Refusals ----
@@ -273,7 +231,7 @@ def test_a_step_needs_a_release_of_its_own() -> None:
     with pytest.raises(PrivacyError, match=r"without receive\(\)"):
         optimizer.step()
     assert_same(weights, before, rtol=0, atol=0)
-    step(optimizer, weights, gradients(0))
+    step(optimizer, weights, 0)
     with pytest.raises(PrivacyError, match=r"without receive\(\)"):
         optimizer.step()
 
@@ -282,7 +240,7 @@ def test_gradients_of_other_parameters_are_refused() -> None:
     """What replaces a model's parameters (sharding does) leaves an optimizer of the old ones."""
     weights, others = parameters(), parameters()
     optimizer = ProjectedAdam(weights.values())
-    optimizer.receive({others[name]: gradient for name, gradient in gradients(0).items()})
+    optimizer.receive({others[name]: gradient for name, gradient in gradients(0, {}).items()})
     with pytest.raises(PrivacyError, match="of parameters that the optimizer does not have"):
         optimizer.step()
 
@@ -290,7 +248,7 @@ def test_gradients_of_other_parameters_are_refused() -> None:
 def test_a_closure_is_refused_before_it_runs() -> None:
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())
-    optimizer.receive({weights[name]: gradient for name, gradient in gradients(0).items()})
+    optimizer.receive({weights[name]: gradient for name, gradient in gradients(0, {}).items()})
 
     def closure() -> float:
         raise AssertionError("it ran")

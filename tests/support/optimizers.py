@@ -1,0 +1,61 @@
+"""Weights, projectors and private gradients, and a step of an optimizer with them."""
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.optimizers import ProjectedOptimizer
+from dp_grape_hf.projections import Projector, Side
+
+SHAPES = {"left": (8, 20), "right": (20, 8), "square": (8, 8), "vector": (7,), "number": ()}
+SIDES = {"left": Side.LEFT, "right": Side.RIGHT, "square": Side.RIGHT}
+RANK = 3
+Parameters = dict[str, nn.Parameter]
+Draw = dict[str, Projector]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
+
+
+def draw(seed: int, rank: int = RANK) -> Draw:
+    """Returns a new projector for each matrix, which has the same P for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: Projector(torch.randn(8, rank, generator=generator) / rank**0.5, side)
+        for name, side in SIDES.items()
+    }
+
+
+def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
+    """Returns gradients, in coordinates where a parameter has a projector."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
+
+
+def step(
+    optimizer: ProjectedOptimizer,
+    weights: Parameters,
+    number: int,
+    projectors: Draw | None = None,
+) -> None:
+    """Updates the weights by the gradients of that number."""
+    projectors = projectors or {}
+    found = gradients(number, projectors)
+    optimizer.receive(
+        {weight: found[name] for name, weight in weights.items()},
+        {weights[name]: projector for name, projector in projectors.items()},
+    )
+    optimizer.step()
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
