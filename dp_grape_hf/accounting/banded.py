@@ -166,18 +166,8 @@ def find_bands(
     Among numbers of bands that leave within 2 % of the least, the smallest: each costs a buffer of
     the size of a release, and a run that is interrupted may lose as many steps.
 
-    Args:
-        target_epsilon: of the budget.
-        target_delta: of the budget.
-        sample_rate: q; b q is at most 1.
-        steps: T.
-        schedule: as of ``what_arrives``, and so are ``inertia`` and ``period``.
-        inertia: of the rule.
-        period: of the projection.
-        most: bands at most, if memory allows no more.
-        accountant: as of ``find_noise_multiplier``.
-        earlier: releases that are within the budget as well.
-        variant: as of ``compute_epsilon``, without bands.
+    The arguments are those of ``find_noise_multiplier`` and of ``what_arrives``; ``most`` is how many
+    bands memory allows at most.
 
     Raises:
         PrivacyError: as ``find_noise_multiplier``.

@@ -30,37 +30,12 @@ from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
     LAST_RESORT,
     LEAST,
-    PLD,
-    PRV,
-    RDP,
-    Accountant,
-    AccountantFailure,
     Block,
     is_installed,
 )
 from dp_grape_hf.accounting.composition import Composition
-from dp_grape_hf.accounting.releases import Adjacency, Releases
+from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError, require
-
-__all__ = [
-    "ACCOUNTANTS",
-    "LEAST",
-    "PLD",
-    "PRV",
-    "RDP",
-    "Accountant",
-    "AccountantFailure",
-    "Adjacency",
-    "Block",
-    "EpsilonCurve",
-    "Releases",
-    "blocks_of",
-    "compose_epsilon",
-    "compute_epsilon",
-    "expected_steps_per_epoch",
-    "find_noise_multiplier",
-    "refuse_large_delta",
-]
 
 
 def compute_epsilon(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dp_grape_hf.accounting.accountants import ONCE, Block
-from dp_grape_hf.accounting.estimated_norms import Sensitivities, sensitivities
-from dp_grape_hf.errors import Choice, PrivacyError
+from dp_grape_hf.accounting.estimated_norms import sensitivities
+from dp_grape_hf.errors import Choice, require
 
 _ROUNDING = 1e-9
 
@@ -47,15 +47,30 @@ class Releases:
         Raises:
             PrivacyError: A value is out of range, or values do not go together.
         """
-        _check_mechanism(self.noise_multiplier, self.sample_rate)
-        if not _is_whole(self.steps, 0):
-            raise PrivacyError(f"steps={self.steps!r} must be a whole number, not negative.")
+        require(
+            0 <= self.noise_multiplier < math.inf,
+            f"noise_multiplier={self.noise_multiplier!r} must be finite and not negative; it is "
+            "the noise standard deviation divided by the clipping norm, for example 1.0.",
+        )
+        require(
+            0 < self.sample_rate <= 1,
+            f"sample_rate={self.sample_rate!r} must lie in (0, 1]; it is expected_batch_size / "
+            "num_samples, for example 64 / 1024.",
+        )
+        require(
+            _is_whole(self.steps, 0),
+            f"steps={self.steps!r} must be a whole number, not negative.",
+        )
         for name in ("norm_directions", "bands"):
             value = getattr(self, name)
-            if value is not None and not _is_whole(value, 1):
-                raise PrivacyError(f"{name}={value!r} must be a whole number, at least 1.")
-        if self.adjacency not in Adjacency:
-            raise PrivacyError(f"adjacency={self.adjacency!r} must be one of {list(Adjacency)}.")
+            require(
+                value is None or _is_whole(value, 1),
+                f"{name}={value!r} must be a whole number, at least 1.",
+            )
+        require(
+            self.adjacency in Adjacency,
+            f"adjacency={self.adjacency!r} must be one of {list(Adjacency)}.",
+        )
         replaces = self.adjacency == Adjacency.REPLACE_ONE
         unusual = [
             f"{name}={getattr(self, name)!r}"
@@ -66,39 +81,20 @@ class Releases:
             )
             if given
         ]
-        if len(unusual) > 1:
-            raise PrivacyError(
-                f"{' and '.join(unusual)} have no joint analysis: use at most one of "
-                "estimated norms (method='dp_jl'), adjacency='replace_one' and bands "
-                "(noise='banded')."
-            )
-        rate = float(self.sample_rate) * self.bands
-        if not rate <= 1 + _ROUNDING:
-            raise PrivacyError(
-                f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
-                f"most 1/{self.bands}; got {self.sample_rate!r}."
-            )
-        sigma, rate = float(self.noise_multiplier), min(1.0, rate)
-        return Block(sigma, rate, self._law(), replaces)
-
-    def _law(self) -> Sensitivities:
-        """Returns the law of the sensitivity of each release."""
-        if self.norm_directions is not None:
-            return sensitivities(int(self.norm_directions), float(self.noise_multiplier))
-        return ONCE
-
-
-def _check_mechanism(noise_multiplier: float, sample_rate: float) -> None:
-    if not 0 <= noise_multiplier < math.inf:
-        raise PrivacyError(
-            f"{noise_multiplier=} must be finite and not negative; it is the noise standard "
-            "deviation divided by the clipping norm, for example 1.0."
+        require(
+            len(unusual) <= 1,
+            f"{' and '.join(unusual)} have no joint analysis: use at most one of estimated norms "
+            "(method='dp_jl'), adjacency='replace_one' and bands (noise='banded').",
         )
-    if not 0 < sample_rate <= 1:
-        raise PrivacyError(
-            f"{sample_rate=} must lie in (0, 1]; it is expected_batch_size / num_samples, for "
-            "example 64 / 1024."
+        sigma, rate = float(self.noise_multiplier), float(self.sample_rate) * self.bands
+        require(
+            rate <= 1 + _ROUNDING,
+            f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
+            f"most 1/{self.bands}; got {self.sample_rate!r}.",
         )
+        k = self.norm_directions
+        law = ONCE if k is None else sensitivities(int(k), sigma)
+        return Block(sigma, min(1.0, rate), law, replaces)
 
 
 def _is_whole(number: object, least: int) -> bool:

@@ -24,13 +24,12 @@ from dp_grape_hf.accounting import (
     EpsilonCurve,
     Releases,
     accountants,
-    calibration,
     compose_epsilon,
     compute_epsilon,
     expected_steps_per_epoch,
     find_noise_multiplier,
 )
-from dp_grape_hf.accounting.calibration import PLD, PRV, Accountant
+from dp_grape_hf.accounting.accountants import PLD, PRV, Accountant, Block
 from dp_grape_hf.errors import PrivacyError
 from tests.support.marks import slow_but
 
@@ -63,6 +62,7 @@ VALID_TARGET: dict[str, Any] = {
     "steps": 10,
     "accountant": "rdp",
 }
+VARIANTS: list[dict[str, Any]] = [{"norm_directions": 16}, {"adjacency": "replace_one"}]
 
 
 @lru_cache
@@ -127,6 +127,13 @@ def test_calibration_inverts_accounting(accountant: str) -> None:
     found = calibrated(*case, accountant)
     assert epsilon_of(found, batch / num_samples, steps, 1e-5, accountant) <= target
     assert epsilon_of(0.99 * found, batch / num_samples, steps, 1e-5, accountant) > target
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_calibration_inverts_accounting_of_every_variant(variant: dict[str, Any]) -> None:
+    found = find_noise_multiplier(**VALID_TARGET | variant)
+    assert compute_epsilon(**VALID | variant | {"noise_multiplier": found}) <= 2.0
+    assert compute_epsilon(**VALID | variant | {"noise_multiplier": 0.99 * found}) > 2.0
 
 
 def test_a_budget_finer_than_the_accountant_is_refused() -> None:
@@ -310,7 +317,7 @@ def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(delta: float) 
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
     for accountant in (PRV, PLD):
         try:
-            answer = accountant([calibration.Block(sigma, 1.0)], [steps], delta).epsilon([steps])
+            answer = accountant([Block(sigma, 1.0)], [steps], delta).epsilon([steps])
         except AccountantFailure:
             assert delta < 1e-8
         else:
@@ -377,7 +384,7 @@ def test_a_curve_builds_its_accountant_once_and_remembers_answers(
 
     class Counting(Accountant, name="counting"):
         def __init__(
-            self, blocks: Sequence[calibration.Block], max_counts: Sequence[int], delta: float
+            self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float
         ) -> None:
             built.append(max_counts)
 
@@ -453,10 +460,12 @@ def test_an_answer_that_is_not_finite_is_replaced(
     assert str(value) in caplog.text
 
 
+@pytest.mark.parametrize("variant", [{}, {"adjacency": "replace_one"}], ids=str)
 @pytest.mark.parametrize("sigma", [1e-200, 0.05, 1e200])
 @pytest.mark.parametrize("q", [1e-300, 0.5, 1 - 1e-12, 1.0])
-def test_rdp_never_fails(sigma: float, q: float) -> None:
-    assert epsilon_of(sigma, q, 10**6, 1e-5, "rdp") >= 0
+def test_rdp_never_fails(sigma: float, q: float, variant: dict[str, Any]) -> None:
+    question = {"noise_multiplier": sigma, "sample_rate": q, "steps": 10**6}
+    assert compute_epsilon(**VALID | question | variant) >= 0
 
 
 def test_an_absent_extra_is_named_with_the_command_that_installs_it(

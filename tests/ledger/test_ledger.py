@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dp_grape_hf.accounting import Releases, compose_epsilon
-from dp_grape_hf.accounting.calibration import PRV
+from dp_grape_hf.accounting.accountants import PRV
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release
