@@ -50,7 +50,6 @@ class BandedNoise:
         self.made = 0
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuses to be serialised."""
         raise PrivacyError(
             "the noise of earlier steps cannot be pickled or copied: whoever holds it knows what "
             "is added to later ones. Leave it out of what you save."

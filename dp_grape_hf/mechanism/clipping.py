@@ -20,7 +20,6 @@ Shapes: B samples in the physical batch, k directions.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +29,7 @@ from torch import Tensor
 
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.mechanism.streams import SecretGenerator, derived_generator
-from dp_grape_hf.per_sample import (
-    Dense,
-    Gradients,
-    PerSampleGradient,
-)
+from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient
 from dp_grape_hf.projections import first_matches
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
@@ -118,7 +113,7 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 # ---- Norms ----
 
 
-class Norms(ABC):
+class ExactNorms:
     """The norms of the samples of a physical batch, from one group of parameters after another.
 
     Args:
@@ -127,32 +122,16 @@ class Norms(ABC):
 
     def __init__(self, gradient_factors: Mapping[str, float] = _NONE) -> None:
         self._gradient_factors = gradient_factors
+        self._squared: Tensor | float = 0.0
 
-    @abstractmethod
     def add(self, per_sample_grads: Gradients) -> None:
         """Takes a group of parameters into account; groups have no parameter in common."""
+        found = Gathered.of(dict(per_sample_grads)).squared_norm(self._gradient_factors)
+        self._squared = self._squared + found
 
-    @abstractmethod
     def joint(self) -> Tensor:
         """Returns the norms over all groups jointly, (B,), float32; not finite for NaN and Inf."""
-
-
-class ExactNorms(Norms):
-    """The norms themselves."""
-
-    def __init__(self, gradient_factors: Mapping[str, float] = _NONE) -> None:
-        super().__init__(gradient_factors)
-        self._squared: Tensor | None = None
-
-    def add(self, per_sample_grads: Gradients) -> None:
-        """Adds the squares of a group."""
-        squared = Gathered.of(dict(per_sample_grads)).squared_norm(self._gradient_factors)
-        self._squared = squared if self._squared is None else self._squared + squared
-
-    def joint(self) -> Tensor:
-        """Returns the norms, (B,)."""
-        assert self._squared is not None
-        return self._squared.sqrt()
+        return torch.as_tensor(self._squared).sqrt()
 
 
 class NormDirections:
@@ -202,8 +181,8 @@ def _fresh_key(source: torch.Generator) -> bytes:
     return bytes(numbers.tolist())
 
 
-class EstimatedNorms(Norms):
-    """Estimates M_i of the norms, from k random directions.
+class EstimatedNorms:
+    """Estimates M_i of the norms, from k random directions, in the place of ``ExactNorms``.
 
     Guarantee:
         Not too small by rounding: the error of the inner products is added.
@@ -212,10 +191,9 @@ class EstimatedNorms(Norms):
     def __init__(
         self, directions: NormDirections, gradient_factors: Mapping[str, float] = _NONE
     ) -> None:
-        super().__init__(gradient_factors)
-        self._directions = directions
-        self._products: Tensor | None = None  # (B, k)
-        self._squared_rounding: Tensor | None = None  # (B,)
+        self._gradient_factors, self._directions = gradient_factors, directions
+        self._products: Tensor | float = 0.0  # (B, k)
+        self._squared_rounding: Tensor | float = 0.0  # (B,)
 
     def add(self, per_sample_grads: Gradients) -> None:
         """Adds the inner products of a group."""
@@ -223,19 +201,14 @@ class EstimatedNorms(Norms):
             drawn = self._directions.of(name, gradient.shape)
             factor = self._gradient_factors.get(name, 1.0)
             products = torch.cat([gradient.inner_products(some) for some in drawn], 1)
-            products = _scaled(products, factor)
+            self._products = self._products + _scaled(products, factor)
             squared = _scaled(gradient.rounding().square(), factor**2)
-            if self._products is None or self._squared_rounding is None:
-                self._products, self._squared_rounding = products, squared
-            else:
-                self._products += products
-                self._squared_rounding += squared
+            self._squared_rounding = self._squared_rounding + squared
 
     def joint(self) -> Tensor:
         """Returns the estimates, (B,)."""
-        assert self._products is not None
-        assert self._squared_rounding is not None
-        return self._products.square().mean(1).sqrt() + self._squared_rounding.sqrt()
+        products, rounding = map(torch.as_tensor, (self._products, self._squared_rounding))
+        return products.square().mean(1).sqrt() + rounding.sqrt()
 
 
 # ---- Factors, and the sum ----

@@ -22,9 +22,9 @@ watch the time that a step takes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import chain
 
 import torch
 
@@ -42,9 +42,7 @@ def add_noise_in_slices_(
 ) -> None:
     """Works on slices that stay in the cache from the draw to the division."""
     for part in parts:
-        if std:
-            part.add_(torch.empty_like(part).normal_(0, std, generator=generator))
-        part.div_(divisor)
+        part.add_(torch.empty_like(part).normal_(0, std, generator=generator)).div_(divisor)
 
 
 def add_noise_at_once_(
@@ -56,30 +54,17 @@ def add_noise_at_once_(
 ) -> None:
     """Draws for many values in one call: it is the number of calls that takes time."""
     total, share = sum(len(part) for part in parts), std / math.sqrt(len(streams))
-    size = min(total, at_once) if std else 0
-    buffer = torch.empty(size, dtype=torch.float32, device=streams[0].device)
+    buffer = torch.empty(min(total, at_once), dtype=torch.float32, device=streams[0].device)
     while parts:
         count, size = 0, 0
         while count < len(parts) and (count == 0 or size + len(parts[count]) <= at_once):
             size += len(parts[count])
             count += 1
         some, parts = parts[:count], parts[count:]
-        for stream in streams if std else ():  # into one buffer, one after the other
+        for stream in streams:  # into one buffer, one after the other
             noise = buffer[:size].normal_(0, share, generator=stream)
             torch._foreach_add_(some, list(noise.split([len(part) for part in some])))
         torch._foreach_div_(some, divisor)
-
-
-def run_in_threads(work: Sequence[Callable[[], None]]) -> None:
-    """Runs each function in a thread of its own, the first in this one."""
-    if len(work) == 1:
-        work[0]()
-        return
-    with ThreadPoolExecutor(len(work) - 1) as pool:
-        running = [pool.submit(one) for one in work[1:]]
-        work[0]()
-    for future in running:
-        future.result()  # raises what the thread raised
 
 
 # ---- Secure ----
@@ -113,22 +98,14 @@ def add_secure_noise_(
         What is added to it before or after must be public: a part that another process adds
         later would show its own low bits.
     """
-    if len(streams) != SECURE_DRAWS:
-        raise ValueError(
-            f"{len(streams)=} generators were given; secure noise takes {SECURE_DRAWS}."
-        )
     grid, share = grid_of(std), std / math.sqrt(len(streams))
-    for part in _small(parts):
+    size = _AT_ONCE["cpu" if streams[0].device.type == "cpu" else "other"]
+    for part in chain.from_iterable(part.split(size) for part in parts):
         total = part.double()
         noise = torch.empty_like(total)
         for stream in streams:
             total.add_(noise.normal_(0, share, generator=stream))
         part.copy_(total.div_(grid).round_().mul_(grid)).div_(divisor)
-
-
-def _small(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for part in parts:
-        yield from part.split(_AT_ONCE["cpu" if part.device.type == "cpu" else "other"])
 
 
 # ---- Either ----
@@ -171,16 +148,18 @@ def add_noise_(
     Guarantee:
         No two numbers share noise, and an error in any thread is raised here.
     """
-    flat = [value.view(-1) for value in values]
-    cpu, secret = generator.device.type == "cpu", isinstance(generator, SecretGenerator)
+    if std == 0:
+        torch._foreach_div_(list(values), divisor)
+        return
+    cpu = generator.device.type == "cpu"
     at_once = at_once or (_SLICE if cpu else NOISE_SLICE)
-    parts = [part for v in flat for part in v.split(at_once) if len(part)]
-    if cpu and (std == 0 or not secret):
-        add_noise_in_slices_(parts, std, generator, divisor)
-    elif std == 0 or not isinstance(generator, SecretGenerator):
-        add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
-    else:
+    parts = [part for v in values for part in v.view(-1).split(at_once) if len(part)]
+    if isinstance(generator, SecretGenerator):
         _add_secret_noise_(parts, std, generator, divisor)
+    elif cpu:
+        add_noise_in_slices_(parts, std, generator, divisor)
+    else:
+        add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
 
 
 def _add_secret_noise_(
@@ -197,11 +176,16 @@ def _add_secret_noise_(
     at_once = _DRAWN_BY_A_THREAD if cpu else NOISE_SLICE
     draws = SECURE_DRAWS if generator.secure else _DRAWS
     streams = generator.streams(threads * draws)
-    work: list[Callable[[], None]] = []
-    for i, share in enumerate(shares):
+
+    def add(i: int) -> None:
         own = streams[i * draws : (i + 1) * draws]
         if generator.secure:
-            work.append(partial(add_secure_noise_, share, std, own, divisor))
+            add_secure_noise_(shares[i], std, own, divisor)
         else:
-            work.append(partial(add_noise_at_once_, share, std, own, divisor, at_once))
-    run_in_threads(work)
+            add_noise_at_once_(shares[i], std, own, divisor, at_once)
+
+    if threads == 1:
+        add(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(add, range(threads)))  # raises what a thread raised

@@ -6,7 +6,8 @@ For a logical batch that Poisson sampling drew, the release is
 
 where R_i is sample i's gradient over all trainable parameters jointly, the projected ones in
 coordinates. A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient
-``g_i``, and its release is divided by f. There is nothing to extend in this module: neither clip
+``g_i``, and its release is divided by f: a larger f gives it more of C, and noise of std
+``sigma C / f`` on the sum of its gradients. There is nothing to extend in this module: neither clip
 nor noise has a variant. What ``clipping`` estimates may stand in for ``|R_i|``; the accountant is
 then told so.
 
@@ -35,7 +36,6 @@ from dp_grape_hf.mechanism.clipping import (
     Factors,
     Gathered,
     NormDirections,
-    Norms,
     add_clipped_sum_,
     add_weighted_sum_,
     clip_factors,
@@ -82,17 +82,8 @@ class PrivateMechanism:
         ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
         tuned.
 
-    Gradient factors:
-        Of a parameter with a factor f, ``f g_i`` is in the norm that is clipped and in the sum that
-        meets the noise. After the noise it is divided by f:
-
-            (sum_i clip(f g_i, C) + N(0, (sigma C)^2 I)) / (f B_expected)
-
-        So a larger f gives a parameter more of C, and noise of std ``sigma C / f`` on the sum of
-        its gradients. f is public, and the same for all samples.
-
     Attributes:
-        gradient_factors: parameter name -> f; 1 for those that are missing.
+        gradient_factors: parameter name -> f, which is public; 1 for those that are missing.
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
@@ -221,7 +212,7 @@ class PrivateMechanism:
             )
         return losses
 
-    def _norms(self) -> Norms:
+    def _norms(self) -> ExactNorms | EstimatedNorms:
         if self._directions is None:
             return ExactNorms(self.gradient_factors)
         return EstimatedNorms(self._directions, self.gradient_factors)
@@ -236,7 +227,7 @@ class PrivateMechanism:
             norms.add(per_sample_grads)
             add_weighted_sum_(total, Gathered.of(per_sample_grads), self._factors(norms))
 
-    def _factors(self, norms: Norms, grown: float = 1.0) -> Factors:
+    def _factors(self, norms: ExactNorms | EstimatedNorms, grown: float = 1.0) -> Factors:
         return clip_factors(grown * norms.joint(), self.max_grad_norm, self._automatic)
 
     @contextlib.contextmanager
@@ -325,9 +316,7 @@ class BatchGradient:
         self._count = 0
 
     def begin(self, projectors: Mapping[str, Projector]) -> None:
-        """Starts a logical batch; nothing is projected before the release."""
-        if projectors:
-            raise PrivacyError("A batch gradient is projected after its release, not at capture.")
+        """Starts a logical batch; nothing is projected before the release, so there are none."""
         self._sum, self._count = {}, 0
 
     def accumulate(self, inputs: Inputs) -> Tensor:

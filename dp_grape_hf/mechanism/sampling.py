@@ -68,7 +68,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         turns: Turns = lambda: INDEPENDENT,
     ) -> None:
-        """Checks and keeps the arguments; no coin is tossed before the first draw."""
         require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
         require(
             0.0 < sample_rate <= 1.0,
@@ -94,7 +93,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self._groups: Groups | None = None
 
     def __len__(self) -> int:
-        """Number of draws in one pass."""
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -131,10 +129,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
 
 class LogicalBatch(list[Any]):
-    """One rank's share of one draw: a list of physical batches, each as the collator returned it.
+    """One rank's share of one draw: a list of physical batches, empty if the share is.
 
-    An empty share is an empty list, hence false: ask ``is not None`` where that matters. The
-    type survives the workers and the memory pinning of a data loader.
+    The type survives the workers and the memory pinning of a data loader.
 
     Args:
         batches: The physical batches.
@@ -142,10 +139,7 @@ class LogicalBatch(list[Any]):
     """
 
     def __init__(self, batches: Iterable[Any], sizes: Sequence[int]) -> None:
-        """Pairs each physical batch with the number of examples in it."""
         super().__init__(batches)
-        if len(self) != len(sizes):
-            raise ValueError("There must be one size for each physical batch.")
         self.sizes = tuple(sizes)
 
     @property
@@ -184,7 +178,6 @@ class LogicalBatchCollator:
         physical_batch_size: int,
         grid: Grid = OwnRows.grid,
     ) -> None:
-        """Keeps the arguments."""
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
         self.own_rows = OwnRows(collator, grid)
         self.physical_batch_size = physical_batch_size
@@ -201,14 +194,9 @@ class LogicalBatchCollator:
 
 
 class EmptyDrawDataset(Dataset[Any]):
-    """A map-style data set that answers an empty draw itself.
-
-    Fetching no example is a case that data sets, and transforms attached to them, need not
-    support; here they are never asked.
-    """
+    """A map-style data set that answers an empty draw itself, which others need not support."""
 
     def __init__(self, dataset: Any) -> None:
-        """Wraps ``dataset``, which has ``__getitem__`` and ``__len__``."""
         if not isinstance(dataset, Sized):
             raise PrivacyError(
                 f"{type(dataset).__name__} has no length. Poisson sampling needs a map-style data "
@@ -217,11 +205,9 @@ class EmptyDrawDataset(Dataset[Any]):
         self.dataset: Any = dataset
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """Returns one example."""
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:

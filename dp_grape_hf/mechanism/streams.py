@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 
 
@@ -58,7 +58,6 @@ class SecretGenerator(torch.Generator):
             self.manual_seed(int.from_bytes(os.urandom(8), "little"))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuses to be serialised."""
         raise PrivacyError(
             "a SecretGenerator cannot be pickled or copied: whoever holds its state can subtract "
             "the noise or replay the sampling. Leave it out of what you save, and create a new "
@@ -147,16 +146,6 @@ def forget_the_seed() -> None:
     np.random.seed(np.frombuffer(os.urandom(64), dtype=np.uint32))
 
 
-def sampling_generator() -> SecretGenerator:
-    """Returns a fresh secret stream of sampling coins for a single process, on the CPU.
-
-    Guarantee:
-        That of ``secret_generator``. With several ranks use ``shared_sampling_generator``:
-        coins that differ between ranks are not one Poisson draw.
-    """
-    return secret_generator("cpu")
-
-
 def noise_generator(device: str | torch.device = "cpu", secure: bool = False) -> SecretGenerator:
     """Returns a fresh secret stream of noise on ``device``; ``secure`` as in ``noise``.
 
@@ -169,30 +158,18 @@ def noise_generator(device: str | torch.device = "cpu", secure: bool = False) ->
     return generator
 
 
-def shared_sampling_generator(
-    process_group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
-) -> SecretGenerator:
-    """Returns a secret stream of sampling coins that is the same on every rank.
+def shared_sampling_generator() -> SecretGenerator:
+    """Returns a secret stream of sampling coins that is the same on every rank, on the CPU.
 
-    Rank 0 of the group draws the entropy and broadcasts the state; without an initialised
-    process group this is ``sampling_generator``. A collective call: every rank must make it.
-
-    Args:
-        process_group: The ranks that share the coins; all of them if ``None``.
-        device: Where the broadcast runs: the rank's own GPU for NCCL, the CPU for gloo. The
-            generator itself is on the CPU in every case.
+    A collective call: every rank must make it, as coins that differ between ranks are not one
+    Poisson draw.
 
     Guarantee:
-        That of ``secret_generator``. The state crosses the network between ranks, unencrypted.
+        That of ``secret_generator``. The entropy is the first rank's, and crosses the network
+        between ranks, unencrypted.
     """
-    generator = sampling_generator()
-    if not (dist.is_available() and dist.is_initialized()):
-        return generator
-    source = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    message = torch.Generator.get_state(generator).to(device)  # ours refuses
-    dist.broadcast(message, src=source, group=process_group)
-    generator.set_state(message.cpu())
-    message.zero_()
+    generator = secret_generator()
+    generator.set_state(_twister_state(from_first(lambda: os.urandom(4 * _TWISTER_WORDS))))
     return generator
 
 

@@ -52,7 +52,6 @@ class Units:
     offsets: Tensor  # (units + 1,), integer: where in ``order`` each unit starts and the last ends
 
     def __len__(self) -> int:
-        """Number of units."""
         return len(self.offsets) - 1
 
     @property
@@ -184,7 +183,6 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
     def __init__(
         self, draws: PoissonBatchSampler, units: Units, max_examples_per_unit: int | None = None
     ) -> None:
-        """Checks and keeps the arguments; no coin is tossed before the first draw."""
         require(
             draws.num_samples == len(units),
             "draws.num_samples must be the number of units, of which it draws.",
@@ -198,7 +196,6 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         self.max_examples_per_unit = max_examples_per_unit
 
     def __len__(self) -> int:
-        """Number of draws in one pass."""
         return len(self.draws)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
@@ -226,26 +223,18 @@ class UnitDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, column: str) -> None:
-        """Wraps ``dataset``."""
         self.dataset = dataset
         self.column = column
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """Returns one example."""
-        return self._without_column(self.dataset[index])
+        return {n: value for n, value in self.dataset[index].items() if n != self.column}
 
     def __getitems__(self, units: list[list[int]]) -> list[list[Any]]:
-        """Returns the examples of each unit of a share, by themselves (``EmptyDrawDataset``)."""
+        """Returns the examples of each unit of a share, as ``EmptyDrawDataset`` does."""
         return with_own_coins(lambda unit: [self[index] for index in unit], units)
-
-    def _without_column(self, example: Any) -> Any:
-        if self.column not in example:
-            return example
-        return {name: value for name, value in example.items() if name != self.column}
 
 
 class UnitCollator(LogicalBatchCollator):
@@ -253,11 +242,6 @@ class UnitCollator(LogicalBatchCollator):
 
     The units of a physical batch are numbered from 0, larger ones first, and the rows of a unit
     lie next to each other.
-
-    Args:
-        collator: Makes one batch, a mapping, of a list of examples.
-        physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
-        grid: As in ``OwnRows``.
 
     Guarantee:
         That of ``LogicalBatchCollator``, for units.

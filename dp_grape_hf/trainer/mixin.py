@@ -517,9 +517,7 @@ class DPGrapeMixin(_Host):
         args = self.args
         dataset, collator = self._with_used_columns(self.train_dataset, "training")
         generator = (
-            self._known_streams.sampling
-            if self._known_streams
-            else shared_sampling_generator(device=args.device)
+            self._known_streams.sampling if self._known_streams else shared_sampling_generator()
         )
         me = weakref.proxy(self)
         draws = PoissonBatchSampler(

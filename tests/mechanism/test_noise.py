@@ -18,8 +18,8 @@ import torch
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME
-from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, secret_generator
-from dp_grape_hf.mechanism.noise import SECURE_DRAWS, add_noise_, add_secure_noise_, grid_of
+from dp_grape_hf.mechanism import PrivateMechanism, noise_generator
+from dp_grape_hf.mechanism.noise import SECURE_DRAWS, add_noise_, grid_of
 from dp_grape_hf.mechanism.streams import SecretGenerator
 from tests.support.trainers import make_args, make_trainer, no_loss, spy_releases
 
@@ -281,9 +281,7 @@ def test_the_grid_is_a_power_of_two_and_fine(std: float) -> None:
     assert std * 2**-13 < grid_of(std) <= std * 2**-12
 
 
-def test_secure_noise_takes_independent_streams_and_divides_last() -> None:
-    with pytest.raises(ValueError, match=r"len\(streams\)=1"):
-        add_secure_noise_([torch.zeros(3)], 1.0, [secret_generator()])
+def test_secure_noise_divides_last() -> None:
     value = torch.full((3,), 1e6)
     add_noise_([value, torch.zeros(0)], 1e-3, noise_generator(secure=True), divisor=4.0)
     torch.testing.assert_close(value, torch.full((3,), 2.5e5))

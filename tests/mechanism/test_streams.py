@@ -19,7 +19,6 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.mechanism import streams as streams_module
 from dp_grape_hf.mechanism.noise import add_noise_, add_noise_at_once_
-from dp_grape_hf.mechanism.streams import sampling_generator
 from dp_grape_hf.projections import round_at_random, rounding_generator
 from dp_grape_hf.projections.seeds import projection_generator, projection_seed_for
 
@@ -136,7 +135,7 @@ def test_coins_of_a_rounding_depend_on_seed_and_number_alone() -> None:
 def test_secret_generators_differ_whatever_the_global_seed() -> None:
     """False alarm: two generators agree by chance with probability below 2**-1000."""
     draws = []
-    for make in (secret_generator, sampling_generator, noise_generator) * 2:
+    for make in (secret_generator, shared_sampling_generator, noise_generator) * 2:
         torch.manual_seed(0)
         draws.append(torch.rand(64, dtype=torch.float64, generator=make()))
     for i, draw in enumerate(draws):
@@ -178,6 +177,12 @@ def test_every_bit_of_entropy_enters_the_state(monkeypatch: pytest.MonkeyPatch) 
     assert torch.Generator.initial_seed(generator) == 0
 
 
+def test_ranks_share_the_entropy_of_the_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    entropy = random.Random(0).randbytes(4 * 624)
+    monkeypatch.setattr(streams_module, "from_first", lambda make: entropy)
+    assert struct.pack("<624I", *_words(shared_sampling_generator())) == entropy
+
+
 def test_the_first_numbers_are_twisted_and_tempered_entropy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,7 +209,7 @@ def test_secret_generators_cannot_be_saved_or_copied() -> None:
     with pytest.raises(PrivacyError, match="cannot be pickled"):
         copy.deepcopy({"holder": [noise_generator()]})
     with pytest.raises(PrivacyError, match="cannot be pickled"):
-        torch.save(sampling_generator(), io.BytesIO())
+        torch.save(shared_sampling_generator(), io.BytesIO())
 
 
 HANDS_OUT_THE_STATE = ["clone_state", "get_state", "graphsafe_get_state", "initial_seed", "seed"]
@@ -228,7 +233,7 @@ def test_torch_has_no_other_way_to_ask_for_the_state() -> None:
 
 def test_what_draws_from_a_secret_generator_does_not_ask_for_its_state() -> None:
     """Data loaders, samplers and torch's own distributions."""
-    generator = sampling_generator()
+    generator = secret_generator()
     data = list(range(8))
     loader = DataLoader(data, batch_size=2, shuffle=True, generator=generator, num_workers=1)
     assert sorted(x for batch in loader for x in batch.tolist()) == data
@@ -354,16 +359,6 @@ def test_noise_drawn_for_many_values_at_once_is_split_among_them(drawn_at_once: 
     assert not torch.equal(values[4], values[5][:17])
     rank = torch.arange(1, size + 1, dtype=torch.float64) / size
     assert (torch.special.ndtr(noise.sort().values) - rank).abs().max() < 2.9 / size**0.5
-    before = generator.get_state()
-    add_noise_at_once_(flat, 0.0, [generator], 4.0, drawn_at_once)
-    assert torch.equal(generator.get_state(), before)
-    torch.testing.assert_close(torch.cat(flat), torch.ones(size), rtol=1e-3, atol=0)
-
-
-def test_shared_generator_is_local_without_a_process_group() -> None:
-    """False alarm: two generators agree by chance with probability below 2**-1000."""
-    first, second = shared_sampling_generator(), shared_sampling_generator()
-    assert _words(first) != _words(second)
 
 
 @pytest.mark.gpu
