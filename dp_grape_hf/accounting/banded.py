@@ -166,8 +166,8 @@ def find_bands(
     Among numbers of bands that leave within 2 % of the least, the smallest: each costs a buffer of
     the size of a release, and a run that is interrupted may lose as many steps.
 
-    The arguments are those of ``find_noise_multiplier`` and of ``what_arrives``; ``most`` is how many
-    bands memory allows at most.
+    The arguments are those of ``find_noise_multiplier`` and of ``what_arrives``; ``most`` is how
+    many bands memory allows.
 
     Raises:
         PrivacyError: as ``find_noise_multiplier``.
