@@ -7,7 +7,7 @@ it up and makes it private, and ``noise`` and ``streams`` are the randomness, wh
 ``signal`` tells how much of a release is more than noise.
 """
 
-from dp_grape_hf.mechanism.banded import INDEPENDENT, BandedNoise, Groups, Turn
+from dp_grape_hf.mechanism.banded import INDEPENDENT, Turn
 from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
 from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
@@ -39,11 +39,9 @@ __all__ = [
     "INDEPENDENT",
     "NOISE_SLICE",
     "STABILITY",
-    "BandedNoise",
     "BatchGradient",
     "EmptyDrawDataset",
     "Grid",
-    "Groups",
     "LogicalBatch",
     "LogicalBatchCollator",
     "OwnRows",

@@ -150,7 +150,7 @@ def _companions(examples: Sequence[Any], grid: Grid) -> Iterator[dict[str, Any]]
     first = dict(examples[0])
     own = _lengths(first)
     longer = {n: t for n, t in targets.items() if n in own and t > own[n]}
-    tokens, unlabelled = _token_lengths(first), filter(lambda name: not _is_label(name), longer)
+    tokens, unlabelled = _token_lengths(first), [name for name in longer if not _is_label(name)]
     for names in dict.fromkeys((frozenset(longer), frozenset(unlabelled))):
         if names:
             yield {n: _longer(v, longer[n], tokens) if n in names else v for n, v in first.items()}

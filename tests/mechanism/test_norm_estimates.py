@@ -141,38 +141,27 @@ def _in_float64(part: Any) -> Tensor:
 # ---- The release ----
 
 
-@pytest.mark.slow
+FACTORS = {"first.weight": 4.0, "table.weight": 0.3, "last.bias": 10.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "rank", "clipping"),
-    [("stack", 4, "flat"), ("under vmap", None, "flat"), ("tied gpt2", None, "automatic")],
+    ("name", "rank", "clipping", "factors"),
+    [
+        pytest.param("stack", 4, "flat", {}, marks=pytest.mark.slow),
+        pytest.param("under vmap", None, "flat", {}, marks=pytest.mark.slow),
+        pytest.param("tied gpt2", None, "automatic", {}, marks=pytest.mark.slow),
+        ("stack", None, "flat", FACTORS),
+        ("stack", None, "automatic", FACTORS),
+    ],
 )
 def test_every_mode_releases_what_the_definition_says(
-    name: str, rank: int | None, clipping: str
+    name: str, rank: int | None, clipping: str, factors: dict[str, float]
 ) -> None:
-    """Clipped by M_i from the same directions, whatever the physical split."""
+    """Clipped by M_i from the same directions, of gradients times their factors; in any split."""
     torch.manual_seed(0)
     model, inputs, loss = MODELS[name]()
     projectors = projectors_for(model, rank)
-    gradients = single_sample_gradients(model, inputs, projectors, loss)[1]
-    m = estimates(gradients)
-    bound = m.median().item()
-    factors = bound / (m + 0.01) if clipping == "automatic" else (bound / m).clamp(max=1)
-    expected = {n: torch.einsum("b,b...->...", factors.float(), g) for n, g in gradients.items()}
-    for mode, sizes in zip(GradSampleMode, ([6], [4, 2], [1, 5], [3, 3]), strict=True):
-        per_sample = make_engine("layerwise", model, loss, mode)
-        engine = estimating(per_sample, clipping=clipping, bound=bound)
-        found = released(engine, split(inputs, sizes), projectors)
-        assert relative_error(flat(found), flat(expected)) < 5e-5, mode
-
-
-@pytest.mark.parametrize(
-    ("mode", "clipping"), [*((mode, "flat") for mode in GradSampleMode), ("auto", "automatic")]
-)
-def test_estimates_are_of_the_gradients_times_their_factors(mode: str, clipping: str) -> None:
-    torch.manual_seed(0)
-    model, inputs, loss = MODELS["stack"]()
-    factors = {"first.weight": 4.0, "table.weight": 0.3, "last.bias": 10.0}
-    plain = single_sample_gradients(model, inputs, None, loss)[1]
+    plain = single_sample_gradients(model, inputs, projectors, loss)[1]
     gradients = {n: factors.get(n, 1.0) * g for n, g in plain.items()}
     m = estimates(gradients)
     bound = m.median().item()
@@ -181,10 +170,11 @@ def test_estimates_are_of_the_gradients_times_their_factors(mode: str, clipping:
         n: torch.einsum("b,b...->...", clips.float(), g) / factors.get(n, 1.0)
         for n, g in gradients.items()
     }
-    per_sample = make_engine("layerwise", model, loss, mode)
-    engine = estimating(per_sample, clipping=clipping, bound=bound, factors=factors)
-    found = released(engine, split(inputs, [4, 2]))
-    assert relative_error(flat(found), flat(expected)) < 5e-5
+    for mode, sizes in zip(GradSampleMode, ([6], [4, 2], [1, 5], [3, 3]), strict=True):
+        per_sample = make_engine("layerwise", model, loss, mode)
+        engine = estimating(per_sample, clipping=clipping, bound=bound, factors=factors or None)
+        found = released(engine, split(inputs, sizes), projectors)
+        assert relative_error(flat(found), flat(expected)) < 5e-5, mode
 
 
 def test_the_rounding_of_an_estimate_is_multiplied_as_well() -> None:

@@ -13,13 +13,12 @@ from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
-    BandedNoise,
-    Groups,
     PoissonBatchSampler,
     Turn,
     UnitBatchSampler,
     read_units,
 )
+from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.per_sample import Dense
 from tests.support.mechanism import Given, make_private, released
 

@@ -19,9 +19,7 @@ from torch import Tensor
 from dp_grape_hf.accounting import Releases, calibration
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
-    BandedNoise,
     EmptyDrawDataset,
-    Groups,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
@@ -33,6 +31,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism import units as unit_data
+from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.per_sample import (

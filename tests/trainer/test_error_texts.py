@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.mechanism import (
-    LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
     UnitBatchSampler,
@@ -52,7 +51,6 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "rows of units": lambda: _split({UNIT_OF_ROW: torch.arange(41), "x": ROWS}),
     "a large unit": lambda: refuse_large_unit(41, 8),
     "draws of other units": _draws_of_others,
-    "sizes of physical batches": lambda: LogicalBatch([1, 2], (37, 41, 43)),
 }
 
 
