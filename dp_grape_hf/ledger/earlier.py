@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from dp_grape_hf import accounting
 from dp_grape_hf.accounting import rounded_up
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import Choice, PrivacyError, require
-from dp_grape_hf.ledger.entries import Run
-from dp_grape_hf.ledger.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger.entries import LEDGER_NAME, Run, released
+from dp_grape_hf.ledger.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Earlier:
     @property
     def releases(self) -> list[accounting.Releases]:
         """What they released, as `accounting` wants it."""
-        return [run.accounted for run in self.runs if run.accounted.steps]
+        return released(self.runs)
 
     @property
     def not_private_reasons(self) -> list[str]:
@@ -109,9 +108,16 @@ def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
 
 def _find(model: nn.Module, args: Any) -> Earlier | None:
     try:
-        found = _named(args) if args.earlier_ledger is not None else _of_model(model)
+        named = args.earlier_ledger
+        found = _of_model(model) if named is None else _newest(Path(named))
     except _NotKnown as unknown:
-        _require_an_answer(args, f"{unknown}")
+        if args.private and args.earlier_data != EarlierData.OTHER:
+            raise PrivacyError(
+                f"{unknown}, and earlier_data={args.earlier_data!r}. If it has none, or the runs "
+                "in it used no example of this run's data, say earlier_data='other'. If they did, "
+                "say earlier_data='same', and where that ledger is by earlier_ledger."
+            ) from unknown
+        logger.info("%s. No earlier run is counted.", unknown)
         return None
     if found is None:
         require(
@@ -192,36 +198,23 @@ class _NotKnown(Exception):
     """Whether a model comes from an earlier run could not be looked up, and why."""
 
 
-def _require_an_answer(args: Any, why: str) -> None:
-    """Refuses a private run of a model of unknown origin, unless its data was in no earlier run."""
-    if not args.private or args.earlier_data == EarlierData.OTHER:
-        logger.info("%s. No earlier run is counted.", why)
-        return
-    raise PrivacyError(
-        f"{why}, and earlier_data={args.earlier_data!r}. If it has none, or the runs in it used no "
-        "example of this run's data, say earlier_data='other'. If they did, say "
-        "earlier_data='same', and where that ledger is by earlier_ledger."
-    )
-
-
 _Found = tuple[Ledger, str, Path | None]
-
-
-def _named(args: Any) -> _Found:
-    path = Path(args.earlier_ledger)
-    path = path / LEDGER_NAME if path.is_dir() else path
-    return _newest(path)
 
 
 def _of_model(model: nn.Module) -> _Found | None:
     trained = _TRAINED.get(model)
     if trained is not None and trained.steps:
-        return Ledger(trained.links), _place(trained), trained.path and trained.path.parent
+        where = "the ledger of its trainer" if trained.path is None else f"{trained.path}"
+        return Ledger(trained.links), where, trained.path and trained.path.parent
+    config = getattr(model, "config", None)
+    revision = getattr(config, "_commit_hash", None)
+    # Where it says that it was loaded from; PEFT's wrappers ask the model inside.
+    names = getattr(model, "name_or_path", None), getattr(config, "_name_or_path", None)
     unknown = None
-    for name in _names(model):
+    for name in dict.fromkeys(name for name in names if isinstance(name, str) and name):
         folder = Path(name)
         try:
-            path = folder / LEDGER_NAME if folder.is_dir() else _from_hub(name, _revision(model))
+            path = folder / LEDGER_NAME if folder.is_dir() else _from_hub(name, revision)
         except _NotKnown as failure:
             unknown = failure
             continue
@@ -230,22 +223,6 @@ def _of_model(model: nn.Module) -> _Found | None:
     if unknown is not None:
         raise unknown
     return None
-
-
-def _place(ledger: Ledger) -> str:
-    return f"{ledger.path}" if ledger.path is not None else "the ledger of its trainer"
-
-
-def _names(model: nn.Module) -> Iterator[str]:
-    """Yields where a model says it was loaded from; PEFT's wrappers ask the model inside."""
-    config = getattr(model, "config", None)
-    places = getattr(model, "name_or_path", None), getattr(config, "_name_or_path", None)
-    yield from dict.fromkeys(name for name in places if isinstance(name, str) and name)
-
-
-def _revision(model: nn.Module) -> str | None:
-    revision = getattr(getattr(model, "config", None), "_commit_hash", None)
-    return revision if isinstance(revision, str) else None
 
 
 def _from_hub(name: str, revision: str | None) -> Path | None:
@@ -273,11 +250,12 @@ def _from_hub(name: str, revision: str | None) -> Path | None:
         raise _NotKnown(f"{what} ({type(cause).__name__}: {reason})") from error
 
 
-def _newest(path: Path) -> _Found:
-    """Reads a ledger, or the live one of its run above the checkpoint that it lies in.
+def _newest(place: Path) -> _Found:
+    """Reads a folder's ledger, or the live one of its run above the checkpoint that it lies in.
 
     Which checkpoint to go on from is chosen by whoever saw the later ones, so all releases count.
     """
+    path = place / LEDGER_NAME if place.is_dir() else place
     ledger, folder = Ledger.load(path), path.resolve().parent
     live = folder.parent / LEDGER_NAME
     if live.is_file():

@@ -31,8 +31,8 @@ from dp_grape_hf.ledger.record import (
     LEFT_OUT_IF_NONE,
     MAY_CHANGE_ON_RESUME,
     Mechanism,
+    Record,
     Release,
-    check_fields,
     kinds_of,
 )
 
@@ -68,7 +68,7 @@ _FILES = {
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Record):
     """A run begins. ``schema`` is the version of the file that the mechanism is written in.
 
     Its releases add up with those of all runs before it in the chain if ``continues`` is
@@ -82,23 +82,17 @@ class Start:
     schema: int = field(default=SCHEMA_VERSION, metadata=_SCHEMA)
     continues: str | None = field(default=None, metadata=_TERMS)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Record):
     """Weights were saved that contain ``updates`` updates: SHA-256 by file name."""
 
     updates: int = field(metadata=_COUNT)
     files: dict[str, str] = field(metadata=_FILES)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Resume:
+class Resume(Record):
     """The run goes on from weights with ``updates`` updates; ``changes`` are of its mechanism.
 
     ``session`` is random: two branches of one run differ from here on, whatever the clocks say.
@@ -110,28 +104,19 @@ class Resume:
     versions: dict[str, str] = field(metadata=_TEXT_BY_KEY)
     changes: dict[str, str] = field(metadata=_CHANGES)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Projection:
+class Projection(Record):
     """What per-sample gradients meet from here on: the SHA-256 of a P that no seed makes again."""
 
     sha256: str = field(metadata={"valid": ("a SHA-256 in hex", is_digest)})
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class NotPrivate:
+class NotPrivate(Record):
     """The run has no guarantee, for good, and why."""
 
     reason: str
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 Entry = Start | Release | Weights | Resume | Projection | NotPrivate
@@ -189,18 +174,17 @@ class Run:
         return sum(self.sessions)
 
     @property
-    def releases(self) -> tuple[Release, ...]:
-        """The releases of the run, run-length coded."""
-        own = self.mechanism
-        return (Release(own.noise_multiplier, own.sample_rate, self.steps),) if self.steps else ()
-
-    @property
     def accounted(self) -> accounting.Releases:
         """What the run may have cost."""
         return self.mechanism.releases(self.mechanism.counted(self.sessions))
 
 
-def runs_of(entries: Iterable[Entry]) -> list[Run]:
+def released(runs: Iterable[Run]) -> list[accounting.Releases]:
+    """What runs may have cost together, as `accounting` wants it."""
+    return [run.accounted for run in runs if run.steps]
+
+
+def runs_of(entries: Iterable[Entry]) -> tuple[Run, ...]:
     """Returns the runs that a chain records, oldest first.
 
     Raises:
@@ -215,7 +199,7 @@ def runs_of(entries: Iterable[Entry]) -> list[Run]:
         require(bool(runs), f"entries: {KIND_OF[type(entry)]!r} comes before any 'start'.")
         _read(entry, runs[-1])
     require(bool(runs), "entries=[] must begin with a 'start'.")
-    return runs
+    return tuple(runs)
 
 
 def _check_start(start: Start, before: Sequence[Run]) -> None:
@@ -284,11 +268,7 @@ def encoded(entry: Entry) -> dict[str, Any]:
 
 
 def decoded(content: Any, number: int) -> Entry:
-    """Returns an entry that was read as JSON.
-
-    Args:
-        content: what JSON holds.
-        number: where it stands, for errors, from 1 up.
+    """Returns an entry that was read as JSON, of that number from 1 up.
 
     Raises:
         PrivacyError: It is no entry.
@@ -310,14 +290,7 @@ def decoded(content: Any, number: int) -> Entry:
 def _built(cls: type[Any], content: Any, where: str, may_miss: Collection[str]) -> Any:
     """Builds a record from JSON data that holds every field and no other.
 
-    Args:
-        cls: the dataclass.
-        content: what JSON holds.
-        where: what errors call it.
-        may_miss: fields that are ``None`` where they are missing.
-
-    Raises:
-        PrivacyError: A field is missing, unknown or has a value that it cannot have.
+    Fields that ``may_miss`` are ``None`` where they are missing; errors say ``where`` it is.
     """
     names = {f.name for f in fields(cls)}
     require_keys(content, names, where, may_miss)
@@ -363,7 +336,7 @@ def extended(links: Sequence[Link], *entries: Entry) -> tuple[Link, ...]:
 
 def with_releases(links: Sequence[Link], release: Release) -> tuple[Link, ...]:
     """Returns a chain with releases added, to the last entry if that counts the same."""
-    last = links[-1].entry if links else None
+    last = links[-1].entry
     if isinstance(last, Release) and replace(last, count=release.count) == release:
         return extended(links[:-1], replace(last, count=last.count + release.count))
     return extended(links, release)
@@ -388,10 +361,8 @@ def broken(links: Sequence[Link]) -> str | None:
     return None
 
 
-def is_prefix(links: Sequence[Link], whole: Sequence[Link]) -> bool:
-    """Whether a chain has been what another one is now, at some time or now."""
-    if not links:
-        return True
+def goes_on(whole: Sequence[Link], links: Sequence[Link]) -> bool:
+    """Whether a chain is what another one has become, or is still."""
     *sealed, (last, digest) = links
     at = len(sealed)
     if len(whole) <= at or list(whole[:at]) != sealed:
@@ -402,10 +373,12 @@ def is_prefix(links: Sequence[Link], whole: Sequence[Link]) -> bool:
     return whole[at] == (last, digest)
 
 
-def beyond(links: Sequence[Link], whole: Sequence[Link]) -> Sequence[Link]:
-    """Returns the links from the first on that another chain does not hold just so."""
+def lacks_releases(whole: Sequence[Link], links: Sequence[Link]) -> bool:
+    """Whether another chain has releases from where the two part that this one has not."""
     pairs = enumerate(zip(links, whole, strict=False))
-    return links[next((n for n, (one, other) in pairs if one != other), len(whole)) :]
+    parted = next((n for n, (one, other) in pairs if one != other), len(whole))
+    own = any(isinstance(link.entry, Release) for link in links[parted:])
+    return own and not goes_on(whole, links)
 
 
 def has_been_head(digest: str, links: Sequence[Link]) -> bool:

@@ -31,7 +31,6 @@ from dp_grape_hf.ledger.entries import (
     LEDGER_NAME,
     OTHER_DATA,
     SAME_DATA,
-    SCHEMA_VERSION,
     Entry,
     Link,
     NotPrivate,
@@ -40,13 +39,14 @@ from dp_grape_hf.ledger.entries import (
     Run,
     Start,
     Weights,
-    beyond,
     broken,
     extended,
+    goes_on,
     has_been_head,
     is_digest,
-    is_prefix,
+    lacks_releases,
     now,
+    released,
     runs_of,
     software_versions,
     with_releases,
@@ -58,8 +58,6 @@ from dp_grape_hf.ledger.record import (
     require_same_mechanism,
 )
 from dp_grape_hf.ledger.storage import RunLock, hold, read_links, to_text, write_text
-
-__all__ = ["LEDGER_NAME", "SCHEMA_VERSION", "Ledger", "Mechanism"]
 
 
 @dataclass
@@ -73,6 +71,7 @@ class Ledger:
     Attributes:
         links: the entries, each with its digest, oldest first.
         path: the live file, if there is one.
+        runs: what they say of each run, this one last.
     """
 
     links: tuple[Link, ...]
@@ -83,7 +82,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         """Checks that the entries belong together."""
-        self._runs = runs_of(link.entry for link in self.links)
+        self.runs = runs_of(link.entry for link in self.links)
 
     # ---- Making one ----
 
@@ -125,16 +124,14 @@ class Ledger:
             mechanism=mechanism,
             continues=None if continues is None else SAME_DATA if same_data else OTHER_DATA,
         )
-        path = None if path is None else Path(path)
-        lock = None if path is None else hold(path)
-        ledger = cls(
-            extended(() if continues is None else continues.links, start), path, _lock=lock
-        )
-        if reason:
-            ledger._append(NotPrivate(reason))
-        if path is not None and path.exists():
-            path.rename(path.with_name(f"{path.stem}.before-{ledger.run_id}{path.suffix}"))
-        ledger._persist()
+        entries = [start, NotPrivate(reason)] if reason else [start]
+        ledger = cls(extended(() if continues is None else continues.links, *entries))
+        if path is not None:
+            ledger.path = path = Path(path)
+            ledger._lock = hold(path)
+            if path.exists():
+                path.rename(path.with_name(f"{path.stem}.before-{ledger.run_id}{path.suffix}"))
+            ledger._persist()
         return ledger
 
     @classmethod
@@ -208,8 +205,8 @@ class Ledger:
             "Resume from a folder whose files were saved together.",
         )
         reasons, newest = ledger.not_private_reasons, Path(checkpoint_path)
-        for path in cls._live_files(live_path, checkpoint_path, ledger.run_id):
-            live = cls.load(path)
+        live_ledgers = cls._live_ledgers(Path(live_path), Path(checkpoint_path), ledger.run_id)
+        for path, live in live_ledgers.items():
             both = f"{path} and {newest}"
             require(
                 live.run_id == ledger.run_id,
@@ -222,90 +219,81 @@ class Ledger:
                 f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
                 "Restore its newest copy.",
             )
-            live._refuse_branches(ledger, both)
+            require(
+                not lacks_releases(live.links, ledger.links),
+                f"{both} are branches of one run: each holds releases that the other lacks, so "
+                "neither counts all. Start a new run that continues one, and add up the privacy of "
+                "both.",
+            )
             reasons += live.not_private_reasons
             ledger, newest = live, path
         ours, theirs = asdict(mechanism), asdict(ledger.mechanism)
         changes = {name: ours[name] for name in MAY_CHANGE_ON_RESUME if ours[name] != theirs[name]}
         missing = [r for r in dict.fromkeys(reasons) if r not in ledger.not_private_reasons]
+        ledger.path, ledger._lock = Path(live_path), lock
         ledger._append(
             *map(NotPrivate, missing),
             Resume(secrets.token_hex(8), updates, now(), software_versions(), changes),
         )
-        ledger.path, ledger._lock = Path(live_path), lock
-        ledger._persist()
         return ledger
 
     @classmethod
-    def _live_files(
-        cls, live_path: str | Path, checkpoint_path: str | Path, run_id: str
-    ) -> list[Path]:
-        """Returns the live files that a resumed run must count, the one with most releases last.
+    def _live_ledgers(cls, live: Path, checkpoint: Path, run_id: str) -> dict[Path, Self]:
+        """Returns those that a resumed run must count, by file, the one with most releases last.
 
         A run that goes on in another folder has one in the folder where the checkpoint lies, which
         may count releases that were made after the checkpoint.
         """
-        live, old = Path(live_path), Path(checkpoint_path).parent.parent / LEDGER_NAME
-        found = [live] if live.exists() else []
-        if old.exists() and old.resolve() != live.resolve() and cls.load(old).run_id == run_id:
-            found.append(old)
-        return sorted(found, key=lambda path: cls.load(path).steps)
-
-    def _refuse_branches(self, other: Self, both: str) -> None:
-        """Refuses a ledger that lacks releases of another one of its run, however many it has."""
-        require(
-            self.goes_on_from(other)
-            or not any(isinstance(one.entry, Release) for one in beyond(other.links, self.links)),
-            f"{both} are branches of one run: each holds releases that the other lacks, so neither "
-            "counts all. Start a new run that continues one, and add up the privacy of both.",
-        )
+        found = {live: cls.load(live)} if live.exists() else {}
+        old = checkpoint.parent.parent / LEDGER_NAME
+        if old.exists() and old.resolve() != live.resolve():
+            other = cls.load(old)
+            if other.run_id == run_id:
+                found[old] = other
+        return dict(sorted(found.items(), key=lambda item: item[1].steps))
 
     # ---- Reading it ----
 
     @property
-    def runs(self) -> tuple[Run, ...]:
-        """The runs that are recorded, this one last."""
-        return tuple(self._runs)
-
-    @property
     def mechanism(self) -> Mechanism:
         """The parameters of this run, as they are since it was last resumed."""
-        return self._runs[-1].mechanism
+        return self.runs[-1].mechanism
 
     @property
     def run_id(self) -> str:
         """What tells this run from all others."""
-        return self._runs[-1].start.run_id
+        return self.runs[-1].start.run_id
 
     @property
     def started_at(self) -> str:
         """When this run began, in UTC, to the second."""
-        return self._runs[-1].start.at
+        return self.runs[-1].start.at
 
     @property
     def versions(self) -> dict[str, str]:
         """Versions of the software that this run began with, by package."""
-        return dict(self._runs[-1].start.versions)
+        return dict(self.runs[-1].start.versions)
 
     @property
     def releases(self) -> tuple[Release, ...]:
         """The releases of this run, run-length coded."""
-        return self._runs[-1].releases
+        own, steps = self.mechanism, self.steps
+        return (Release(own.noise_multiplier, own.sample_rate, steps),) if steps else ()
 
     @property
     def steps(self) -> int:
         """Number of releases of this run."""
-        return self._runs[-1].steps
+        return self.runs[-1].steps
 
     @property
     def sessions(self) -> tuple[int, ...]:
         """Number of releases of this run from its start, and from each resumption, to the next."""
-        return tuple(self._runs[-1].sessions)
+        return tuple(self.runs[-1].sessions)
 
     @property
     def updates(self) -> int | None:
         """How many updates the weights contain that were last saved, or resumed from."""
-        return self._runs[-1].updates
+        return self.runs[-1].updates
 
     @property
     def saved(self) -> list[Weights]:
@@ -320,8 +308,8 @@ class Ledger:
     @property
     def composed_runs(self) -> tuple[Run, ...]:
         """The runs whose releases add up with those of this one, which is the last of them."""
-        same = self._runs[-1].start.continues == SAME_DATA
-        return tuple(self._runs) if same else (self._runs[-1],)
+        same = self.runs[-1].start.continues == SAME_DATA
+        return self.runs if same else self.runs[-1:]
 
     @property
     def not_private_reasons(self) -> list[str]:
@@ -337,12 +325,12 @@ class Ledger:
     @property
     def composed(self) -> list[accounting.Releases]:
         """All releases that add up, as `accounting` wants them."""
-        return [run.accounted for run in self.composed_runs if run.accounted.steps]
+        return released(self.composed_runs)
 
     @property
     def earlier(self) -> list[accounting.Releases]:
         """Those of them that runs before this one made."""
-        return [run.accounted for run in self.composed_runs[:-1] if run.accounted.steps]
+        return released(self.composed_runs[:-1])
 
     def epsilon(self, delta: float | None = None) -> float:
         """Returns the accountant's upper bound on epsilon for all releases recorded.
@@ -403,7 +391,7 @@ class Ledger:
 
     def goes_on_from(self, copy: Self) -> bool:
         """Whether this is the ledger that a copy was taken of, now or at some time."""
-        return is_prefix(copy.links, self.links)
+        return goes_on(self.links, copy.links)
 
     # ---- Writing it ----
 
@@ -418,15 +406,13 @@ class Ledger:
         self.links = with_releases(
             self.links, Release(own.noise_multiplier, own.sample_rate, steps)
         )
-        self._runs[-1].sessions[-1] += steps
+        self.runs[-1].sessions[-1] += steps
         self._persist()
 
     def mark_not_private(self, reason: str) -> None:
         """Notes for good that this run has no guarantee, and why."""
-        require(reason != "", f"{reason=} must say why the run is not private.")
         if reason not in self.not_private_reasons:
             self._append(NotPrivate(reason))
-            self._persist()
 
     def note_projection(self, digest: str) -> None:
         """Notes the P that gradients meet from now on, if no seed makes it again.
@@ -437,7 +423,7 @@ class Ledger:
         Raises:
             PrivacyError: The run has another one, and never makes it anew.
         """
-        known = self._runs[-1].projection
+        known = self.runs[-1].projection
         if known == digest:
             return
         require(
@@ -446,7 +432,6 @@ class Ledger:
             "Resume from a checkpoint of the run, whose optimizer state holds the projection.",
         )
         self._append(Projection(digest))
-        self._persist()
 
     def snapshot(self, updates: int, files: dict[str, str] | None = None) -> Self:
         """Notes that weights were saved, and returns the ledger, whose copy belongs beside them.
@@ -463,7 +448,6 @@ class Ledger:
         weights = Weights(updates, files or {})
         if self.links[-1].entry != weights:
             self._append(weights)
-            self._persist()
         return self
 
     def save(self, path: str | Path) -> None:
@@ -472,12 +456,14 @@ class Ledger:
         The folder is made if need be. A process that is killed may leave the hidden file
         ``.<name>.tmp`` beside it, which the next save replaces.
         """
-        write_text(Path(path), to_text(self.links))
+        write_text(Path(path), to_text(self.links, {}))
 
     def _append(self, *entries: Entry) -> None:
+        """Adds entries, if they fit, and writes the live file."""
         links = extended(self.links, *entries)
-        self._runs = runs_of(link.entry for link in links)
+        self.runs = runs_of(link.entry for link in links)
         self.links = links
+        self._persist()
 
     def _persist(self) -> None:
         """Writes the live file, unless somebody else did since this run last wrote it."""

@@ -55,11 +55,16 @@ _ROUNDING = 1e-12
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 
 
-def _are_factors(text: str) -> bool:
+def _parsed(text: str) -> Any:
+    """Returns what a text holds as JSON; ``None`` if it is none."""
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
+
+
+def _are_factors(text: str) -> bool:
+    found = _parsed(text)
     return (
         isinstance(found, dict)
         and found != {}
@@ -71,10 +76,7 @@ def _are_factors(text: str) -> bool:
 
 
 def _are_coefficients(text: str) -> bool:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
+    found = _parsed(text)
     return (
         isinstance(found, list)
         and len(found) > 1
@@ -117,7 +119,34 @@ _CLIPPING = {
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class Record:
+    """What a ledger holds: a dataclass whose fields have the types and values that they may have.
+
+    An integer may stand for a float. What a value may be, if not any but the empty text, stands in
+    the ``valid`` metadata of its field, in words and as a test.
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), kinds_of(f)
+            if type(value) is int and float in kinds:
+                value = float(value)
+                object.__setattr__(self, f.name, value)
+            names, fits = " or ".join(kind.__name__ for kind in kinds), isinstance(value, kinds)
+            require(
+                fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}."
+            )
+            text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
+            require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
+
+
+def kinds_of(f: Field[Any]) -> tuple[type, ...]:
+    """The classes a field may hold: ``(list,)`` for ``list[str]``, both sides of a union."""
+    return get_args(f.type) if isinstance(f.type, UnionType) else (get_origin(f.type) or f.type,)
+
+
+@dataclass(frozen=True)
+class Mechanism(Record):
     """The public parameters of a run: what was promised, and all that defines a release.
 
     ``clipping`` is ``flat`` where gradients longer than C are scaled to it, by their norm over all
@@ -171,7 +200,7 @@ class Mechanism:
     chosen: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
@@ -230,18 +259,18 @@ class Mechanism:
 
     def reasons_not_private(self) -> list[str]:
         """Says why no finite epsilon holds for these parameters; empty if one does."""
-        excluded = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-        needed: dict[str, list[str]] = {"sampling": [POISSON], "adjacency": [*Adjacency]}
-        own = {name: getattr(self, name) for name in (*excluded, *needed)}
-        return [f"{k} is {own[k]}" for k, value in excluded.items() if own[k] == value] + [
-            f"{k} is {own[k]!r}, not {' or '.join(map(repr, values))}"
-            for k, values in needed.items()
-            if own[k] not in values
-        ]
+        neighbours = " or ".join(map(repr, Adjacency))
+        voided = {
+            f"noise_multiplier is {self.noise_multiplier}": self.noise_multiplier == 0,
+            f"max_grad_norm is {self.max_grad_norm}": math.isinf(self.max_grad_norm),
+            f"sampling is {self.sampling!r}, not {POISSON!r}": self.sampling != POISSON,
+            f"adjacency is {self.adjacency!r}, not {neighbours}": self.adjacency not in Adjacency,
+        }
+        return [reason for reason, holds in voided.items() if holds]
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Record):
     """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism.
 
     ``sample_rate`` is q, of all examples together; the mechanism says whether they have groups.
@@ -250,30 +279,6 @@ class Release:
     noise_multiplier: float = field(metadata=_SIGMA)
     sample_rate: float = field(metadata=_RATE)
     count: int = field(metadata=_COUNT)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-# ---- Checks ----
-
-
-def kinds_of(f: Field[Any]) -> tuple[type, ...]:
-    """The classes a field may hold: ``(list,)`` for ``list[str]``, both sides of a union."""
-    return get_args(f.type) if isinstance(f.type, UnionType) else (get_origin(f.type) or f.type,)
-
-
-def check_fields(record: Any) -> None:
-    """Refuses a field of wrong type or value of a dataclass; an integer may stand for a float."""
-    for f in fields(record):
-        value, kinds = getattr(record, f.name), kinds_of(f)
-        if type(value) is int and float in kinds:
-            value = float(value)
-            object.__setattr__(record, f.name, value)
-        names, fits = " or ".join(kind.__name__ for kind in kinds), isinstance(value, kinds)
-        require(fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}.")
-        text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
-        require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
 
 
 def require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:

@@ -51,19 +51,18 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
         raise PrivacyError(f"{error}") from error
 
 
-def to_text(links: Sequence[Link], known: dict[str, str] | None = None) -> str:
+def to_text(links: Sequence[Link], known: dict[str, str]) -> str:
     """Returns the file that a chain is written as.
 
     Args:
         links: the chain.
         known: the texts of entries by their digests, to be used again when the chain has grown.
     """
-    known = {} if known is None else known
-    for link in links[:-1]:
+    *sealed, last = links
+    for link in sealed:
         if link.digest not in known:
             known[link.digest] = _text_of(link)
-    texts = [known[link.digest] for link in links[:-1]] + [_text_of(link) for link in links[-1:]]
-    entries = ",\n".join(texts)
+    entries = ",\n".join([*(known[link.digest] for link in sealed), _text_of(last)])
     return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "entries": [\n{entries}\n  ]\n}}\n'
 
 
