@@ -7,7 +7,7 @@ may be uploaded and takes local paths out of them, ``hub`` uploads them as one c
 changed as an adapter of PEFT, and ``model_files`` knows the files that a model consists of.
 """
 
-from dp_grape_hf.publishing.adapter import Adapter
+from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, declare, render
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
 from dp_grape_hf.publishing.model_files import (
@@ -27,6 +27,7 @@ __all__ = [
     "CardDetails",
     "Publisher",
     "adapter_folders",
+    "adapters_of",
     "damage",
     "declare",
     "is_of_a_model",

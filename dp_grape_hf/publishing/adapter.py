@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import PrivacyError
@@ -33,6 +32,12 @@ from dp_grape_hf.publishing.model_files import ADAPTER
 _PREFIX = "base_model.model."  # PEFT's, before the name of a module
 _BIAS = ".base_layer.bias"
 _INSTEAD = "Save the whole model: save_as='model'."
+
+
+def adapters_of(model: Any) -> Mapping[str, Any]:
+    """Returns the configs of the adapters of PEFT that a model has, by their names."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    return configs
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,20 @@ class Adapter:
         Raises:
             PrivacyError: no weight gets factors, or PEFT cannot save it so; with what to do.
         """
-        if getattr(model, "peft_config", None):
+        if adapters_of(model):
             raise PrivacyError(
                 "save_as='adapter' makes an adapter of what a run changed, and the model has an "
                 f"adapter of PEFT already. Merge it first, by merge_and_unload(). {_INSTEAD}"
             )
-        shared, modules = (
-            shared_parameters(model),
-            dict(model.named_modules(remove_duplicate=False)),
-        )
+        shared = shared_parameters(model)
+        modules = dict(model.named_modules(remove_duplicate=False))
         low_rank = {}
         for name in projected:
             path, _, leaf = name.rpartition(".")
             module = modules[path]
-            if path and leaf == "weight" and type(module) in MATRIX_LAYERS:
-                if id(module.weight) not in shared:
-                    low_rank[path] = name
+            of_a_layer = path and leaf == "weight" and type(module) in MATRIX_LAYERS
+            if of_a_layer and id(module.weight) not in shared:
+                low_rank[path] = name
         ids, owners, biases = {id(p) for p in trained}, {}, set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             path, _, leaf = name.rpartition(".")
@@ -119,20 +122,14 @@ class Adapter:
         tied = [path for path, weight in weights.items() if id(weight) in shared]
         bare = _without_numbers(model)
         found = cls(low_rank, whole, bool(biases & low_rank.keys()), bool(tied), bare)
-        if tied and not found._is_understood():
+        try:
+            found._adapted()  # which PEFT may refuse
+        except PrivacyError:
+            if not tied:
+                raise
             found = replace(found, tied=False)
-        found._adapted()  # which PEFT may refuse
+            found._adapted()
         return found
-
-    def _is_understood(self) -> bool:
-        """Whether PEFT, which knows embeddings by their names, finds what is to be tied."""
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            try:
-                self._adapted(quietly=False)
-            except PrivacyError:
-                return False
-        return not any("ensure_weight_tying" in f"{one.message}" for one in said)
 
     def require_smaller(self, ranks: Mapping[str, int], periods: int) -> None:
         """Refuses a run whose factors would have as many numbers as the weights.
@@ -176,22 +173,21 @@ class Adapter:
         Args:
             tensors: of the model's ``state_dict``, after training.
             factors: name of a weight -> (m, R) and (R, n), whose product was added to it; it is
-                left out if nothing was.
+                left out if nothing was. The adapter has the largest R; others gain zeros.
             folder: which is made if need be.
 
         Raises:
             PrivacyError: the model's modules are others than when this was made.
         """
-        left_right = {
-            path: factors.get(name) or _nothing(tensors[name])
-            for path, name in self.low_rank.items()
-        }
-        ranks = {self.low_rank[path]: left.shape[1] for path, (left, _) in left_right.items()}
-        adapted, layout = self._adapted(ranks)
-        model = self.bare
-        modules, values = dict(model.named_modules()), {}
-        for path, (left, right) in left_right.items():
-            if isinstance(modules[path], Conv1D):  # (in, out)
+        rank = max((left.shape[1] for left, _ in factors.values()), default=1)
+        adapted, layout = self._adapted(rank)
+        model, values = self.bare, {}
+        for path, name in self.low_rank.items():
+            m, n = tensors[name].shape
+            left, right = factors.get(name, (torch.zeros(m, 0), torch.zeros(0, n)))
+            gap = rank - left.shape[1]
+            left, right = functional.pad(left, (0, gap)), functional.pad(right, (0, 0, 0, gap))
+            if isinstance(model.get_submodule(path), Conv1D):  # (in, out)
                 left, right = right.T, left.T
             values[f"{_PREFIX}{path}.lora_A.weight"] = right
             values[f"{_PREFIX}{path}.lora_B.weight"] = left
@@ -200,7 +196,12 @@ class Adapter:
         for name, value in tensors.items():
             if _is_in(name, self.whole):
                 values[f"{_PREFIX}{name}"] = value
-        _require_layout(layout, {name: tuple(value.shape) for name, value in values.items()})
+        shapes = {name: tuple(value.shape) for name, value in values.items()}
+        if wrong := sorted(name for name in layout if layout[name] != shapes.get(name)):
+            raise PrivacyError(
+                f"save_as='adapter': {wrong[0]} has shape {shapes.get(wrong[0])}, and PEFT expects "
+                f"{layout[wrong[0]]}. The model was changed after the trainer was made. {_INSTEAD}"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         # Copied, as a file of safetensors shares no tensors.
         kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in values.items()}
@@ -213,32 +214,23 @@ class Adapter:
         made = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=made)
 
-    def _adapted(
-        self, ranks: Mapping[str, int] | None = None, *, quietly: bool = True
-    ) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """Returns PEFT's model of what is bare, and the shapes that it would save.
-
-        ``ranks`` are by the name of a weight; 1 if not given.
-        """
+    def _adapted(self, rank: int = 1) -> tuple[Any, dict[str, tuple[int, ...]]]:
+        """Returns PEFT's model of what is bare, and the shapes that it would save."""
         import peft  # not above, because that takes seconds
 
-        by_path = {path: ranks[name] if ranks else 1 for path, name in self.low_rank.items()}
-        usual = Counter(by_path.values()).most_common(1)[0][0]
-        others = {path: rank for path, rank in by_path.items() if rank != usual}
         model = copy.deepcopy(self.bare)  # PEFT changes what it adapts
-        modules = dict(model.named_modules())
+        layers = [model.get_submodule(path) for path in self.low_rank]
         config = peft.LoraConfig(
-            r=usual,
-            lora_alpha=usual,  # so that B A counts once, and the same for the others
-            rank_pattern=others,
-            alpha_pattern=dict(others),
-            target_modules=sorted(by_path),
+            r=rank,
+            lora_alpha=rank,  # so that B A counts once
+            target_modules=sorted(self.low_rank),
             modules_to_save=list(self.whole) or None,
             bias="lora_only" if self.biases else "none",
-            fan_in_fan_out=all(isinstance(modules[path], Conv1D) for path in by_path),
+            fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers),
             ensure_weight_tying=self.tied,
         )
-        with warnings.catch_warnings(action="ignore") if quietly else nullcontext():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             try:
                 adapted = peft.get_peft_model(model, config)
             except ValueError as error:
@@ -246,22 +238,25 @@ class Adapter:
                     f"save_as='adapter': PEFT cannot adapt this model: {error} {_INSTEAD}"
                 ) from error
             saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        # It knows embeddings by their names, and says so where it finds none to tie.
+        if self.tied and any("ensure_weight_tying" in f"{one.message}" for one in said):
+            raise PrivacyError(f"save_as='adapter': PEFT cannot tie {self.whole}. {_INSTEAD}")
         shapes = {name: tuple(value.shape) for name, value in saved.items()}
-        expected = {f"{_PREFIX}{path}.lora_{x}.weight" for path in by_path for x in "AB"}
+        expected = {f"{_PREFIX}{path}.lora_{x}.weight" for path in self.low_rank for x in "AB"}
         expected |= {f"{_PREFIX}{n}" for n in self.bare.state_dict() if _is_in(n, self.whole)}
-        _require_names(shapes.keys(), expected)
+        # Biases may be missing: some versions of PEFT leave them out.
+        if other := {name for name in shapes if not name.endswith(_BIAS)} ^ expected:
+            raise PrivacyError(
+                f"save_as='adapter': PEFT would save {', '.join(sorted(other)[:3])} and "
+                f"{len(other)} such tensors in all otherwise than the run trained them, as names "
+                f"of modules of this model end like others. {_INSTEAD}"
+            )
         return adapted, shapes
 
 
 def _is_in(path: str, places: Iterable[str]) -> bool:
     """Whether a path is one of some modules, or of what is in them."""
     return any(f"{path}.".startswith(f"{place}.") for place in places)
-
-
-def _nothing(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the factors of no change."""
-    m, n = weight.shape
-    return torch.zeros(m, 1), torch.zeros(1, n)
 
 
 def _without_numbers(model: nn.Module) -> nn.Module:
@@ -272,25 +267,3 @@ def _without_numbers(model: nn.Module) -> nn.Module:
         kept = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         known[id(tensor)] = kept.requires_grad_(tensor.requires_grad)
     return copy.deepcopy(model, known)
-
-
-def _require_names(found: Iterable[str], expected: set[str]) -> None:
-    """Refuses a layout that has other tensors; but for biases, which versions of PEFT leave out."""
-    other = {name for name in found if not name.endswith(_BIAS)} ^ expected
-    if other:
-        raise PrivacyError(
-            f"save_as='adapter': PEFT would save {', '.join(sorted(other)[:3])} and "
-            f"{len(other)} such tensors in all otherwise than the run trained them, as names of "
-            f"modules of this model end like others. {_INSTEAD}"
-        )
-
-
-def _require_layout(
-    layout: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    wrong = sorted(name for name in layout if layout[name] != shapes.get(name))
-    if wrong:
-        raise PrivacyError(
-            f"save_as='adapter': {wrong[0]} has shape {shapes.get(wrong[0])}, and PEFT expects "
-            f"{layout[wrong[0]]}. The model was changed after the trainer was made. {_INSTEAD}"
-        )

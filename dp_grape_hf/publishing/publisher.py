@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.publishing.adapter import Adapter
+from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.hub import Repository
 from dp_grape_hf.publishing.model_files import digests
@@ -103,22 +103,21 @@ class Publisher:
             self.adapter.save(tensors, changes, folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-        self._speak_for(folder, updates, adapter=self.adapter is not None)
+        self.record(updates, folder, adapter=self.adapter is not None)
 
-    def record(self, updates: int, folder: Path | None = None) -> None:
-        """Writes the ledger and the card of a whole model that was saved in a folder just now.
+    def record(self, updates: int, folder: Path | None = None, *, adapter: bool = False) -> None:
+        """Writes the ledger and the card of a model that was saved in a folder just now.
 
         Args:
             updates: how many updates the weights contain.
             folder: instead of the publisher's.
+            adapter: whether it was saved as the publisher's adapter.
 
         Raises:
             PrivacyError: there is no ledger, or it has fewer releases than the weights have
                 updates.
         """
-        self._speak_for(self.folder if folder is None else folder, updates, adapter=False)
-
-    def _speak_for(self, folder: Path, updates: int, *, adapter: bool) -> None:
+        folder = self.folder if folder is None else folder
         ledger = self._require_ledger().snapshot(updates, digests(folder))
         ledger.save(folder / LEDGER_NAME)
         self._write(folder, self.card(ledger, adapter=adapter))
@@ -157,7 +156,7 @@ class Publisher:
         details = replace(
             details,
             base_model=details.base_model or next(names, None),
-            adapter=adapter or bool(_adapters(self.model)),
+            adapter=adapter or bool(adapters_of(self.model)),
             repo_id=details.repo_id if self.repository is None else self.repository.repo_id,
         )
         return render(ledger, details, updates=updates)
@@ -181,7 +180,7 @@ class Publisher:
         Raises:
             PrivacyError: PEFT would save the adapter in a folder of its own.
         """
-        adapters = list(_adapters(self.model))
+        adapters = list(adapters_of(self.model))
         own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
         if adapters and own_format and "default" not in adapters:
             raise PrivacyError(
@@ -256,14 +255,8 @@ class Publisher:
             self.repository.wait()
 
 
-def _adapters(model: Any) -> Mapping[str, Any]:
-    """Returns the adapters of PEFT that a model has, by their names."""
-    adapters: Mapping[str, Any] = getattr(model, "peft_config", {})
-    return adapters
-
-
 def _base_names(model: Any) -> list[str]:
     """Returns where a model was loaded from: names on the Hub, or paths."""
-    names = [config.base_model_name_or_path for config in _adapters(model).values()]
+    names = [config.base_model_name_or_path for config in adapters_of(model).values()]
     names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
     return [name for name in names if name]

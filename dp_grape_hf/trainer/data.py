@@ -29,6 +29,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.per_sample import keeping_random_state
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
+from dp_grape_hf.publishing import adapters_of
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 
 _MANY = 4  # physical batches a step, from which more of them cost less than padding does
@@ -99,7 +100,7 @@ def positions_of(model: nn.Module) -> int | None:
         and isinstance(module, nn.Embedding)
         and module.padding_idx is not None
     ]
-    adapters = getattr(model, "peft_config", {}).values()
+    adapters = adapters_of(model).values()
     virtual = sum(getattr(adapter, "num_virtual_tokens", None) or 0 for adapter in adapters)
     return most - max(unreached, default=0) - virtual
 

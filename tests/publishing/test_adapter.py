@@ -192,7 +192,8 @@ def check_a_row(name: str, folder: Path) -> Adapter:
             if key not in adapter.low_rank.values():
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
                 continue
-            left, right = (torch.randn(s, 2, generator=generator) / 5 for s in weight.shape)
+            rank = 1 + len(factors) % 2  # not the same for all
+            left, right = (torch.randn(s, rank, generator=generator) / 5 for s in weight.shape)
             factors[key] = left, right.T
             weight.add_(left @ right.T)
     adapter.save(model.state_dict(), factors, folder)
@@ -357,11 +358,6 @@ def test_an_adapter_is_verified_with_its_ledger_and_its_card(out: Path) -> None:
 
 
 def test_an_adapter_that_was_changed_is_found(out: Path) -> None:
-    config = config_of(out)
-    for key, value in (("lora_alpha", 8), ("target_modules", config["target_modules"][:-1])):
-        (out / ADAPTER_CONFIG).write_text(json.dumps(config | {key: value}))
-        assert statuses(out)[ADAPTER_CONFIG] == MISMATCH
-    (out / ADAPTER_CONFIG).write_text(json.dumps(config))
     tensors = {name: tensor * 2 for name, tensor in load_file(out / ADAPTER).items()}
     save_file(tensors, out / ADAPTER, metadata={"format": "pt"})
     assert statuses(out)[f"weights: {ADAPTER}"] == MISMATCH
