@@ -28,10 +28,6 @@ from dp_grape_hf.publishing.statement import (
 )
 
 _TEMPLATE = Path(__file__).with_suffix(".md")
-_SOURCES = {
-    True: "Computed on evaluation data that its owner declares public.",
-    False: "Computed on data that was not declared public: **no ε covers these figures**.",
-}
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ def render(
         runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
         metrics=[(plain(name), f"{float(value):.4g}") for name, value in details.metrics.items()],
-        metrics_source=_SOURCES[details.metrics_are_public is True],
+        metrics_are_public=details.metrics_are_public,
         software=", ".join(versions),
     )
     return f"{card}\n"

@@ -12,7 +12,7 @@ Guarantee:
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from dp_grape_hf.publishing.model_files import (
     digest,
     files_of_index,
     is_loaded,
+    json_of,
     may_be_weights,
     tree,
 )
@@ -64,11 +65,11 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     recorded = {n: d for n, d in files_then.items() if n not in config_then}
     yield from _of_the_weights(saved, recorded, digests)
     yield from _of_the_configs(folder, config_then)
-    configs = {names[path]: _json(path) for path in files if _CONFIG.search(path.name)}
-    code = [*_of_the_code(configs), *_of_generating(set(names.values()))]
+    configs = {names[path]: json_of(path) for path in files if _CONFIG.search(path.name)}
+    code = [*_of_the_code(configs, names.values())]
     yield from code
-    yield from _of_the_weights_named(configs, recorded)
-    yield from _of_the_adapters(configs, recorded)
+    for name, content in configs.items():
+        yield from _of_a_config(PurePosixPath(name), content, recorded)
     whole = {name for name, ours in recorded.items() if digests.get(name) == ours}
     yield from _of_loading(folder, recorded, whole, bool(code))
     if others:
@@ -112,56 +113,36 @@ def _of_the_configs(folder: Path, recorded: Mapping[str, str]) -> Iterator[Check
 # ---- What sends a loader elsewhere ----
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # a loader that needs it fails
-
-
-def _of_the_code(configs: Mapping[str, Any]) -> Iterator[Check]:
+def _of_the_code(configs: Mapping[str, Any], names: Collection[str]) -> Iterator[Check]:
     for name, content in configs.items():
         for key, value in code_named(content):
             found = "code, which may load anything and is not in the ledger"
             yield Check(f"{name}: {key}", MISMATCH, _short(value), found)
-
-
-def _of_generating(names: set[str]) -> Iterator[Check]:
     if _GENERATE in names:
         yield Check(_GENERATE, MISMATCH, "-", "code, which is not in the ledger")
 
 
-def _of_the_weights_named(
-    configs: Mapping[str, Any], recorded: Mapping[str, str]
-) -> Iterator[Check]:
-    for name, content in configs.items():
-        for key, value in weights_named(content):
-            found = "sends loaders to a file that the ledger does not stand for"
-            yield Check(f"{name}: {key}", MISMATCH, _short(value), found)
-        if not (isinstance(content, dict) and "weight_map" in content):
-            continue
-        what, place = f"{name}: weight_map", PurePosixPath(name).parent
+def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str]) -> Iterator[Check]:
+    entries = content if isinstance(content, dict) else {}
+    for key, value in weights_named(content):
+        found = "sends loaders to a file that the ledger does not stand for"
+        yield Check(f"{path}: {key}", MISMATCH, _short(value), found)
+    if "weight_map" in entries:
+        what, sent = f"{path}: weight_map", set()
         try:
             sent = files_of_index(content)
         except ValueError as error:
-            yield Check(what, MISMATCH, _short(content["weight_map"]), f"{error}")
-            continue
-        if other := sorted(part for part in sent if f"{place / part}" not in recorded):
+            yield Check(what, MISMATCH, _short(entries["weight_map"]), f"{error}")
+        if other := sorted(part for part in sent if f"{path.parent / part}" not in recorded):
             yield Check(what, MISMATCH, _short(other), "not among the weights of the ledger")
-
-
-def _of_the_adapters(configs: Mapping[str, Any], recorded: Mapping[str, str]) -> Iterator[Check]:
-    for name, content in configs.items():
-        if PurePosixPath(name).name != ADAPTER_CONFIG:
-            continue
-        place = PurePosixPath(name).parent
-        if not any(
-            PurePosixPath(known).parent == place and "adapter_model." in known for known in recorded
-        ):
-            yield Check(name, MISMATCH, "unknown to the ledger", "makes loaders take an adapter")
-        base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if path.name == ADAPTER_CONFIG:
+        beside = [known for known in map(PurePosixPath, recorded) if known.parent == path.parent]
+        if not any("adapter_model." in known.name for known in beside):
+            found = "makes loaders take an adapter"
+            yield Check(f"{path}", MISMATCH, "unknown to the ledger", found)
         found = "the ledger is of the adapter: it does not know the weights of its base"
-        yield Check(f"{name}: base", ABSENT, _short(base), found)
+        base = entries.get("base_model_name_or_path")
+        yield Check(f"{path}: base", ABSENT, _short(base), found)
 
 
 def _short(value: Any) -> str:
@@ -183,11 +164,11 @@ def _of_loading(
         if f"{place / ADAPTER}" in names:
             names = [f"{place / ADAPTER}"]
         what, stated = f"what is loaded{where}", ", ".join(sorted(names))
-        reason = "its files are not all here, as they were saved" * (not whole.issuperset(names))
-        reason = reason or "its config names code, which is not run" * code
         try:
-            if reason:
-                raise NotLoadable(reason)
+            if not whole.issuperset(names):
+                raise NotLoadable("its files are not all here, as they were saved")
+            if code:
+                raise NotLoadable("its config names code, which is not run")
             problems = differences(folder / place, [PurePosixPath(name).name for name in names])
         except NotLoadable as failure:
             yield Check(what, ABSENT, stated, f"cannot be loaded: {failure}")

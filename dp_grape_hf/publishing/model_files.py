@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -90,7 +90,13 @@ def weight_files(folder: Path) -> list[str]:
     They are relative to it, and in order. Named PEFT adapters lie in folders of their own, which
     count; other folders do not, and neither does one with a ledger, as that speaks of it.
     """
-    return sorted(path.relative_to(folder).as_posix() for path in _weight_files(folder))
+    adapters = [one for one in adapter_folders(folder) if not (one / LEDGER_NAME).exists()]
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for place in (folder, *adapters)
+        for path in place.iterdir()
+        if is_weights(path.name) and path.is_file()
+    )
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -100,9 +106,11 @@ def digests(folder: Path) -> dict[str, str]:
     Takes about a second for each GiB.
     """
     found = {name: digest(folder / name) for name in weight_files(folder)}
-    adapters = {PurePosixPath(name) for name in found if PurePosixPath(name).name == ADAPTER}
-    configs = sorted(str(path.with_name(ADAPTER_CONFIG)) for path in adapters)
-    return found | {n: config_digest(folder / n) for n in configs if (folder / n).is_file()}
+    for weights in map(PurePosixPath, [*found]):
+        config = weights.with_name(ADAPTER_CONFIG)
+        if weights.name == ADAPTER and (folder / config).is_file():
+            found[f"{config}"] = config_digest(folder / config)
+    return found
 
 
 def config_digest(path: Path) -> str:
@@ -110,13 +118,20 @@ def config_digest(path: Path) -> str:
 
     But for the name of its base: a path on this machine is taken out of what is published.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    content = json_of(path)
+    if content is None:
         return digest(path)
     if isinstance(content, dict):
         content.pop("base_model_name_or_path", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def json_of(path: Path) -> Any:
+    """Returns what a file holds as JSON; ``None`` if it cannot be read as that."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def digest(path: Path) -> str:
@@ -218,14 +233,6 @@ _CHECKS: dict[str, Callable[[Path], object]] = {
     ".bin": _check_archive,
     ".pt": _check_archive,
 }
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    adapters = (one for one in adapter_folders(folder) if not (one / LEDGER_NAME).exists())
-    for place in (folder, *adapters):
-        for path in place.iterdir():
-            if is_weights(path.name) and path.is_file():
-                yield path
 
 
 def _holds_tensors(path: Path) -> bool:

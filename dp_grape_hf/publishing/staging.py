@@ -91,10 +91,7 @@ def is_hub_name(name: str) -> bool:
 def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> Any:
     """Returns the content of a config without the entries that name places on this machine.
 
-    Args:
-        content: what JSON holds.
-        on_hub: whether a name can be one on the Hub.
-        key: under which the content stands.
+    It stands under a ``key``; ``on_hub`` says whether a name can be one on the Hub.
     """
     if isinstance(content, dict):
         items = [item for item in content.items() if not _is_place(*item, on_hub)]
@@ -139,7 +136,7 @@ def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:
 # ---- From a folder of a run to what may be seen ----
 
 
-def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> Ledger:
+def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> None:
     """Copies what may be published of a saved model, and writes the card that its ledger supports.
 
     Weights, tokenizer and ledger are copied byte by byte. Local paths are taken out of the copies
@@ -150,9 +147,6 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
         into: an empty folder.
         card: writes the card from the ledger that lies beside the weights.
         on_hub: whether a name in a config can be one on the Hub.
-
-    Returns:
-        That ledger.
 
     Raises:
         PrivacyError: there is no complete ledger or no complete set of weights of one model, the
@@ -182,7 +176,6 @@ def stage(folder: Path, into: Path, card: Card, on_hub: OnHub = is_hub_name) -> 
             shutil.copyfile(path, into / name)
     _require_recorded(ledger, into, folder)
     (into / CARD_NAME).write_text(card(ledger), encoding="utf-8")
-    return ledger
 
 
 def _check_weights(folder: Path, found: dict[str, Path]) -> None:

@@ -15,7 +15,6 @@ Guarantee:
     too.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +23,7 @@ from dp_grape_hf.accounting import LEAST, AccountantFailure, rounded_up
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
+from dp_grape_hf.publishing.model_files import json_of
 from dp_grape_hf.publishing.statement import (
     LAST_DIGITS,
     TAG,
@@ -203,12 +203,8 @@ def _of_the_card(
 
 def _of_the_updates(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     """Compares the state of the trainer, in a checkpoint: it tells a ledger that was cut off."""
-    if folder is None:
-        return
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        steps = state["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    fits = steps == ledger.updates
-    yield Check("updates", OK if fits else MISMATCH, f"{ledger.updates}", f"{steps} by the trainer")
+    state = None if folder is None else json_of(folder / "trainer_state.json")
+    if isinstance(state, dict) and "global_step" in state:
+        ours, theirs = ledger.updates, state["global_step"]
+        status = OK if ours == theirs else MISMATCH
+        yield Check("updates", status, f"{ours}", f"{theirs} by the trainer")
