@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,17 +42,18 @@ from tests.support.trainers import (
 
 NAME = "bert-classifier"
 DATA = examples_of(NAME, 24)
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
 
-def _trained(folder: Path, **changes: Any) -> Path:
-    """The folder of a run of a model that knows where it was loaded from."""
-    trainer = _trainer(folder, only(NAME).model(), **changes)
+def _trained(trainer: Any) -> Path:
+    """The folder of a run that was made."""
     trainer.train()
     trainer.save_model()
-    return folder
+    return Path(trainer.args.output_dir)
 
 
 def _trainer(folder: Path, model: nn.Module, **changes: Any) -> Any:
+    """Of a model that knows where it was loaded from."""
     return make_trainer(folder, model=model, train_dataset=DATA, **changes)
 
 
@@ -64,7 +65,7 @@ def _load(folder: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("first") / "run"
-    return _trained(folder, save_strategy="steps", save_steps=2)
+    return _trained(_trainer(folder, only(NAME).model(), **SAVING))
 
 
 @pytest.fixture
@@ -107,13 +108,11 @@ def test_only_two_answers_are_known(tmp_path: Path) -> None:
 def test_a_method_without_privacy_is_not_asked_and_keeps_what_was_recorded(
     first: Path, tmp_path: Path
 ) -> None:
-    second = _trainer(tmp_path / "second", _load(first), method="adam")
-    second.train()
-    second.save_model()
-    ledger = Ledger.load(tmp_path / "second" / LEDGER_NAME)
+    second = _trained(_trainer(tmp_path / "second", _load(first), method="adam"))
+    ledger = Ledger.load(second / LEDGER_NAME)
     assert not ledger.private
     assert [run.steps for run in ledger.runs] == [4, 4]
-    third = _trainer(tmp_path / "third", _load(tmp_path / "second"), earlier_data="same")
+    third = _trainer(tmp_path / "third", _load(second), earlier_data="same")
     assert third.privacy_spent().epsilon == math.inf
     assert not third.privacy_spent().private
 
@@ -192,31 +191,19 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def _refuse_token(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_TOKEN", "hf_wrong")
-
-
-def _fail(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    hub.faults.append(Fault("HEAD", LEDGER_NAME, status=503, times=99))
-
-
-def _cut(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    hub.faults.append(Fault("HEAD", LEDGER_NAME, times=99))
-
-
-def _delete(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    hub.repos.clear()
-
-
 def _go_offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-FAILURES = {
-    "401": (_refuse_token, "Client error '401"),
-    "503": (_fail, "HfHubHTTPError: Server error"),
-    "no connection": (_cut, "RemoteProtocolError"),
-    "no such repository": (_delete, "RepositoryNotFoundError: 404"),
+def _failing(**how: Any) -> Callable[[Hub, pytest.MonkeyPatch], None]:
+    return lambda hub, patch: hub.faults.append(Fault("HEAD", LEDGER_NAME, times=99, **how))
+
+
+FAILURES: dict[str, tuple[Callable[[Hub, pytest.MonkeyPatch], None], str]] = {
+    "401": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "Client error '401"),
+    "503": (_failing(status=503), "HfHubHTTPError: Server error"),
+    "no connection": (_failing(), "RemoteProtocolError"),
+    "no such repository": (lambda hub, patch: hub.repos.clear(), "RepositoryNotFoundError: 404"),
     "offline": (_go_offline, "OfflineModeIsEnabled"),
 }
 
@@ -353,7 +340,7 @@ def test_a_budget_that_is_spent_already_is_refused_with_both_numbers(
 
 @pytest.mark.slow
 def test_a_run_without_a_guarantee_leaves_none_to_those_after_it(tmp_path: Path) -> None:
-    _trained(tmp_path / "first", method="adam")
+    _trained(_trainer(tmp_path / "first", only(NAME).model(), method="adam"))
     given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
     with pytest.raises(PrivacyError, match=r"target_epsilon=5.0 cannot be met.*no guarantee"):
         _trainer(tmp_path / "second", _load(tmp_path / "first"), **given)
@@ -391,8 +378,6 @@ def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> N
 
 # ---- Resuming ----
 
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 8.0])
@@ -424,28 +409,26 @@ def test_a_new_run_needs_a_folder_of_its_own(first: Path) -> None:
 
 def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: Path) -> None:
     """A trainer of that folder may be made, as it may evaluate or resume."""
-    first = _trained(tmp_path / "out", **SAVING)
+    first = _trained(make_trainer(tmp_path / "out", **SAVING))
     live = first / LEDGER_NAME
     before = live.read_text()
+    weights = {path: path.read_bytes() for path in first.glob("*.safetensors")}
+    refused = make_trainer(first)
     with pytest.raises(PrivacyError) as refusal:
-        _trainer(first, only(NAME).model()).train()
+        refused.train()
     text = str(refusal.value)
     assert text.startswith(f"output_dir={str(first)!r} is that of another run, which {live}")
     assert "in 4 releases. Go on with it by train(resume_from_checkpoint=...), or give" in text
     assert live.read_text() == before
     answers = {"earlier_ledger": str(live), "earlier_data": "same"}
     assert all(f"{name}={value!r}" in text for name, value in answers.items())
-    weights = {path: path.read_bytes() for path in first.glob("*.safetensors")}
-    refused = _trainer(first, only(NAME).model())
-    with pytest.raises(PrivacyError, match="is that of another run"):
-        refused.train()
     with pytest.raises(PrivacyError, match=r"save_model\(\) after a train\(\) that was refused"):
         refused.save_model()
     assert weights == {path: path.read_bytes() for path in first.glob("*.safetensors")}
-    second = _trainer(tmp_path / "second", only(NAME).model(), **answers)
+    second = make_trainer(tmp_path / "second", **answers)
     second.train()
     assert [run.steps for run in second.ledger.composed_runs] == [4, 4]
-    resumed = _trainer(first, only(NAME).model(), **SAVING)
+    resumed = make_trainer(first, **SAVING)
     resumed.train(resume_from_checkpoint=str(first / "checkpoint-2"))
     assert resumed.ledger.steps == 6
 
@@ -454,19 +437,17 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
 def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    first = _trained(tmp_path / "out")
+    first = _trained(make_trainer(tmp_path / "out"))
     before = (first / LEDGER_NAME).read_text()
     for number in (2, 3):
         with caplog.at_level(logging.WARNING):
-            again = _trainer(first, only(NAME).model(), output_dir_in_use="new")
+            again = make_trainer(first, output_dir_in_use="new")
         assert again.args.output_dir == f"{first}-{number}"
         assert f"{first / LEDGER_NAME} records another run: epsilon" in caplog.text
         assert f"earlier_ledger={str(first / LEDGER_NAME)!r}" in caplog.text
-        again.train()
-        again.save_model()
-        assert (tmp_path / f"out-{number}" / LEDGER_NAME).is_file()
+        assert (_trained(again) / LEDGER_NAME).is_file()
     assert (first / LEDGER_NAME).read_text() == before
-    fresh = _trainer(tmp_path / "fresh", only(NAME).model(), output_dir_in_use="new")
+    fresh = make_trainer(tmp_path / "fresh", output_dir_in_use="new")
     assert fresh.args.output_dir == str(tmp_path / "fresh")
 
 
@@ -474,12 +455,12 @@ def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
 def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):
-        _trainer(tmp_path, only(NAME).model(), **settings).train()
+        make_trainer(tmp_path, **settings).train()
     with pytest.raises(PrivacyError, match="is that of another run"):  # and would be set aside
-        _trainer(tmp_path, only(NAME).model(), method="adam").train()
+        make_trainer(tmp_path, method="adam").train()
     (tmp_path / LEDGER_NAME).write_text("{")
     with pytest.raises(PrivacyError, match="no valid privacy ledger"):
-        _trainer(tmp_path, only(NAME).model()).train()
+        make_trainer(tmp_path).train()
 
 
 @pytest.mark.slow

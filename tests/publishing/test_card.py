@@ -30,10 +30,7 @@ NO_NOISE = {"noise_multiplier": 0.0, "target_epsilon": None, "target_delta": Non
 
 
 def ledger(steps: int = 137, **changes: Any) -> Ledger:
-    ledger = Ledger.start(replace(MECHANISM, **changes))
-    if steps:
-        ledger.record(steps)
-    return ledger.snapshot(steps)
+    return ledgers.ledger_of(steps, replace(MECHANISM, **changes)).snapshot(steps)
 
 
 def rows(card: str) -> dict[str, str]:
@@ -171,17 +168,28 @@ def test_a_norm_that_all_are_scaled_to_is_said_to_be() -> None:
     assert rows(render(ledger(clipping="automatic")))[name].endswith(", to which all are scaled")
 
 
-def test_no_projection_has_no_rank() -> None:
-    changes = {
-        "projection": "identity",
-        "projection_rank": None,
-        "projection_update_steps": None,
-        "projection_seed": None,
-    }
+NO_PROJECTION = dict.fromkeys(("projection_rank", "projection_update_steps", "projection_seed"))
+NO_PROJECTION |= {"projection": "identity"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "cell"),
+    [
+        (NO_PROJECTION, "Projection", "identity"),
+        (NO_PROJECTION, "Projection seed (public)", "-"),
+        ({"norm_directions": 64}, "Norms", "estimated from 64 random directions"),
+        ({"privacy_unit": "author"}, "Privacy unit", "`author` with all its examples"),
+        (
+            {"privacy_unit": "author", "max_examples_per_unit": 4},
+            "Privacy unit",
+            "`author` with all its examples, at most 4 in a step",
+        ),
+    ],
+)
+def test_what_is_unusual_has_its_words(changes: dict[str, Any], row: str, cell: str) -> None:
     found = rows(render(ledger(**changes)))
+    assert found[row] == cell
     assert "None" not in "".join(found.values())
-    assert found["Projection"] == "identity"
-    assert found["Projection seed (public)"] == "-"
 
 
 def test_gradient_factors_are_given_where_there_are_any(
@@ -206,20 +214,12 @@ def test_a_private_run_says_epsilon_delta_and_unit() -> None:
     assert "∞" not in card
     assert "δ = 1e-05" in card
     assert "adding or removing one `author` with all its examples" in card
-    capped = render(ledger(privacy_unit="author", max_examples_per_unit=4))
-    assert rows(capped)["Privacy unit"].endswith("all its examples, at most 4 in a step")
 
 
 def test_a_run_that_protects_from_replacement_says_so() -> None:
     card = render(ledger(adjacency="replace_one", accountant="rdp"))
     assert "for replacing one example of the training data" in card
     assert "adding" not in card
-
-
-def test_estimated_norms_are_said_to_be() -> None:
-    assert rows(render(ledger()))["Norms"] == "exact"
-    card = render(ledger(norm_directions=64, accountant="rdp"))
-    assert rows(card)["Norms"] == "estimated from 64 random directions"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_estimated_norms_are_said_to_be() -> None:
         ({"sampling": "shuffled"}, "shuffled"),
         ({"adjacency": "substitute"}, "substitute"),
     ],
-    ids=["no noise", "no noise, delta", "no bound", "sampling", "adjacency"],
+    ids=str,
 )
 def test_a_run_without_a_guarantee_never_says_private(changes: dict[str, Any], reason: str) -> None:
     card = render(ledger(**changes))
@@ -269,7 +269,6 @@ def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> N
 
 def test_a_card_says_what_epsilon_does_not_cover_and_where_the_record_is() -> None:
     card = render(ledger())
-    assert "Not covered by ε" in card
     for what in ("hyper-parameters", "metrics", "preprocessing", "dataset size N", "base model"):
         assert what in card
     assert "privacy_ledger.json" in card

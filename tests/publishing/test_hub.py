@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,8 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors.torch import load, save_file
-from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
@@ -36,11 +31,12 @@ from dp_grape_hf.ledger.entries import extended
 from dp_grape_hf.mechanism import PrivateMechanism, Streams
 from dp_grape_hf.publishing import hub as uploads
 from dp_grape_hf.publishing.hub import Repository
-from dp_grape_hf.publishing.model_files import digests
 from dp_grape_hf.publishing.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
+from tests.support.collators import tokenizer
 from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
+from tests.support.ledgers import note_weights
 from tests.support.models import only
 from tests.support.trainers import (
     assert_same_weights,
@@ -68,15 +64,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(uploads, "_WAITS", (0.0, 0.0))
     with serve_as_the_hub(monkeypatch) as server:
         yield server
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<unk>": 1, "a": 2}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>",
-        unk_token="<unk>",
-    )
 
 
 def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
@@ -383,13 +370,6 @@ def push(saved: tuple[Path, Any], workspace: Path, **changes: Any) -> Any:
     folder, card = saved
     settings = {"workspace": workspace, "message": "a push"} | changes
     return Repository(REPO, token=TOKEN).publish(folder, card, **settings)
-
-
-def note_weights(folder: Path) -> None:
-    """Has the ledger of a folder note its weights, as saving them does."""
-    ledger = Ledger.load(folder / LEDGER_NAME)
-    assert ledger.updates is not None
-    ledger.snapshot(ledger.updates, digests(folder)).save(folder / LEDGER_NAME)
 
 
 def messages_of(error: BaseException) -> str:
@@ -701,78 +681,51 @@ def test_a_name_on_the_list_that_is_no_plain_file_is_refused(
     assert not (tmp_path / "into").exists()
 
 
-def _no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _an_old_adapter(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+PART, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 
 
 def _a_part_missing(folder: Path) -> None:
-    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
-    (folder / "model.safetensors").rename(folder / first)
-    index = {"weight_map": {"a": first, "b": second}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / PART)
+    index = {"weight_map": {"a": PART, "b": PART.replace("1-of", "2-of")}}
+    (folder / INDEX).write_text(json.dumps(index))
 
 
-def _an_index_that_names_nothing(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": null}')
+def _with_notes(**notes: str) -> Callable[[Path], None]:
+    tensors = {"a": torch.zeros(1)}
+    return lambda folder: save_file(tensors, folder / "model.safetensors", metadata=notes)
 
 
-def _a_config_cut_off(folder: Path) -> None:
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text[: len(text) // 2])
+def _with(name: str, content: str | bytes) -> Callable[[Path], object]:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
 
 
-def _a_config_that_names_weights(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["transformers_weights"] = "optimizer.safetensors"
-    (folder / "config.json").write_text(json.dumps(config))
+def _cut(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-5])
 
 
-def _an_adapter_without_weights(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "user/other"}')
-
-
-def _a_vocabulary_in_bytes(folder: Path) -> None:
-    (folder / "vocab.txt").write_bytes(bytes(range(256)))
-
-
-def _notes_as_a_format(folder: Path) -> None:
-    notes = {"format": "pt, final loss 0.31"}
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=notes)
-
-
-def _cut_off(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-5])
-
-
-def _notes(folder: Path) -> None:
-    notes = {"format": "pt", "final_loss": "0.31"}
-    save_file({"a": torch.zeros(1)}, folder / "model.safetensors", metadata=notes)
-
-
-def _no_ledger(folder: Path) -> None:
-    (folder / LEDGER_NAME).unlink()
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_no_weights, "no weights"),
-        (_an_index_that_names_nothing, "index.json is no index of weights"),
-        (_a_config_cut_off, "config.json does not hold what its name says"),
-        (_a_config_that_names_weights, "config.json says transformers_weights="),
-        (_an_adapter_without_weights, "not the weights of one saved model"),
-        (_a_vocabulary_in_bytes, "vocab.txt does not hold what its name says"),
-        (_notes_as_a_format, "carries the notes"),
-        (_an_old_adapter, "not the weights of one saved model"),
+        (_without("model.safetensors"), "no weights"),
+        (_with(INDEX, '{"weight_map": null}'), "index.json is no index of weights"),
+        (_cut("config.json"), "config.json does not hold what its name says"),
+        (
+            _with("config.json", '{"transformers_weights": "optimizer.safetensors"}'),
+            "config.json says transformers_weights=",
+        ),
+        (_with("adapter_config.json", "{}"), "not the weights of one saved model"),
+        (_with("vocab.txt", bytes(range(256))), "vocab.txt does not hold what its name says"),
+        (_with("adapter_model.safetensors", b"old"), "not the weights of one saved model"),
         (_a_part_missing, "not the weights of one saved model"),
-        (_cut_off, "no whole safetensors file"),
-        (_notes, "final_loss"),
-        (_no_ledger, "no valid privacy ledger"),
+        (_cut("model.safetensors"), "no whole safetensors file"),
+        (_with_notes(format="pt", final_loss="0.31"), "final_loss"),
+        (_with_notes(format="pt, final loss 0.31"), "carries the notes"),
+        (_without(LEDGER_NAME), "no valid privacy ledger"),
     ],
 )
 def test_a_folder_that_is_not_one_whole_model_is_refused(
@@ -825,7 +778,7 @@ def test_weights_without_a_digest_in_the_ledger_are_refused(
 def test_parts_of_weights_are_published_with_their_index(
     copy: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    folder, names = copy[0], [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    folder, names = copy[0], [PART, PART.replace("1-of", "2-of")]
     tensors = sorted(load((folder / "model.safetensors").read_bytes()).items())
     halves = tensors[::2], tensors[1::2]
     (folder / "model.safetensors").unlink()
@@ -833,9 +786,9 @@ def test_parts_of_weights_are_published_with_their_index(
         save_file(dict(half), folder / name, metadata={"format": "pt"})
     both = zip(names, halves, strict=True)
     index = {"weight_map": {key: name for name, half in both for key, _ in half}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
     note_weights(folder)
-    expected = MODEL - {"model.safetensors"} | {*names, "model.safetensors.index.json"}
+    expected = MODEL - {"model.safetensors"} | {*names, INDEX}
     assert staged(copy, tmp_path / "into") == expected
 
 

@@ -5,8 +5,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dp_grape_hf.accounting import AccountantFailure, Releases, compose_epsilon
+from dp_grape_hf.accounting import AccountantFailure, accountants, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
@@ -36,7 +37,7 @@ from dp_grape_hf.publishing.loading import differences
 from dp_grape_hf.publishing.model_files import ADAPTER, digests, may_be_weights, weight_files
 from dp_grape_hf.publishing.statement import BEGIN, END, TAG
 from dp_grape_hf.publishing.verification import OK, Check
-from tests.support.ledgers import MECHANISM, edit, rewrite
+from tests.support.ledgers import MECHANISM, edit, ledger_of, note_weights, rewrite
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -45,6 +46,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remembered() -> Iterator[None]:
+    """PLD takes a second for the loss of a release, which is the same in most tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accountants, "_loss_distribution", cache(accountants._loss_distribution))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +89,8 @@ def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **st
     """A folder with weights, ledger and card, made without a trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"a": torch.zeros(3)}, folder / WEIGHTS)
-    ledger = Ledger.start(mechanism, **start)
-    if steps:
-        ledger.record(steps)
-    ledger.snapshot(steps, digests(folder)).save(folder / LEDGER_NAME)
+    ledger = ledger_of(steps, mechanism, **start)
+    note_weights(folder, ledger)
     (folder / CARD_NAME).write_text(render(ledger), encoding="utf-8")
     return ledger
 
@@ -136,6 +143,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},
     "rdp": {"accountant": "rdp"},
     "no clipping": {"max_grad_norm": math.inf, "target_epsilon": None},
+    "a unit that reads as epsilon": {"privacy_unit": "ε = 3"},
+    "a unit that reads as delta": {"privacy_unit": "delta = 3 | `x` <b>\x00\n"},
+    "a projection of that name": {"projection": "eps = 0.1", "projection_rank": None},
+    "delta with many digits": {"target_delta": 1.23456789e-6},
+    "secure noise": {"noise": "secure"},
+    "gradient factors": {"gradient_factors": '{"ε = 3 | <b>": 4.0}'},
 }
 
 
@@ -143,22 +156,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
     name: str, tmp_path: Path
 ) -> None:
-    ledger = _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
+    """Whatever words the ledger has, and however the lines of the card end."""
+    _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
     assert {check.status for check in checks if check.what != LOADED} == {OK}
-    plain = compose_epsilon([Releases(1.5, 0.0625, 10)], delta=1e-5, accountant="pld")
-    if "adjacency" in VARIANTS[name]:
-        assert ledger.epsilon_by("pld", 1e-5) > 1.3 * plain
+    card = tmp_path / CARD_NAME
+    card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes().replace(b"\n", b"\r\n"))
+    assert verify(tmp_path) == checks
 
 
 def test_runs_on_the_same_data_are_verified_together(tmp_path: Path) -> None:
-    first = _saved(tmp_path / "first", steps=100)
-    second = _saved(tmp_path / "second", steps=50, continues=first)
+    first = _saved(tmp_path / "first")
+    second = _saved(tmp_path / "second", steps=5, continues=first)
     assert _wrong(verify(tmp_path / "second")) == []
     assert second.epsilon_by("pld", 1e-5) > first.epsilon_by("pld", 1e-5)
     rewrite(
         tmp_path / "second" / LEDGER_NAME,
-        lambda content: content["entries"][1].update(count=1000),  # of the first run
+        lambda content: content["entries"][1].update(count=100),  # of the first run
     )
     assert "card: statement" in _wrong(verify(tmp_path / "second"))
 
@@ -172,9 +186,8 @@ def _swap_weights(folder: Path) -> None:
 
 
 def _take_the_ledger_of_another_run(folder: Path) -> None:
-    ledger = Ledger.start(Ledger.load(folder / LEDGER_NAME).mechanism)
-    ledger.record(6)
-    ledger.snapshot(6).save(folder / LEDGER_NAME)
+    path = folder / LEDGER_NAME
+    ledger_of(6, Ledger.load(path).mechanism).snapshot(6).save(path)
 
 
 def _on_the_card(old: str, new: str, count: int = 0) -> Callable[[Path], None]:
@@ -223,6 +236,19 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "a count, with new digests": (
         _in_the_ledger(lambda e: e[3].update(count=30), rewrite),
         {"budget"} | CARD | BY_BOTH,
+    ),
+    "more releases than there are": (
+        _in_the_ledger(lambda e: e[1].update(count=10**30), rewrite),
+        {"ledger"},
+    ),
+    "no release": (_in_the_ledger(lambda e: e[1].update(count=0), rewrite), {"ledger"}),
+    "a delta that is no number": (
+        _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=5e-324), rewrite),
+        {"ledger"},
+    ),
+    "more directions than there are": (
+        _in_the_ledger(lambda e: e[0]["mechanism"].update(norm_directions=10**30), rewrite),
+        {"ledger"},
     ),
     "the weights": (_swap_weights, {f"weights: {WEIGHTS}"}),
     "weights beside them": (
@@ -285,9 +311,7 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for value, name in enumerate(parts):
         save_file({f"{name}": torch.full((3,), float(value))}, tmp_path / name)
-    ledger = Ledger.start(MECHANISM)
-    ledger.record(10)
-    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    note_weights(tmp_path, ledger_of(10))
     assert _wrong(verify(tmp_path)) == []
     (tmp_path / parts[0]).unlink()
     assert _wrong(verify(tmp_path)) == [f"weights: {parts[0]}"]
@@ -360,25 +384,6 @@ def test_what_is_compared_of_a_card_is_said(run: Path) -> None:
     assert (found.stated, found.found) == ("| Releases | 3 |", "| Releases | 6 |")
 
 
-HONEST: dict[str, dict[str, Any]] = {
-    "a unit that reads as epsilon": {"privacy_unit": "ε = 3"},
-    "a unit that reads as delta": {"privacy_unit": "delta = 3 | `x` <b>\x00\n"},
-    "a projection of that name": {"projection": "eps = 0.1", "projection_rank": None},
-    "delta with many digits": {"target_delta": 1.23456789e-6},
-    "secure noise": {"noise": "secure"},
-    "gradient factors": {"gradient_factors": '{"ε = 3 | <b>": 4.0}'},
-}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_a_card_is_honest_whatever_words_its_ledger_has(name: str, tmp_path: Path) -> None:
-    _saved(tmp_path, replace(MECHANISM, **HONEST[name]))
-    assert _wrong(verify(tmp_path)) == []
-    card = tmp_path / CARD_NAME
-    card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes().replace(b"\n", b"\r\n"))
-    assert _wrong(verify(tmp_path)) == []
-
-
 def test_another_delta_is_not_held_against_what_was_promised_at_the_first(tmp_path: Path) -> None:
     _saved(tmp_path, replace(MECHANISM, target_epsilon=0.85))
     assert _wrong(verify(tmp_path)) == []
@@ -390,26 +395,10 @@ def test_named_adapters_that_are_not_published_are_absent(tmp_path: Path) -> Non
         folder.mkdir(exist_ok=True)
         save_file({"a": torch.zeros(3)}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text("{}")
-    ledger = Ledger.start(MECHANISM)
-    ledger.record(10)
-    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    note_weights(tmp_path, ledger_of(10))
     shutil.rmtree(tmp_path / "style")
     assert _wrong(verify(tmp_path)) == []
     assert _status(verify(tmp_path))["weights: style/adapter_model.safetensors"] == ABSENT
-
-
-def test_numbers_beyond_all_runs_are_no_ledger(tmp_path: Path) -> None:
-    for changes in ({"count": 10**30}, {"count": 0}):
-        _saved(tmp_path)
-        rewrite(tmp_path / LEDGER_NAME, lambda c, new=changes: c["entries"][1].update(new))
-        assert _wrong(verify(tmp_path)) == ["ledger"]
-    for changes in ({"target_delta": 5e-324}, {"norm_directions": 10**30}):
-        _saved(tmp_path)
-        rewrite(
-            tmp_path / LEDGER_NAME,
-            lambda c, new=changes: c["entries"][0]["mechanism"].update(new),
-        )
-        assert _wrong(verify(tmp_path)) == ["ledger"]
 
 
 def test_a_checkpoint_whose_run_forgot_it_is_found(run: Path) -> None:
@@ -481,10 +470,7 @@ def test_a_card_by_an_accountant_that_is_not_here_is_compared_but_for_epsilon(
 
 def test_an_accountant_that_nobody_knows_is_said(tmp_path: Path) -> None:
     _saved(tmp_path)
-    other = replace(MECHANISM, accountant="abacus")
-    ledger = Ledger.start(other)
-    ledger.record(10)
-    ledger.snapshot(10, digests(tmp_path)).save(tmp_path / LEDGER_NAME)
+    note_weights(tmp_path, ledger_of(10, replace(MECHANISM, accountant="abacus")))
     found = {check.what: check for check in verify(tmp_path)}
     assert found["epsilon by abacus"].found == "not applicable: 'abacus' is unknown"
     assert _wrong(list(found.values())) == ["card: statement"]
@@ -493,8 +479,7 @@ def test_an_accountant_that_nobody_knows_is_said(tmp_path: Path) -> None:
 
 def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
     mechanism = replace(MECHANISM, target_epsilon=None, target_delta=None)
-    ledger = Ledger.start(mechanism, tmp_path / LEDGER_NAME)
-    ledger.record(3)
+    ledger_of(3, mechanism, path=tmp_path / LEDGER_NAME)
     assert _status(verify(tmp_path))["epsilon"] == ABSENT
     assert _status(verify(tmp_path, delta=1e-5))["epsilon by prv"] == OK
     assert main(["verify", str(tmp_path), "--delta", "2"]) == 2
@@ -607,23 +592,12 @@ def test_an_adapter_is_loaded_and_its_base_is_said_to_be_unknown(adapter: Path) 
     assert _status(checks)[LOADED] == OK
 
 
-def _as_an_optimizer(folder: Path) -> None:
-    _poison(folder, "optimizer.safetensors")
-    _configure(folder, transformers_weights="optimizer.safetensors")
+def _under(name: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        _poison(folder, name)
+        _configure(folder, transformers_weights=name)
 
-
-def _in_a_folder(folder: Path) -> None:
-    _poison(folder, "sub/model.safetensors")
-    _configure(folder, transformers_weights="sub/model.safetensors")
-
-
-def _in_parts_of_other_names(folder: Path) -> None:
-    """An index that is digested no more than the part that it names."""
-    _poison(folder, "weights.dat")
-    names = load_file(folder / "weights.dat")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "weights.dat")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _configure(folder, transformers_weights="model.safetensors.index.json")
+    return plant
 
 
 def _as_an_adapter(folder: Path) -> None:
@@ -642,11 +616,11 @@ def _in_another_config(folder: Path) -> None:
 
 PLANTED: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "as an optimizer": (
-        _as_an_optimizer,
+        _under("optimizer.safetensors"),
         {"weights: optimizer.safetensors", "config.json: transformers_weights", LOADED},
     ),
     "in a folder": (
-        _in_a_folder,
+        _under("sub/model.safetensors"),
         {"weights: sub/model.safetensors", "config.json: transformers_weights", LOADED},
     ),
     "as an adapter": (
@@ -676,8 +650,12 @@ def test_planted_weights_are_found(how: str, whole: Path) -> None:
 
 
 def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
-    _in_parts_of_other_names(whole)
+    """The index is digested no more than the part that it names."""
     index = "model.safetensors.index.json"
+    tensors = load_file(_poison(whole, "weights.dat"))
+    parts = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "weights.dat")}
+    (whole / index).write_text(json.dumps(parts))
+    _configure(whole, transformers_weights=index)
     expected = {"weights: weights.dat", f"weights: {index}", f"{index}: weight_map"}
     assert set(_wrong(verify(whole))) >= expected | {"config.json: transformers_weights"}
 
@@ -696,8 +674,7 @@ def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
     (whole / WEIGHTS).unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../elsewhere/{path.name}")}
     (whole / "model.safetensors.index.json").write_text(json.dumps(index))
-    ledger = Ledger.load(whole / LEDGER_NAME)
-    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    note_weights(whole)
     assert _weights_of(whole)["classifier.bias"].equal(load_file(path)["classifier.bias"])
     assert _wrong(verify(whole)) == ["model.safetensors.index.json: weight_map"]
 
@@ -713,8 +690,7 @@ def test_a_copy_of_known_weights_is_known(whole: Path) -> None:
 def test_other_tensors_that_were_saved_with_a_model_are_known(whole: Path) -> None:
     """By a trainer of somebody's own; loaders do not take them, unless a config says so."""
     save_file({"scale": torch.ones(1)}, whole / "head.safetensors", metadata={"format": "pt"})
-    ledger = Ledger.load(whole / LEDGER_NAME)
-    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    note_weights(whole)
     assert {*_status(verify(whole)).values()} == {OK}
     _configure(whole, transformers_weights="head.safetensors")
     assert _wrong(verify(whole)) == ["config.json: transformers_weights", LOADED]
@@ -724,8 +700,7 @@ def test_parts_of_a_model_are_loaded_together(whole: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(whole)
     (whole / WEIGHTS).unlink()
     model.save_pretrained(whole, max_shard_size="20KB")
-    ledger = Ledger.load(whole / LEDGER_NAME)
-    ledger.snapshot(2, digests(whole)).save(whole / LEDGER_NAME)
+    note_weights(whole)
     checks = verify(whole)
     assert {check.status for check in checks} == {OK}
     (loaded,) = (check for check in checks if check.what == LOADED)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
 from dp_grape_hf.ledger.entries import decoded, extended
+from dp_grape_hf.publishing.model_files import digests
 from tests.support import mechanism
 
 MECHANISM = replace(
@@ -21,6 +23,21 @@ MECHANISM = replace(
     accountant="prv",
     projection_rank=16,
 )
+
+
+def ledger_of(steps: int, mechanism: Mechanism = MECHANISM, **start: Any) -> Ledger:
+    """Returns the ledger of a run with so many releases."""
+    ledger = Ledger.start(mechanism, **start)
+    if steps:
+        ledger.record(steps)
+    return ledger
+
+
+def note_weights(folder: Path, ledger: Ledger | None = None) -> None:
+    """Has a ledger, or the folder's own, note the weights in a folder, as saving them does."""
+    ledger = ledger or Ledger.load(folder / LEDGER_NAME)
+    updates = ledger.steps if ledger.updates is None else ledger.updates
+    ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
