@@ -29,15 +29,7 @@ _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 class Repository:
     """A model repository on the Hub, which receives only what `stage` lets through.
 
-    Making one creates the repository if there is none.
-
-    Args:
-        name: ``user/model``, or ``model`` for one of the user that the token belongs to.
-        token: a token that may write; None takes the one that ``hf auth login`` saved.
-        private: whether a repository that is created is private; None leaves it to the Hub.
-
-    Raises:
-        Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+    Making one creates the repository if there is none. `Publisher.open` has the arguments.
     """
 
     def __init__(self, name: str, *, token: str | None = None, private: bool | None = None) -> None:
@@ -74,20 +66,9 @@ class Repository:
         background: bool = False,
         on_hub: OnHub = is_hub_name,
     ) -> CommitInfo | Future[CommitInfo]:
-        """Publishes a saved model in one commit; the folder may change once this has returned.
+        """Publishes a saved model in one commit: `Publisher.push`, and `stage`, have the arguments.
 
-        Args:
-            folder: as for `stage`, and so are ``card`` and ``on_hub``.
-            workspace: a folder with room for a copy, which is there until the push is done.
-            message: the commit's.
-            places: the folders in the repository, each of which receives the same files.
-            token: another than the repository's.
-            revision: the branch, which must exist; None is the main one.
-            background: whether to return at once, with a future. Pushes are made one by one.
-
-        Raises:
-            PrivacyError: as `stage`, or the repository holds weights of another origin.
-            Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+        The ``workspace`` is a folder with room for a copy, which is there until the push is done.
         """
         staged = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
         try:

@@ -190,7 +190,12 @@ class Publisher:
             )
 
     def open(self, name: str, *, token: str | None = None, private: bool | None = None) -> str:
-        """Makes or opens a repository, as `Repository` does, and returns its whole name.
+        """Makes or opens a repository, and returns its whole name.
+
+        Args:
+            name: ``user/model``, or ``model`` for one of the user that the token belongs to.
+            token: a token that may write; None takes the one that ``hf auth login`` saved.
+            private: whether a repository that is created is private; None leaves it to the Hub.
 
         Raises:
             PrivacyError: as ``require_one_adapter``.
@@ -221,10 +226,11 @@ class Publisher:
             copies: folders in the repository that receive the same files.
             token: another than the repository's.
             revision: the branch, which must exist; None is the main one.
-            background: whether to return at once, with a future.
+            background: whether to return at once, with a future. Pushes are made one by one.
 
         Raises:
-            PrivacyError: no repository is open, or what was saved may not be published.
+            PrivacyError: no repository is open, it holds weights of another origin, or what was
+                saved may not be published.
             Exception: what ``huggingface_hub`` raises, with a note that says what is published.
         """
         if self.repository is None:

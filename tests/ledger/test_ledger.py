@@ -348,24 +348,17 @@ def test_the_larger_count_of_two_folders_counts(run: tuple[Path, Path], tmp_path
     assert Ledger.resume(live, run[1], MECHANISM, updates=20).steps == 29
 
 
+@pytest.mark.parametrize("beside", [None, 50], ids=["nothing", "another run"])
 def test_a_checkpoint_that_was_moved_goes_on_from_its_own_count(
-    run: tuple[Path, Path], tmp_path: Path
+    beside: int | None, run: tuple[Path, Path], tmp_path: Path
 ) -> None:
     moved = tmp_path / "moved" / "checkpoint-20"
     shutil.copytree(run[1].parent, moved)
+    if beside:
+        ledger_of(beside, path=moved.parent / LEDGER_NAME)
     live = tmp_path / "elsewhere" / LEDGER_NAME
     ledger = Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20)
     assert ledger.steps == Ledger.load(live).steps == 20
-
-
-def test_the_ledger_of_another_run_beside_a_checkpoint_does_not_count(
-    run: tuple[Path, Path], tmp_path: Path
-) -> None:
-    moved = tmp_path / "moved" / "checkpoint-20"
-    shutil.copytree(run[1].parent, moved)
-    Ledger.start(MECHANISM, moved.parent / LEDGER_NAME).record(50)
-    live = tmp_path / "elsewhere" / LEDGER_NAME
-    assert Ledger.resume(live, moved / LEDGER_NAME, MECHANISM, updates=20).steps == 20
 
 
 def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:

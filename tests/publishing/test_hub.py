@@ -30,6 +30,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Weights
 from dp_grape_hf.ledger.entries import extended
 from dp_grape_hf.mechanism import PrivateMechanism, Streams
 from dp_grape_hf.publishing import hub as uploads
+from dp_grape_hf.publishing import render
 from dp_grape_hf.publishing.hub import Repository
 from dp_grape_hf.publishing.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
@@ -83,7 +84,7 @@ def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
 
 
 def trained(folder: Path, **changes: Any) -> Any:
-    trainer = trainer_of(folder, **changes)
+    trainer = trainer_of(folder, **{"save_strategy": "no"} | changes)
     trainer.train()
     return trainer
 
@@ -222,7 +223,7 @@ def test_what_is_published_is_the_model_with_its_ledger_and_a_card(
 
 
 def test_what_is_published_is_verified_by_one_command(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: tuple[Path, Any], tmp_path: Path
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
 ) -> None:
     push(saved, tmp_path, places=("", "last-checkpoint"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -366,10 +367,9 @@ def test_an_untrained_model_is_not_published(hub: Hub, tmp_path: Path) -> None:
 HTTPError = HfHubHTTPError.__mro__[1]  # of the HTTP library, which changed between versions
 
 
-def push(saved: tuple[Path, Any], workspace: Path, **changes: Any) -> Any:
-    folder, card = saved
+def push(saved: Path, workspace: Path, **changes: Any) -> Any:
     settings = {"workspace": workspace, "message": "a push"} | changes
-    return Repository(REPO, token=TOKEN).publish(folder, card, **settings)
+    return Repository(REPO, token=TOKEN).publish(saved, render, **settings)
 
 
 def messages_of(error: BaseException) -> str:
@@ -386,7 +386,7 @@ def test_a_refused_token_is_said_to_be(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_token_that_may_not_write_publishes_nothing(
-    hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+    hub: Hub, saved: Path, tmp_path: Path
 ) -> None:
     hub.faults.append(Fault("POST", "/commit/", status=403, times=99))
     with pytest.raises(HfHubHTTPError) as error:
@@ -409,7 +409,7 @@ def test_a_token_that_may_not_write_publishes_nothing(
     ids=str,
 )
 def test_a_fault_that_passes_leaves_one_whole_commit(
-    fault: Fault, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+    fault: Fault, hub: Hub, saved: Path, tmp_path: Path
 ) -> None:
     fault = replace(fault)
     hub.faults.append(fault)
@@ -425,14 +425,14 @@ def test_a_fault_that_passes_leaves_one_whole_commit(
     ("method", "pattern"), [("POST", "preupload"), ("PUT", "/large/"), ("POST", "/commit/")]
 )
 def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
-    method: str, pattern: str, hub: Hub, copy: tuple[Path, Any], tmp_path: Path
+    method: str, pattern: str, hub: Hub, copy: Path, tmp_path: Path
 ) -> None:
     push(copy, tmp_path)
     before = hub.files(REPO)
-    weights = copy[0] / "model.safetensors"
+    weights = copy / "model.safetensors"
     moved = {name: tensor + 1 for name, tensor in load(weights.read_bytes()).items()}
     save_file(moved, weights, metadata={"format": "pt"})
-    note_weights(copy[0])
+    note_weights(copy)
     hub.faults.append(Fault(method, pattern, times=10**6))
     with pytest.raises((RuntimeError, HTTPError)) as error:
         push(copy, tmp_path)
@@ -448,7 +448,7 @@ def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
 
 
 def test_offline_is_an_error_that_says_so(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: tuple[Path, Any], tmp_path: Path
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(OfflineModeIsEnabled):
@@ -485,13 +485,13 @@ def test_a_push_that_runs_makes_the_next_checkpoint_wait_for_its_turn(
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
-    hub: Hub, copy: tuple[Path, Any], tmp_path: Path
+    hub: Hub, copy: Path, tmp_path: Path
 ) -> None:
-    weights = (copy[0] / "model.safetensors").read_bytes()
+    weights = (copy / "model.safetensors").read_bytes()
     hub.faults.append(Fault("POST", "preupload", status=503))
     hub.hold.clear()
     future = push(copy, tmp_path, background=True)
-    shutil.rmtree(copy[0])
+    shutil.rmtree(copy)
     assert not future.done()
     hub.hold.set()
     future.result(30)
@@ -507,7 +507,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
     ],
 )
 def test_weights_of_another_origin_do_not_come_under_our_card(
-    name: str, hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+    name: str, hub: Hub, saved: Path, tmp_path: Path
 ) -> None:
     hub.add(REPO, {name: b"others'", f"elsewhere/{name}": b"others'", "figure.png": b"theirs"})
     with pytest.raises(PrivacyError, match=f"{REPO} holds {name}, which this run did not make"):
@@ -519,7 +519,7 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
 
 
 def test_what_an_older_push_left_beside_the_weights_does_not_block(
-    hub: Hub, saved: tuple[Path, Any], tmp_path: Path
+    hub: Hub, saved: Path, tmp_path: Path
 ) -> None:
     left = {"training_args.bin", "optimizer.pt", "rng_state_0.pth", "config.json"}
     hub.add(REPO, dict.fromkeys(left, b"of a plain Trainer"))
@@ -537,7 +537,7 @@ class Uploading(TrainerCallback):
 @pytest.mark.slow
 def test_no_tracker_sends_its_log_with_a_push(hub: Hub, tmp_path: Path) -> None:
     trained(
-        tmp_path, callbacks=[Uploading()], push_to_hub=True, hub_strategy="every_save"
+        tmp_path, callbacks=[Uploading()], push_to_hub=True, save_strategy="steps"
     ).push_to_hub()
     assert MODEL <= set(hub.files(REPO))
 
@@ -632,35 +632,33 @@ def test_only_names_on_the_list_have_a_kind() -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder that a run saved, and who writes its card."""
-    folder = tmp_path_factory.mktemp("saved")
-    trainer = trained(folder / "run", save_strategy="no")
-    trainer.save_model()
-    return folder / "run", trainer.publisher.card
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that a run saved."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    trained(folder).save_model()
+    return folder
 
 
 @pytest.fixture
-def copy(saved: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Any]:
+def copy(saved: Path, tmp_path: Path) -> Path:
     """A copy of ``saved``, to be spoilt."""
-    shutil.copytree(saved[0], tmp_path / "copy")
-    return tmp_path / "copy", saved[1]
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def staged(copy: tuple[Path, Any], into: Path) -> set[str]:
-    stage(copy[0], into, copy[1])
+def staged(copy: Path, into: Path) -> set[str]:
+    stage(copy, into, render)
     return {str(path.relative_to(into)) for path in into.rglob("*")}
 
 
 def test_files_in_folders_stay_and_all_others_are_copied_byte_by_byte(
-    copy: tuple[Path, Any], tmp_path: Path
+    copy: Path, tmp_path: Path
 ) -> None:
-    (copy[0] / "runs").mkdir()
-    (copy[0] / "runs" / "config.json").write_text("{}")
-    os.symlink("/", copy[0] / "root")
+    (copy / "runs").mkdir()
+    (copy / "runs" / "config.json").write_text("{}")
+    os.symlink("/", copy / "root")
     assert staged(copy, tmp_path / "into") == MODEL
     for name in MODEL:
-        assert (tmp_path / "into" / name).read_bytes() == (copy[0] / name).read_bytes()
+        assert (tmp_path / "into" / name).read_bytes() == (copy / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -668,16 +666,16 @@ def test_files_in_folders_stay_and_all_others_are_copied_byte_by_byte(
     [("model.safetensors", "link"), (LEDGER_NAME, "folder"), ("README.md", "dangling")],
 )
 def test_a_name_on_the_list_that_is_no_plain_file_is_refused(
-    name: str, what: str, copy: tuple[Path, Any], tmp_path: Path
+    name: str, what: str, copy: Path, tmp_path: Path
 ) -> None:
-    path = copy[0] / name
+    path = copy / name
     path.rename(tmp_path / "moved")
     if what == "folder":
         path.mkdir()
     else:
         path.symlink_to(tmp_path / ("moved" if what == "link" else "nowhere"))
     with pytest.raises(PrivacyError, match=f"{name} is a link or no plain file"):
-        stage(*copy[:1], tmp_path / "into", copy[1])
+        stage(copy, tmp_path / "into", render)
     assert not (tmp_path / "into").exists()
 
 
@@ -729,29 +727,25 @@ def _without(name: str) -> Callable[[Path], None]:
     ],
 )
 def test_a_folder_that_is_not_one_whole_model_is_refused(
-    spoil: Any, message: str, copy: tuple[Path, Any], tmp_path: Path
+    spoil: Any, message: str, copy: Path, tmp_path: Path
 ) -> None:
-    spoil(copy[0])
+    spoil(copy)
     with pytest.raises(PrivacyError, match=message):
-        stage(copy[0], tmp_path / "into", copy[1])
+        stage(copy, tmp_path / "into", render)
     assert not (tmp_path / "into").exists()
 
 
 @pytest.mark.slow
-def test_a_ledger_that_was_not_saved_with_weights_is_refused(
-    copy: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_a_ledger_that_was_not_saved_with_weights_is_refused(copy: Path, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", save_strategy="no")
     trainer.train()
-    shutil.copy(tmp_path / "run" / LEDGER_NAME, copy[0] / LEDGER_NAME)
+    shutil.copy(tmp_path / "run" / LEDGER_NAME, copy / LEDGER_NAME)
     with pytest.raises(PrivacyError, match="updates=None"):
-        stage(copy[0], tmp_path / "into", copy[1])
+        stage(copy, tmp_path / "into", render)
 
 
-def test_weights_that_are_not_those_of_the_ledger_are_refused(
-    copy: tuple[Path, Any], tmp_path: Path
-) -> None:
-    folder = copy[0]
+def test_weights_that_are_not_those_of_the_ledger_are_refused(copy: Path, tmp_path: Path) -> None:
+    folder = copy
     weights = load((folder / "model.safetensors").read_bytes())
     moved = {name: tensor + 1 for name, tensor in weights.items()}
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
@@ -763,10 +757,8 @@ def test_weights_that_are_not_those_of_the_ledger_are_refused(
     assert staged(copy, tmp_path / "into") == MODEL
 
 
-def test_weights_without_a_digest_in_the_ledger_are_refused(
-    copy: tuple[Path, Any], tmp_path: Path
-) -> None:
-    path = copy[0] / LEDGER_NAME
+def test_weights_without_a_digest_in_the_ledger_are_refused(copy: Path, tmp_path: Path) -> None:
+    path = copy / LEDGER_NAME
     entries = [link.entry for link in Ledger.load(path).links]
     Ledger(
         extended((), *(replace(e, files={}) if isinstance(e, Weights) else e for e in entries))
@@ -775,10 +767,8 @@ def test_weights_without_a_digest_in_the_ledger_are_refused(
         staged(copy, tmp_path / "into")
 
 
-def test_parts_of_weights_are_published_with_their_index(
-    copy: tuple[Path, Any], tmp_path: Path
-) -> None:
-    folder, names = copy[0], [PART, PART.replace("1-of", "2-of")]
+def test_parts_of_weights_are_published_with_their_index(copy: Path, tmp_path: Path) -> None:
+    folder, names = copy, [PART, PART.replace("1-of", "2-of")]
     tensors = sorted(load((folder / "model.safetensors").read_bytes()).items())
     halves = tensors[::2], tensors[1::2]
     (folder / "model.safetensors").unlink()
@@ -792,10 +782,8 @@ def test_parts_of_weights_are_published_with_their_index(
     assert staged(copy, tmp_path / "into") == expected
 
 
-def test_paths_are_taken_out_of_configs_and_nothing_else_is(
-    copy: tuple[Path, Any], tmp_path: Path
-) -> None:
-    config = json.loads((copy[0] / "config.json").read_text())
+def test_paths_are_taken_out_of_configs_and_nothing_else_is(copy: Path, tmp_path: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
     places = {
         "_name_or_path": "/data/patients/model",
         "tokenizer_file": "../secret/tokenizer.json",
@@ -806,8 +794,8 @@ def test_paths_are_taken_out_of_configs_and_nothing_else_is(
     }
     kept = {"base_model_name_or_path": "facebook/opt-125m", "sep": "/", "eos": "</s>", "a": "~~"}
     kept |= {"b": "...", "c": "files", "d": "/-/"}
-    (copy[0] / "config.json").write_text(json.dumps(config | places | {"inner": [places | kept]}))
-    stage(copy[0], tmp_path / "into", copy[1])
+    (copy / "config.json").write_text(json.dumps(config | places | {"inner": [places | kept]}))
+    stage(copy, tmp_path / "into", render)
     assert json.loads((tmp_path / "into" / "config.json").read_text()) == config | {"inner": [kept]}
 
 

@@ -138,7 +138,7 @@ def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "estimated norms": {"norm_directions": 64, "method": "dp_jl"},
+    "estimated norms": {"norm_directions": 1024, "method": "dp_jl"},
     "replace one": {"adjacency": "replace_one"},
     "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},
     "rdp": {"accountant": "rdp"},
