@@ -136,12 +136,10 @@ class Ledger:
 
     @classmethod
     def shared(cls, make: Callable[[], Self]) -> Self:
-        """Starts or resumes one ledger for all processes; a collective call.
+        """Starts or resumes one ledger for all processes, by ``make``; a collective call.
 
-        Args:
-            make: Calls ``start`` or ``resume``. Only the first process calls it, so only that one
-                needs to see the files, and only that one's copy writes them; an error that it
-                raises is raised in every process.
+        Only the first process calls ``make``, so only that one needs to see the files, and only
+        that one's copy writes them; an error that it raises is raised in every process.
         """
         ledger = from_first(make)
         return ledger if is_first() else cls(ledger.links)

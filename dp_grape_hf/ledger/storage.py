@@ -54,9 +54,7 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
 def to_text(links: Sequence[Link], known: dict[str, str]) -> str:
     """Returns the file that a chain is written as.
 
-    Args:
-        links: the chain.
-        known: the texts of entries by their digests, to be used again when the chain has grown.
+    Texts of entries are ``known`` by their digests, and used again when the chain has grown.
     """
     *sealed, last = links
     for link in sealed:

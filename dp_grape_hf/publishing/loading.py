@@ -23,15 +23,11 @@ class NotLoadable(Exception):
 
 
 def differences(folder: Path, names: Sequence[str]) -> list[str]:
-    """Loads a model or an adapter as its users would, and compares every tensor with its files.
+    """Loads a model or an adapter as its users would, and compares every tensor with named files.
 
     It is loaded on the CPU, without a network and without code of its own. A model is then made
     from the tensors of the files alone, which are mapped into memory and not copied: transformers
     renames and joins tensors of some architectures, and treats both the same.
-
-    Args:
-        folder: that ``from_pretrained`` is given.
-        names: the safetensors files in it that hold the weights.
 
     Returns:
         What differs, as sentences; nothing if all tensors are those of the files, bit for bit.

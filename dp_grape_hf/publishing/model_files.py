@@ -178,10 +178,7 @@ def is_of_a_model(name: str) -> bool:
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """Opens a file of safetensors, which compares its length with what its header says.
-
-    Returns:
-        What it holds beside tensors.
+    """Returns what a file of safetensors, whose length is that of its header, holds beside tensors.
 
     Raises:
         SafetensorError: it is no such file, or not whole.
@@ -192,10 +189,7 @@ def notes_of(path: Path) -> dict[str, str]:
 
 
 def files_of_index(content: Any) -> set[str]:
-    """Returns the names of the files that an index says weights are in.
-
-    Args:
-        content: what its JSON holds.
+    """Returns the names of the files that the content of an index says weights are in.
 
     Raises:
         ValueError: it is no index.

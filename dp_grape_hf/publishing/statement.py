@@ -57,10 +57,7 @@ def unit_of(mechanism: Mechanism) -> str:
 def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
     """Returns what stands under the title of a card: the claim, and the table.
 
-    Args:
-        ledger: that of the weights.
-        spent: epsilon as the card writes it.
-        reasons: why there is no guarantee; empty if there is one.
+    Epsilon ``spent`` is as the card writes it; without ``reasons`` there is a guarantee.
     """
     claim = _claim(ledger.mechanism, spent, reasons)
     rows = [f"| {name} | {cell} |" for name, cell in _rows(ledger, spent).items()]

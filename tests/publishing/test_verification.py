@@ -237,19 +237,6 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         _in_the_ledger(lambda e: e[3].update(count=30), rewrite),
         {"budget"} | CARD | BY_BOTH,
     ),
-    "more releases than there are": (
-        _in_the_ledger(lambda e: e[1].update(count=10**30), rewrite),
-        {"ledger"},
-    ),
-    "no release": (_in_the_ledger(lambda e: e[1].update(count=0), rewrite), {"ledger"}),
-    "a delta that is no number": (
-        _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=5e-324), rewrite),
-        {"ledger"},
-    ),
-    "more directions than there are": (
-        _in_the_ledger(lambda e: e[0]["mechanism"].update(norm_directions=10**30), rewrite),
-        {"ledger"},
-    ),
     "the weights": (_swap_weights, {f"weights: {WEIGHTS}"}),
     "weights beside them": (
         lambda folder: (folder / "pytorch_model.bin").write_bytes(b"?") and None,
@@ -258,45 +245,47 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "another ledger": (_take_the_ledger_of_another_run, {f"weights: {WEIGHTS}"}),
     "a smaller epsilon": (_on_the_card(EPSILON, "1.000"), CARD | BY_BOTH),
     "a slightly smaller epsilon": (_on_the_card(EPSILON, "5.998"), CARD | {"epsilon by prv"}),
-    "a larger epsilon": (_on_the_card(EPSILON, "6.100"), CARD),
-    "no epsilon": (_on_the_card(EPSILON, "small"), CARD),
-    "epsilon in the sentence": (_on_the_card(r"ε = \d\.\d+", "ε = 0.100"), CARD),
     "epsilon in the table": (
         _on_the_card(r"bound\) \| \d\.\d+", "bound) | 0.100"),
         CARD | BY_BOTH,
     ),
-    "words around epsilon": (
-        _on_the_card(r"bound\) \| ([\d.]+)", r"bound) | \1 in theory, 0.1 in practice"),
-        CARD,
-    ),
-    "a row more": (_on_the_card(r"\| Method \|", "| Guarantee | pure DP |\n| Method |"), CARD),
-    "a letter that nobody sees": (_on_the_card("privacy: ", "privacy:\u200b "), CARD),
-    "no marks": (_on_the_card(f"{BEGIN}|{END}", ""), CARD),
-    "no mark of the end": (_on_the_card(END, ""), CARD),
-    "two statements": (_on_the_card(f"(?s){BEGIN}.*{END}", r"\g<0>\n\n\g<0>"), CARD),
-    "a statement in the statement": (
-        _on_the_card(f"(?s){BEGIN}(.*){END}", rf"{BEGIN}\n\n\g<0>\n\n{END}"),
-        CARD,
-    ),
-    "the marks the other way round": (
-        _on_the_card(f"(?s){BEGIN}(.*){END}", rf"{END}\1{BEGIN}"),
-        CARD,
-    ),
-    "more between the marks": (_on_the_card(END, rf"Checked by the Hub.\n\n{END}"), CARD),
-    "the statement at the end": (
-        _on_the_card(f"(?s)({BEGIN}.*{END})(.*)", r"\2\n\1\n"),
-        CARD,
-    ),
-    "the statement in a comment": (_on_the_card(BEGIN, rf"<!--\n{BEGIN}"), CARD),
-    "the statement in a fence": (_on_the_card(BEGIN, rf"```\n{BEGIN}"), CARD),
-    "the statement in a fold": (_on_the_card(BEGIN, rf"<details>\n{BEGIN}"), CARD),
-    "a title that hides": (_on_the_card("# Model card", "# Model <span hidden>"), CARD),
-    "a fold after the metadata": (_on_the_card("---\n\n#", r"---\n<details>\n---\n\n#"), CARD),
-    "a fold after metadata with a space": (
-        _on_the_card("---\n\n#", r"--- \n<details>\n---\n\n#"),
-        CARD,
-    ),
     "no metadata, and a rule above": (_on_the_card("(?s)---\n.*?\n---\n", "a\n---\n", 1), CARD),
+}
+# What only the comparison of the statement finds: a pattern on the card, and what replaces it.
+OF_THE_STATEMENT = {
+    "a larger epsilon": (EPSILON, "6.100"),
+    "no epsilon": (EPSILON, "small"),
+    "epsilon in the sentence": (r"ε = \d\.\d+", "ε = 0.100"),
+    "words around epsilon": (r"bound\) \| ([\d.]+)", r"bound) | \1 in theory, 0.1 in practice"),
+    "a row more": (r"\| Method \|", "| Guarantee | pure DP |\n| Method |"),
+    "a letter that nobody sees": ("privacy: ", "privacy:\u200b "),
+    "no marks": (f"{BEGIN}|{END}", ""),
+    "no mark of the end": (END, ""),
+    "two statements": (f"(?s){BEGIN}.*{END}", r"\g<0>\n\n\g<0>"),
+    "a statement in the statement": (
+        f"(?s){BEGIN}(.*){END}",
+        rf"{BEGIN}\n\n\g<0>\n\n{END}",
+    ),
+    "the marks the other way round": (f"(?s){BEGIN}(.*){END}", rf"{END}\1{BEGIN}"),
+    "more between the marks": (END, rf"Checked by the Hub.\n\n{END}"),
+    "the statement at the end": (f"(?s)({BEGIN}.*{END})(.*)", r"\2\n\1\n"),
+    "the statement in a comment": (BEGIN, rf"<!--\n{BEGIN}"),
+    "the statement in a fence": (BEGIN, rf"```\n{BEGIN}"),
+    "the statement in a fold": (BEGIN, rf"<details>\n{BEGIN}"),
+    "a title that hides": ("# Model card", "# Model <span hidden>"),
+    "a fold after the metadata": ("---\n\n#", r"---\n<details>\n---\n\n#"),
+    "a fold after metadata with a space": ("---\n\n#", r"--- \n<details>\n---\n\n#"),
+}
+TAMPERING |= {what: (_on_the_card(*change), CARD) for what, change in OF_THE_STATEMENT.items()}
+# What no ledger can say, though its digests fit: an entry, and what is put into it.
+IMPOSSIBLE: dict[str, Callable[[list[Any]], object]] = {
+    "more releases than there are": lambda e: e[1].update(count=10**30),
+    "no release": lambda e: e[1].update(count=0),
+    "a delta that is no number": lambda e: e[0]["mechanism"].update(target_delta=5e-324),
+    "more directions than there are": lambda e: e[0]["mechanism"].update(norm_directions=10**30),
+}
+TAMPERING |= {
+    what: (_in_the_ledger(change, rewrite), {"ledger"}) for what, change in IMPOSSIBLE.items()
 }
 
 
