@@ -85,9 +85,9 @@ def call_for_one(
     gradient in z is its projection.
 
     Args:
-        module: as in ``call_in_coordinates``, and so are the others.
+        module: as in ``call_in_coordinates``, and so are the others; coordinates are of the sample.
         forward: what to call.
-        coordinates: of this sample, outside vmap.
+        coordinates: outside vmap.
         projectors: of the parameters that are projected.
         args: of this sample.
         kwargs: of this sample.
@@ -190,8 +190,7 @@ class _Call(nn.Module):
         return function(*args, **kwargs)
 
 
-# What is known of ``W + lift(z)`` without forming it.
-_METADATA = {
+METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
     *(
@@ -199,6 +198,7 @@ _METADATA = {
         for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "itemsize")
     ),
 }
+"""What is known of a weight whatever its numbers are."""
 
 _REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
 
@@ -249,7 +249,7 @@ class _StandIn(Tensor):
         kwargs = kwargs or {}
         if func == _REQUIRES_GRAD:
             return True
-        if func in _METADATA:
+        if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         if func in _OPERATIONS:
             output = _OPERATIONS[func](*args, **kwargs)
@@ -262,7 +262,7 @@ class _StandIn(Tensor):
 # ---- Operations that are linear in the weight: value from W, derivative in z ----
 
 
-class _AtZero(torch.autograd.Function):
+class AtZero(torch.autograd.Function):
     """The identity, and the derivative of a term that is linear in coordinates which are zero.
 
     ``derivative(grad_output, saved)`` returns one gradient for each of the coordinates.
@@ -303,11 +303,6 @@ def _positions(tensor: Tensor, last: int = 1) -> Tensor:
     return tensor.reshape(len(tensor), tensor.shape[1:end].numel(), *tensor.shape[end:])
 
 
-def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor | None:
-    """``y = x W^T + b``."""
-    return _product(input, weight, bias, transposed=False)
-
-
 def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
 ) -> Tensor | None:
@@ -317,7 +312,9 @@ def _addmm(
     return _product(mat1, mat2, input, transposed=True)
 
 
-def _product(input: Tensor, weight: Any, bias: Any, transposed: bool) -> Tensor | None:
+def _product(
+    input: Tensor, weight: Any, bias: Any = None, *, transposed: bool = False
+) -> Tensor | None:
     """Returns ``x M^T + b`` where M is W or, if transposed, W^T, so that its coordinates are Z^T.
 
     On the right side of M, ``x (M + Z P^T)^T = x M^T + (x P) Z^T``; on its left side,
@@ -348,7 +345,7 @@ def _product(input: Tensor, weight: Any, bias: Any, transposed: bool) -> Tensor 
         if before:
             saved = saved @ before.matrix.to(saved.dtype)  # while x is in the cache
         output = functional.linear(x, matrix, _plain(bias))
-        return _AtZero.apply(output, saved, derivative, *coordinates), 0
+        return AtZero.apply(output, saved, derivative, *coordinates), 0
 
     coordinates = _moving(weight, bias)
     return outside_vmap(coordinates[0], compute, input, *coordinates)
@@ -383,7 +380,7 @@ def _embedding(
 
     def compute(indices: Tensor, z: Tensor) -> tuple[Tensor, int]:
         output = functional.embedding(indices, weight.weight)
-        return _AtZero.apply(output, indices, derivative, z), 0
+        return AtZero.apply(output, indices, derivative, z), 0
 
     return outside_vmap(weight.z, compute, input, weight.z)
 
@@ -407,7 +404,7 @@ def _layer_norm(
 
     def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
         output = functional.layer_norm(x, normalized_shape, _plain(weight), _plain(bias), eps)
-        return _AtZero.apply(output, x.detach(), derivative, *coordinates), 0
+        return AtZero.apply(output, x.detach(), derivative, *coordinates), 0
 
     coordinates = _moving(weight, bias)
     return outside_vmap(coordinates[0], compute, input, *coordinates)
@@ -455,7 +452,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Te
             images = x.reshape(-1, *x.shape[-dims - 1 :])
             output = function(images, _plain(weight), _plain(bias), *sizes, groups)
             own = partial(derivative, batch_size=len(x))
-            output = _AtZero.apply(output, images.detach(), own, *coordinates)
+            output = AtZero.apply(output, images.detach(), own, *coordinates)
             return output.unflatten(0, sample), 0
 
         coordinates = _moving(weight, bias)
@@ -465,7 +462,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Te
 
 
 _OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
-    functional.linear: _linear,
+    functional.linear: _product,
     torch.addmm: _addmm,
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,

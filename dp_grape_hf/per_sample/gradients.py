@@ -76,11 +76,9 @@ class Dense(PerSampleGradient):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one sample's gradient."""
         return self.values.shape[1:]
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,)."""
         return self.magnitude().square()
 
     def magnitude(self) -> Tensor:
@@ -96,7 +94,6 @@ class Dense(PerSampleGradient):
         return torch.linalg.vector_norm(norms, dim=1)
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the gradient's shape."""
         flat = self._flat()
         if self._is_transposed():
             total.add_((factors @ flat).view(self.shape[::-1]).T)
@@ -104,20 +101,16 @@ class Dense(PerSampleGradient):
             total.view(-1).addmv_(flat.T, factors)
 
     def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products with directions (k, *shape), as (B, k)."""
         directions = directions.mT if self._is_transposed() else directions
         return self._flat() @ directions.reshape(len(directions), self.shape.numel()).T
 
     def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
         return _dot_rounding(self.shape.numel()) * self.magnitude()
 
     def cheapest(self) -> Dense:
-        """Returns itself."""
         return self
 
     def dense(self) -> Dense:
-        """Returns itself."""
         return self
 
     def _is_transposed(self) -> bool:
@@ -129,7 +122,6 @@ class Dense(PerSampleGradient):
         return values.float().flatten(1) if values.dim() > 1 else values.float()[:, None]
 
     def select(self, samples: Tensor | slice) -> Dense:
-        """Returns the gradients of the given samples only."""
         return Dense(self.values[samples])
 
 
@@ -142,7 +134,6 @@ class Factored(PerSampleGradient):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one sample's gradient, (m, n)."""
         return torch.Size((self.rows.shape[2], self.cols.shape[2]))
 
     def squared_norm(self) -> Tensor:
@@ -198,12 +189,10 @@ class Factored(PerSampleGradient):
         return torch.cat(found)
 
     def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
         terms = _rounding(self.rows.shape[1]) + _dot_rounding(self.shape.numel())
         return terms * self.magnitude()
 
     def select(self, samples: Tensor | slice) -> Factored:
-        """Returns the gradients of the given samples only."""
         return Factored(self.rows[samples], self.cols[samples])
 
     def dense(self) -> Dense:
@@ -237,7 +226,6 @@ class SparseRows(PerSampleGradient):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one sample's gradient, (m, n)."""
         return torch.Size((self.num_rows, self.values.shape[2]))
 
     def squared_norm(self) -> Tensor:
@@ -278,7 +266,6 @@ class SparseRows(PerSampleGradient):
         return self.values.float().norm(dim=2).sum(1)
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, m x n."""
         values = self.values.float() * factors[:, None, None]
         total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
 
@@ -300,13 +287,11 @@ class SparseRows(PerSampleGradient):
         return torch.cat(found)
 
     def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
         positions = self.indices.shape[1]
         terms = 2**-24 * positions + _dot_rounding(self.values.shape[1:].numel())
         return terms * self.magnitude()
 
     def select(self, samples: Tensor | slice) -> SparseRows:
-        """Returns the gradients of the given samples only."""
         return SparseRows(self.indices[samples], self.values[samples], self.num_rows)
 
 
@@ -404,7 +389,6 @@ class GradientSum(PerSampleGradient):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one sample's gradient."""
         return self.parts[0].shape
 
     def squared_norm(self) -> Tensor:
@@ -433,20 +417,16 @@ class GradientSum(PerSampleGradient):
         return len(first.rows if isinstance(first, Factored) else first.values)
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, of the weight's shape."""
         for part in self.parts:
             part.add_weighted_sum_(total, factors)
 
     def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products with directions (k, *shape), as (B, k)."""
         return reduce(torch.add, (part.inner_products(directions) for part in self.parts))
 
     def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
         return reduce(torch.add, (part.rounding() for part in self.parts))
 
     def select(self, samples: Tensor | slice) -> GradientSum:
-        """Returns the gradients of the given samples only."""
         return GradientSum(tuple(part.select(samples) for part in self.parts))
 
 

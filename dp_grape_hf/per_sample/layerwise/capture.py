@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.engine import Consume
 from dp_grape_hf.per_sample.functional import (
+    AtZero,
     call_for_one,
     call_in_coordinates,
     zero_coordinates,
@@ -248,9 +248,10 @@ class Pass:
         if not site.carried:
             output = output.expand(batch_size, *output.shape[1:])
 
-        def record(saved: Tensor, grad_output: Tensor) -> None:
+        def record(grad_output: Tensor, saved: Tensor) -> tuple[None]:
             with self._observer.phase(GRADIENTS):
                 collect(saved, grad_output)
+            return (None,)  # of the anchor
 
         def collect(saved: Tensor, grad_output: Tensor) -> None:
             if again is not None:
@@ -272,7 +273,7 @@ class Pass:
                 for name in site.parameters.values():
                     self._hand_out(name, self._stream)
 
-        return _Capture.apply(output, saved, self.anchor, record)
+        return AtZero.apply(output, saved, record, self.anchor)
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
@@ -370,22 +371,6 @@ class Pass:
         group = stream.group_of[name]
         if all(stream.awaited[other] == 0 for other in group):
             stream.consume({other: add(self._captured.pop(other)) for other in group})
-
-
-class _Capture(torch.autograd.Function):
-    """The identity on a layer's output; its backward hands the output's gradient to ``record``."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, saved: Tensor, anchor: Tensor, record: Any) -> Tensor:
-        ctx.save_for_backward(saved)
-        ctx.record = record
-        return output.detach()  # an alias but no autograd view: in-place operations may follow
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.record(ctx.saved_tensors[0], grad_output)
-        return grad_output, None, None, None
 
 
 def _project(

@@ -135,31 +135,24 @@ class LinearRule(LayerRule):
     saves = "cols"
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        """Returns the input, (B, T, n)."""
-        return _positions(layer_input, batch_size)
+        return _positions(layer_input, batch_size)  # (B, T, n)
 
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the factors of the weight's gradient and the bias's gradient."""
         rows = _positions(grad_output, batch_size)  # (B, T, m)
         return {"weight": Factored(rows, saved), "bias": Dense(rows.sum(1, dtype=torch.float32))}
 
 
 @layer_rule(Conv1D)
-class Conv1DRule(LayerRule):
+class Conv1DRule(LinearRule):
     """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped."""
 
     saves = "rows"
 
-    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        """Returns the input, (B, T, m)."""
-        return _positions(layer_input, batch_size)
-
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the factors of the weight's gradient and the bias's gradient."""
         cols = _positions(grad_output, batch_size)  # (B, T, n)
         return {"weight": Factored(saved, cols), "bias": Dense(cols.sum(1, dtype=torch.float32))}
 
@@ -169,15 +162,13 @@ class EmbeddingRule(LayerRule):
     """A table look-up: only the rows that were looked up have a gradient."""
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        """Returns the indices, (B, T)."""
-        return layer_input.reshape(batch_size, -1)
+        return layer_input.reshape(batch_size, -1)  # (B, T)
 
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the rows of the table's gradient; the padding row has none, as in autograd."""
         values = _positions(grad_output, batch_size)  # (B, T, n)
-        if layer.padding_idx is not None:
+        if layer.padding_idx is not None:  # its row is a constant, as in autograd
             values = values.masked_fill((saved == layer.padding_idx)[:, :, None], 0)
         return {"weight": SparseRows(saved, values, layer.num_embeddings)}
 
@@ -193,7 +184,6 @@ class LayerNormRule(LayerRule):
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns elementwise products, summed over positions."""
         shape = (batch_size, -1, *layer.weight.shape)
         grad = grad_output.float().reshape(shape)
         factor = self.normalised(layer, saved).reshape(shape)
@@ -259,7 +249,6 @@ class ConvolutionRule(LayerRule):
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the weight's gradient, as factors of m x n or dense, and the bias's gradient."""
         dims = len(layer.kernel_size)
         rows = grad_output.flatten(-dims).transpose(1, 2)  # (b, places, m)
         rows = rows.reshape(batch_size, -1, rows.shape[-1])
