@@ -47,7 +47,6 @@ from dp_grape_hf.per_sample import (
     GradSampleMode,
     Inputs,
     PerSampleEngine,
-    batch_size_of,
     guarding_streams,
     refusing_changed_weights,
 )
@@ -208,7 +207,9 @@ class PrivateMechanism:
             raise UnsupportedModelError(
                 f"A sample's gradient of {type(self.per_sample.model).__name__} grew when the "
                 "backward pass was repeated, after it was measured: a kernel of the model changes "
-                "what it saved. Use another grad_sample_mode than 'ghost'."
+                "what it saved, or activations are recomputed with other random numbers (gradient "
+                "checkpointing with preserve_rng_state=False). Use another grad_sample_mode than "
+                "'ghost'."
             )
         return losses
 
@@ -323,8 +324,7 @@ class BatchGradient:
         """Adds the gradients of a physical batch; returns its losses (B,)."""
         if self._sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
-        size = batch_size_of(inputs)
-        losses = self.per_sample.losses(self.per_sample.model, inputs, size)
+        losses = self.per_sample.losses(inputs)
         trainable = self.per_sample.trainable
         with self.per_sample.observer.phase(BACKWARD):
             found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
@@ -332,7 +332,7 @@ class BatchGradient:
                 if gradient is not None:
                     known = self._sum.get(name)
                     self._sum[name] = gradient.float() if known is None else known + gradient
-        self._count += size
+        self._count += len(losses)
         return losses.detach()
 
     def release(self) -> dict[str, Tensor]:

@@ -243,22 +243,8 @@ def test_a_backward_pass_that_cannot_be_repeated_is_refused() -> None:
     for mode, options in (("ghost", {}), ("auto", {"preserve_rng_state": False})):
         released(make_engine("layerwise", checkpointed(**options), None, mode), [batch])
     per_sample = make_engine("layerwise", checkpointed(preserve_rng_state=False), None, "ghost")
-    with pytest.raises(UnsupportedModelError, match="change when its backward pass is repeated"):
+    with pytest.raises(UnsupportedModelError, match="grew when the backward pass was repeated"):
         released(per_sample, [batch])
-
-
-@pytest.mark.slow
-def test_whether_a_pass_repeats_is_looked_at_until_there_are_gradients_to_see() -> None:
-    model = checkpointed(preserve_rng_state=False)
-    batch = only("roberta-classifier").batch(B)
-    engine = LayerwiseEngine(model, grad_sample_mode="ghost")
-    nothing = dict(batch, labels=torch.zeros(B))
-    engine.loss = lambda outputs, labels: outputs.logits.sum(1) * labels  # no gradient for label 0
-    released(engine, [nothing])
-    assert not engine._repeats
-    something = dict(batch, labels=torch.ones(B))
-    with pytest.raises(UnsupportedModelError, match="change when its backward pass is repeated"):
-        released(engine, [something])
 
 
 class _InPlace(torch.autograd.Function):

@@ -39,7 +39,7 @@ from dp_grape_hf.per_sample.layerwise.layers import (
 from dp_grape_hf.per_sample.layerwise.rules import is_recomputable
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import (
-    copies_of_first,
+    copies_of,
     evaluating,
     first_two,
     refuse_coupled_losses,
@@ -84,7 +84,6 @@ class LayerwiseEngine(PerSampleEngine):
         self._probed = 0  # how many different samples the probe has seen, up to 2
         self._learnt_anew = False  # whether calls were learnt since the last probe
         self._looping = 0  # how many modules are known to run sample by sample
-        self._repeats = False  # whether two backward passes were seen to agree
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -104,8 +103,6 @@ class LayerwiseEngine(PerSampleEngine):
         dropout, and between two passes there is no gradient of a sample.
         """
         self._prepare(inputs, projectors)
-        if len(consumers) > 1 and not self._repeats:
-            self._repeats = self._probe_repetition(inputs, projectors)
         losses = self._pass(inputs, projectors, consumers=consumers)[0]
         self._probe_what_is_new(inputs, projectors)
         return losses
@@ -118,8 +115,6 @@ class LayerwiseEngine(PerSampleEngine):
                 "No two examples that were tried have gradients, which would show whether the "
                 "model mixes examples. With fsdp that must be known before the first step."
             )
-        if self.grad_sample_mode == GradSampleMode.GHOST:
-            self._repeats = self._probe_repetition(inputs, projectors)
         for padded in (False, True):  # a model may leave a mask out that masks nothing
             masked = _with_masks(inputs, padded)
             self._learn(masked, 0)
@@ -208,7 +203,7 @@ class LayerwiseEngine(PerSampleEngine):
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
         ):
-            losses = self.losses(self.model, inputs, batch_size)
+            losses = self.losses(inputs)
             with self.observer.phase(BACKWARD):
                 loss = losses.sum() if only is None else losses[only]
                 for stream in streams[:-1]:
@@ -254,14 +249,14 @@ class LayerwiseEngine(PerSampleEngine):
         """Learns which tensors carry the batch, from shapes alone: nothing is checked."""
         super().assume_probed(inputs)
         self._learn(inputs, 0)
-        self._probed, self._repeats = 2, True
+        self._probed = 2
 
     def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
         """Learns from two and three samples: the first, and the others copies of one sample."""
 
         def run_model(size: int) -> Tensor:
             rows = [0, *[sample] * (size - 1)]
-            return self.losses(self.model, rows_of(inputs, rows), size)
+            return self.losses(rows_of(inputs, rows))
 
         if self.skips_unlabelled:  # whether the model allows that is found out by running it
             with evaluating(self.model), torch.no_grad():
@@ -291,11 +286,8 @@ class LayerwiseEngine(PerSampleEngine):
     def _probe_pair(self, two_samples: Inputs, projectors: Mapping[str, Projector]) -> bool:
         """Refuses coupling of two samples; returns whether both have gradients to show it."""
         with evaluating(self.model):
-            together = self.losses(self.model, two_samples, 2).detach()
-            alone = [
-                self.losses(self.model, copies_of_first(two_samples, 2, sample=i), 2).detach()
-                for i in (0, 1)
-            ]
+            together = self.losses(two_samples).detach()
+            alone = [self.losses(copies_of(two_samples, 2, i)).detach() for i in (0, 1)]
         refuse_coupled_losses(alone[0][:1], together[:1])
         refuse_coupled_losses(alone[1][:1], together[1:])
         shows = True
@@ -310,35 +302,6 @@ class LayerwiseEngine(PerSampleEngine):
                 _, found = self._pass(two_samples, projectors, only)
             refuse_shared_gradients(found, 1 - only)
         return shows
-
-    def _probe_repetition(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
-        """Refuses a model whose gradients change when its graph is differentiated once more.
-
-        What is clipped by the norms of one pass and added up in the next must be the same.
-
-        Returns:
-            Whether there were gradients to show it.
-        """
-        passes: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-        def noting(squared: list[Tensor]) -> Consume:
-            return lambda found: squared.extend(found[name].squared_norm() for name in found)
-
-        with keeping_random_state():
-            self._pass(first_two(inputs), projectors, consumers=[noting(x) for x in passes])
-        first, second = (torch.stack(squared).sqrt() for squared in passes)  # (parameters, 2)
-        tolerance = 1e-4 * first.norm(dim=0)
-        equal = (first - second).abs() <= 1e-2 * first.maximum(second) + tolerance
-        known = first.norm(dim=0).isfinite() & second.norm(dim=0).isfinite()
-        if not equal[:, known].all():
-            raise UnsupportedModelError(
-                f"The gradients of {type(self.model).__name__} change when its backward pass is "
-                "repeated, so grad_sample_mode='ghost' would clip by the norms of others. It "
-                "recomputes activations with other random numbers (gradient checkpointing with "
-                "preserve_rng_state=False, say): let it keep them, or use another "
-                "grad_sample_mode."
-            )
-        return bool((known & (first.norm(dim=0) > 0)).any())
 
 
 def _with_masks(inputs: Inputs, padded: bool) -> dict[str, Any]:
