@@ -31,13 +31,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
-    draws_beside,
+    DRAWS_BESIDE,
+    TorchDraws,
     host_streams,
     keeping_random_state,
     same_state,
@@ -128,7 +128,7 @@ Owners = Mapping[Key, Parts | int | None]
 """Whose a draw is: of each copy in part, of one copy alone, or None where all share it."""
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDraws):
     """Notes what torch's global streams are drawn from inside, and chooses what they give.
 
     A draw is the same in two passes that give it the same values, whatever was drawn before it. If
@@ -169,17 +169,14 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if (generator := kwargs.get("generator")) is not None and not _is_global(generator):
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and not _is_global(generator):
             self.foreign |= not _is_ours()
-            return func(*args, **kwargs)
-        state, before = torch.initial_seed(), torch_streams()
-        result = func(*args, **kwargs)
-        if all(map(same_state, torch_streams(), before)):
-            return result  # attention without dropout, say
-        tensors = _filled(func, args, result)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Notes a draw, and gives the copies what they are to get of it."""
+        state, tensors = torch.initial_seed(), _filled(func, args, result)
         key = self._note(func._schema.name.rpartition("::")[2].rstrip("_"), state, tensors)
         operation = key.place.operation
 
@@ -204,7 +201,7 @@ class Draws(TorchDispatchMode):
         return result
 
     def _note(self, operation: str, state: int, tensors: Sequence[Tensor]) -> Key:
-        """Notes a draw that began with that state of the stream, and filled these tensors."""
+        """Notes a draw that began with that state of the stream."""
         around = _around(self._paths)
         place = Place(around.path, around.line, operation, tensors[0].dim())
         own = place, around.sample
@@ -321,7 +318,7 @@ class _Around(NamedTuple):
 
 
 def _around(paths: Mapping[int, str]) -> _Around:
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe()
     path, line, module, sample, drops = "", 0, "", None, False
     while frame is not None:
         drops |= not module and frame.f_code is functional.dropout.__code__
@@ -342,12 +339,8 @@ def _owners(two: Mapping[Key, Draw], three: Mapping[Key, Draw], strided: bool) -
     """Returns whose the draws of a pass over three copies are, given one over two.
 
     Those of samples that run alone are left out, and those whose numbers follow neither from the
-    number of copies nor are always as many.
-
-    Args:
-        two: what was drawn for two copies.
-        three: for three.
-        strided: whether copies take turns, where they may also lie one after another.
+    number of copies nor are always as many. ``strided`` says that copies take turns, where they may
+    also lie one after another.
     """
     few, many = (Counter(key.place for key in made) for made in (two, three))
     owners: dict[Key, Parts | int | None] = {}
@@ -429,13 +422,6 @@ class Shown(NamedTuple):
     losses: Tensor  # (B,)
     prints: Prints  # of the gradients
 
-    @classmethod
-    def of(cls, losses: Tensor, gradients: Mapping[str, PerSampleGradient]) -> Shown:
-        """Returns what losses and gradients of a pass show."""
-        prints = Prints()
-        prints(gradients)
-        return cls(losses.detach().double().cpu(), prints)
-
     def says_something(self) -> bool:
         """Whether a copy has a finite loss, and gradients that are finite and not all zero."""
         whole = self.prints.marks(self.prints.names)[..., 1].norm(dim=1)
@@ -501,21 +487,22 @@ class _Passes:
         self.drawn: dict[Key, Draw] = {}
         self.silent = True  # whether no pass has shown anything
         self._tolerance = _TOLERANCES[computes_in_16_bits(model)]
-        self._starts: list[Any] = []
-        self._ends: list[Any] = []
+        self._states: list[tuple[Any, ...]] = []  # of torch and of the hosts, before and after
 
     def __call__(self, copies: int, *chosen: Any) -> tuple[Shown, dict[Key, Draw]]:
         """Returns what a pass shows and draws; what is chosen is as in ``Draws``."""
-        seed_all(len(self._starts))
-        seed_torch(len(self._starts) << 20)
-        self._starts.append((torch_streams(), host_streams()))
+        seed_all(len(self._states))
+        seed_torch(len(self._states) << 20)
+        before = torch_streams(), host_streams()
         with Draws(copies, *chosen, paths=self._paths, varying=self._varying) as draws:
             losses, gradients = self._run(copies)
-        self._ends.append((torch_streams(), host_streams()))
+        self._states.append((*before, torch_streams(), host_streams()))
         self.drawn |= draws.made
         if draws.foreign:
-            raise PrivacyError(draws_beside("The model"))
-        shown = Shown.of(losses, gradients)
+            raise PrivacyError(DRAWS_BESIDE)
+        prints = Prints()
+        prints(gradients)
+        shown = Shown(losses.detach().double().cpu(), prints)
         self.silent &= not shown.says_something()
         return shown, draws.made
 
@@ -524,10 +511,7 @@ class _Passes:
     ) -> _Fault | None:
         """Returns in what a copy changes though it keeps what was drawn for it.
 
-        Args:
-            owners: whose the draws are.
-            patterns: which values each gets, pass by pass.
-            first: what a pass showed with the first of them.
+        ``first`` is what a pass showed with the first of the patterns.
         """
         seen: dict[tuple[int, int], tuple[Levels, Shown]] = {}
         if first is not None:
@@ -557,15 +541,14 @@ class _Passes:
         return keys[0]
 
     def refuse_seeding(self, drawn: bool) -> bool:
-        """Refuses streams that the passes leave as others know; returns whether numpy's are."""
-        (of_torch, of_hosts), (torchs, hosts) = (
-            tuple(zip(*states[-2:], strict=True)) for states in (self._starts, self._ends)
-        )
-        fixed = [same_state(*pair) for pair in zip(*hosts, strict=True)]
-        moved = [not same_state(*pair) for pair in zip(of_hosts[-1], hosts[-1], strict=True)]
-        if any(m and not f for m, f in zip(moved, fixed, strict=True)):
-            raise PrivacyError(draws_beside("The model"))
-        if _are_set(of_torch, torchs, drawn):
+        """Refuses streams that the passes leave as others know; returns whether the host's are."""
+        (start, _, end, first_hosts), (_, hosts_before, last, hosts) = self._states[-2:]
+        fixed = [*map(same_state, first_hosts, hosts)]  # though they began otherwise
+        kept = [*map(same_state, hosts_before, hosts)]
+        if any(not k and not f for k, f in zip(kept, fixed, strict=True)):
+            raise PrivacyError(DRAWS_BESIDE)
+        rewound = drawn and all(map(same_state, start, end))
+        if rewound or any(map(same_state, end, last)):
             raise PrivacyError(
                 "The model seeds torch's global random numbers during its forward pass, or puts "
                 "them back to where they were. Masks of dropout, and the coins of a collator, are "
@@ -612,7 +595,7 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
             if passes.silent:
                 return None
             if passes.fault({}, _PATTERNS[:1] * (_REPEATS - 1), shown) is not None:
-                raise PrivacyError(draws_beside("The model"))
+                raise PrivacyError(DRAWS_BESIDE)
             return passes.refuse_seeding(drawn=False)
         _, two = passes(2)
         owners, turned = (_owners(two, three, strided) for strided in (False, True))
@@ -622,7 +605,7 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
         if fault is not None:
             same = [fault.before] * _REPEATS
             if fault.before == fault.levels or passes.fault(owners, same) is not None:
-                raise PrivacyError(draws_beside("The model"))
+                raise PrivacyError(DRAWS_BESIDE)
             key = passes.culprit(owners, fault)
             raise PrivacyError(_shared(passes.drawn[key], owners.get(key, key.sample)))
         if passes.silent:
@@ -649,15 +632,3 @@ def _shared(draw: Draw, owner: Parts | int | None) -> str:
         f"The model draws random numbers ({_named(draw)}) {how}. A further example moves others "
         f"to another physical batch and so changes what they draw, which no clipping bounds. {what}"
     )
-
-
-def _are_set(starts: Sequence[Sequence[Any]], ends: Sequence[Sequence[Any]], drawn: bool) -> bool:
-    """Returns whether streams end where others know, or where they were though they were used.
-
-    Args:
-        starts: of several runs, the states of some streams, other ones in every run.
-        ends: the states afterwards.
-        drawn: whether the runs showed other numbers.
-    """
-    fixed = any(map(same_state, ends[0], ends[1]))  # though they began otherwise
-    return fixed or (drawn and all(map(same_state, starts[0], ends[0])))

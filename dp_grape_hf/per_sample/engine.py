@@ -33,10 +33,11 @@ from dp_grape_hf.per_sample.losses.losses import (
     loss_for,
     split,
 )
-from dp_grape_hf.per_sample.prints import computes_in_16_bits
-from dp_grape_hf.per_sample.probing import copies_of_first, evaluating
+from dp_grape_hf.per_sample.prints import Prints, computes_in_16_bits
+from dp_grape_hf.per_sample.probing import copies_of, evaluating
 from dp_grape_hf.phases import FORWARD, Observer
 from dp_grape_hf.projections import Projector
+from dp_grape_hf.sharding import is_sharded, whole
 
 Inputs = Mapping[str, Any]
 Gradients = dict[str, PerSampleGradient]
@@ -139,9 +140,9 @@ class PerSampleEngine(ABC):
         if self._repeatable:
             return
         copies = 1 if self.isolates_samples else 2
-        batch = copies_of_first(inputs, copies)
+        batch = copies_of(inputs, copies)
         with evaluating(self.model), torch.no_grad():
-            refuse_noise(lambda: self.losses(self.model, batch, copies), copies)
+            refuse_noise(lambda: self.losses(batch), copies)
         self._repeatable = True
 
     def _examine(self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]) -> None:
@@ -157,7 +158,7 @@ class PerSampleEngine(ABC):
         for sample in range(batch_size_of(inputs)):
 
             def one(copies: int, sample: int = sample) -> tuple[Tensor, Gradients]:
-                return run(copies_of_first(inputs, copies, sample))
+                return run(copies_of(inputs, copies, sample))
 
             reseeds = examine_coins(one, self.model)
             if shown := reseeds is not None:
@@ -174,14 +175,14 @@ class PerSampleEngine(ABC):
         if not isinstance(self.loss, ModelLoss):
             return
         for sample in range(batch_size_of(inputs)):
-            one = copies_of_first(inputs, 1, sample=sample)
+            one = copies_of(inputs, 1, sample)
             with evaluating(self.model), torch.no_grad():
                 expected = self.loss.of_batch(self.model, one)
                 if expected is None:
                     return
                 if not expected.isfinite():  # without a label, say
                     continue
-                actual = self.losses(self.model, one, 1)[0]
+                actual = self.losses(one)[0]
             tolerance = 2e-2 if computes_in_16_bits(self.model) else 2e-5
             if not torch.allclose(actual.float(), expected.float(), tolerance, tolerance):
                 raise UnsupportedModelError(
@@ -240,16 +241,16 @@ class PerSampleEngine(ABC):
             return gradient.cheapest()
         return gradient.dense() if self.grad_sample_mode == GradSampleMode.MATERIALISE else gradient
 
-    def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
+    def losses(self, inputs: Inputs) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
         with self.observer.phase(FORWARD), without_cache(self._caching):
-            return self._losses(model, inputs, batch_size)
+            return self._losses(inputs, batch_size_of(inputs))
 
-    def _losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
+    def _losses(self, inputs: Inputs, batch_size: int) -> Tensor:
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
             with LabelledPositions(self.loss, labels) as labelled:
-                outputs = model(**inputs)
+                outputs = self.model(**inputs)
             losses = labelled.losses(outputs)
             if losses is not None:
                 return checked(losses, batch_size)
@@ -260,7 +261,36 @@ class PerSampleEngine(ABC):
                     "processes. Leave fsdp out."
                 )
             self.skips_unlabelled = False  # the logits are not one row per position given: rerun
-        return checked(self.loss(model(**inputs), labels), batch_size)
+        return checked(self.loss(self.model(**inputs), labels), batch_size)
+
+    def by_autograd(self, loss: Tensor, projectors: Mapping[str, Projector]) -> Prints:
+        """Returns the marks of the gradient of one sample's loss, a scalar, by plain autograd.
+
+        Each parameter's is projected, marked and freed as soon as autograd has it.
+        """
+        names = {parameter: name for name, parameter in self.trainable.items()}
+        prints = Prints()
+
+        def receive(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.grad is not None
+            name, gradient = names[parameter], parameter.grad.float()
+            parameter.grad = None
+            gradient = whole(gradient)  # a mean over processes, which all look at this sample
+            projector = projectors.get(name)
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                found = projector.project(gradient) if projector else gradient
+            prints({name: Dense(found[None])})
+
+        hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
+        try:
+            if loss.requires_grad:
+                reached = None if is_sharded(self.model) else list(names)
+                torch.autograd.backward(loss, inputs=reached)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return prints
 
     def refuse_unused(self, used: Container[str]) -> None:
         """Refuses trainable parameters that are not among those the loss depends on."""
@@ -307,28 +337,16 @@ class OuterEngine(PerSampleEngine):
         self.model, self.loss = examples.model, examples.loss
         self.trainable, self.groups = examples.trainable, examples.groups
         self.grad_sample_mode = examples.grad_sample_mode
-        self.isolates_samples = examples.isolates_samples
 
     @property
     def observer(self) -> Observer:  # type: ignore[override]
-        """Who looks on at the inner engine."""
         return self.examples.observer
 
     @property
     def reseeds_host(self) -> bool:  # type: ignore[override]
-        """Whether passes of the inner engine do."""
         return self.examples.reseeds_host
 
-    def use(self, step: int) -> None:
-        """Tells the inner engine the number of the logical step."""
-        self.examples.use(step)
-
-    def losses(self, model: Callable[..., Any], inputs: Inputs, batch_size: int) -> Tensor:
-        """Returns the losses (B,) of examples."""
-        return self.examples.losses(model, inputs, batch_size)
-
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes of a release, which are those of the inner engine."""
         return self.examples.released_shapes(projectors)
 
 

@@ -11,11 +11,9 @@ second half of this module makes it so.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,13 +35,16 @@ from dp_grape_hf.per_sample.engine import (
 )
 from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap, zero_coordinates
 from dp_grape_hf.per_sample.gradients import Dense, Single, add
-from dp_grape_hf.per_sample.prints import computes_in_16_bits
-from dp_grape_hf.per_sample.probing import copies_of_first, evaluating, first_two
+from dp_grape_hf.per_sample.prints import Prints, joint_error, tolerance_for
+from dp_grape_hf.per_sample.probing import copies_of, evaluating, first_two
 from dp_grape_hf.projections import Projector
 
 
 class NotVectorisedError(UnsupportedModelError):
     """Code fails under ``torch.func.vmap`` that runs without it."""
+
+
+_SHORT = 1e-2  # a gradient of a smaller norm may differ by as much as one of this norm
 
 
 class FunctorchEngine(PerSampleEngine):
@@ -90,14 +91,14 @@ class FunctorchEngine(PerSampleEngine):
             with Batching(next(iter(coordinates.values()))):
                 return call_in_coordinates(
                     self.model,
-                    lambda: self.losses(self.model, batch, 1)[0],
+                    lambda: self.losses(batch)[0],
                     coordinates,
                     projectors,
                     lambda name, gradient: captured[name].append(self.in_form(gradient)),
                 )
 
         label = f"the model ({type(self.model).__name__})"
-        plain = partial(self.losses, self.model, inputs, batch_size)
+        plain = partial(self.losses, inputs)
         with torch.enable_grad():
             with refusing_dynamic_code(label, plain), vmap_safe(self.model):
                 losses = vmap(one, randomness="different")(coordinates, samples)
@@ -130,19 +131,10 @@ class FunctorchEngine(PerSampleEngine):
         """
         self.refuse_noise(inputs)
         two = first_two(inputs)
-        first, second = (copies_of_first(two, 1, sample=i) for i in (0, 1))
-        weights, rounding = list(self.trainable.values()), self._rounding()
         with evaluating(self.model), torch.enable_grad():
-            loss = self.losses(self.model, first, 1)
-            expected = (
-                torch.autograd.grad(loss.sum(), weights, allow_unused=True)
-                if loss.requires_grad
-                else ()
-            )
-            used = {n: g for n, g in zip(self.trainable, expected, strict=False) if g is not None}
-            self.refuse_unused(used)
-            with torch.no_grad():
-                plain = torch.cat([loss.detach(), self.losses(self.model, second, 1)])
+            loss, other = (self.losses(copies_of(two, 1, sample)) for sample in (0, 1))
+            own = self.by_autograd(loss.sum(), projectors)
+            self.refuse_unused(own.names)
             losses, found = self._pass(two, projectors)
         if unseen := [name for name in self.trainable if name not in found]:
             raise UnsupportedModelError(
@@ -151,60 +143,23 @@ class FunctorchEngine(PerSampleEngine):
                 "autograd.Function), so the functorch engine does not see its gradient. Freeze it "
                 'with requires_grad_(False), or use engine="layerwise".'
             )
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            self._refuse_another_loss(losses, plain, rounding)
-            if bool(loss.abs() > rounding.small):
-                self._refuse_other_gradients(found, used, projectors, rounding)
-
-    def _refuse_another_loss(self, losses: Tensor, plain: Tensor, rounding: _Rounding) -> None:
-        """Refuses losses (B,) under vmap that are not what they are without."""
-        allowed = rounding.loss * plain.abs() + rounding.small
-        same = (losses - plain).abs() <= allowed
+        tolerance, plain = tolerance_for(self.model), torch.cat([loss, other]).detach()
+        same = torch.isclose(losses, plain, rtol=tolerance.change, atol=tolerance.change / 10)
+        differs = None
         if not (same | ~plain.isfinite()).all():  # a sample with NaN values says nothing
-            raise UnsupportedModelError(self._differs("another loss"))
-
-    def _refuse_other_gradients(
-        self,
-        found: Gradients,
-        expected: Mapping[str, Tensor],
-        projectors: Mapping[str, Projector],
-        rounding: _Rounding,
-    ) -> None:
-        """Refuses gradients of the first of two samples that are not what autograd says."""
-        squares = torch.zeros(2)  # of the error, and of the gradient
-        for name, own in expected.items():
-            one_hot = torch.tensor([1.0, 0.0], device=own.device)
-            projector, own = projectors.get(name), own.float()
-            own = projector.project(own) if projector else own
-            error = found[name].weighted_sum(one_hot) - own
-            squares += torch.stack([error.norm(), own.norm()]).cpu().square()
-        error, norm = squares.sqrt().tolist()
-        same = error <= rounding.gradient * norm + rounding.small
-        if math.isfinite(norm) and not same:
-            raise UnsupportedModelError(self._differs("other gradients"))
-
-    def _rounding(self) -> _Rounding:
-        return _LOW if computes_in_16_bits(self.model) else _FULL
-
-    def _differs(self, what: str) -> str:
-        return (
-            f"{type(self.model).__name__} computes {what} of one example under torch.func.vmap "
-            "than without it: its code asks how it is run. Use "
-            'engine="layerwise", or another attn_implementation.'
-        )
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """How far rounding alone may set apart what a model computes under vmap and without."""
-
-    loss: float  # relative
-    gradient: float  # of all parameters together, relative
-    small: float  # absolute, of either; the gradient of a loss below this is rounding
-
-
-_FULL = _Rounding(loss=1e-3, gradient=1e-2, small=1e-4)
-_LOW = _Rounding(loss=5e-2, gradient=0.5, small=1e-2)
+            differs = "another loss"
+        elif bool(loss.abs() > tolerance.loss):
+            prints, names = Prints(slice(0, 1)), list(self.trainable)
+            prints(found)
+            error, norm = joint_error(prints.marks(names), own.marks(names))
+            if error > tolerance.error * norm.clamp(min=_SHORT):
+                differs = "other gradients"
+        if differs:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} computes {differs} of one example under "
+                "torch.func.vmap than without it: its code asks how it is run. Use "
+                'engine="layerwise", or another attn_implementation.'
+            )
 
 
 # ---- What vmap over the samples needs to run the code of transformers models ----

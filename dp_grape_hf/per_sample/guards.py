@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.sharding import local
@@ -68,18 +69,17 @@ def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
     if not _equal(before, host_streams()):
         _set_host_streams(before)
         if not reseeds():
-            raise PrivacyError(draws_beside("The model"))
+            raise PrivacyError(DRAWS_BESIDE)
 
 
-def draws_beside(who: str) -> str:
-    """Returns why a model or a collator with other streams than torch's is refused."""
-    return (
-        f"{who} draws from random numbers of numpy or Python, or from a generator of its own: "
-        "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
-        "physical batch, so that an example has influence on the gradients of others. Switch it "
-        "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
-        "sample from torch's global stream."
-    )
+DRAWS_BESIDE = (
+    "The model draws from random numbers of numpy or Python, or from a generator of its own: "
+    "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
+    "physical batch, so that an example has influence on the gradients of others. Switch it "
+    "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
+    "sample from torch's global stream."
+)
+"""Why a model with other streams than torch's is refused."""
 
 
 def host_streams() -> tuple[Any, Any]:
@@ -105,6 +105,26 @@ def same_state(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     return all(map(same_state, left, right))
+
+
+class TorchDraws(TorchDispatchMode):
+    """Sees what is drawn from torch's global streams inside, and may change it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch_streams()
+        result = func(*args, **kwargs)
+        if all(map(same_state, before, torch_streams())):
+            return result  # attention without dropout, say
+        return self.drawn(func, args, kwargs, result)
+
+    def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Is shown a draw; returns what takes its place."""
+        raise NotImplementedError
 
 
 # ---- Caches ----

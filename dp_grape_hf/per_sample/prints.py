@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.gradients import PerSampleGradient
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tolerance:
             least this part of the batch's largest: the gradient of a key's bias is zero but for
             rounding, and so is all of it for a pair of equal texts.
         loss: a loss below this says nothing: its gradient is rounding.
-        change: of a loss, relative, that is not looked at more closely.
+        change: of a loss, relative.
     """
 
     error: float
@@ -39,7 +39,7 @@ class Tolerance:
     change: float
 
 
-FULL = Tolerance(error=1e-2, floor=1e-3, loss=1e-4, change=0.0)
+FULL = Tolerance(error=1e-2, floor=1e-3, loss=1e-4, change=1e-3)
 LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
 
 
@@ -87,10 +87,6 @@ class Prints:
     def names(self) -> list[str]:
         """The parameters that were marked."""
         return list(self._marks)
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Marks the gradient of a parameter of a single sample."""
-        self({name: Dense(gradient[None])})
 
     def marks(self, names: Sequence[str]) -> Tensor:
         """Returns marks (B, P, 2) of parameters, on the CPU; zero if it was not handed out."""

@@ -10,7 +10,7 @@ coordinates, which must be zero.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,15 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
-from dp_grape_hf.per_sample.guards import draws_beside, keeping_random_state, seed_all
+from dp_grape_hf.per_sample.guards import DRAWS_BESIDE, keeping_random_state, seed_all
 
-_NAMED = 5  # parameters that an error names, at most
+_NAMED = 5  # of parameters, at most, where an error or a warning lists them
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
@@ -33,21 +39,15 @@ def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
     return {key: v[rows] if isinstance(v, Tensor) else v for key, v in inputs.items()}
 
 
-def copies_of_first(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
-    """Returns a batch of copies of the first sample, or of another."""
-    return {
-        key: value[sample : sample + 1].repeat(size, *[1] * (value.dim() - 1))
-        if isinstance(value, Tensor)
-        else value
-        for key, value in inputs.items()
-    }
+def copies_of(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
+    """Returns a batch of copies of one sample."""
+    return rows_of(inputs, [sample] * size)
 
 
 def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
     """Returns a batch of two samples, the first two or those from ``first``; one is taken twice."""
-    two = rows_of(inputs, slice(first, first + 2))
-    alone = any(len(v) == 1 for v in two.values() if isinstance(v, Tensor))
-    return copies_of_first(two, 2) if alone else two
+    size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
+    return rows_of(inputs, [first, min(first + 1, size - 1)])
 
 
 def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: int) -> None:
@@ -57,8 +57,7 @@ def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: i
         raise UnsupportedModelError(
             "The loss of one sample depends on its batch-mates: the loss or a layer couples "
             "samples, or a layer is given their positions in an order that mixes them. Clipping "
-            f"then bounds nothing. It shows in the gradients of {', '.join(names[:_NAMED])}"
-            f"{f' and {len(names) - _NAMED} more' if names[_NAMED:] else ''}."
+            f"then bounds nothing. It shows in the gradients of {listed(names)}."
         )
 
 
@@ -84,16 +83,22 @@ def refuse_coupled_losses(some: Tensor, others: Tensor, tolerance: float = 1e-2)
 
 
 @contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Runs a model in training or evaluation mode, and restores that of each module afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switches dropout off, and restores mode and random state afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with keeping_random_state():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with in_mode(model, training=False), keeping_random_state():
+        yield
 
 
 class Selections(TorchDispatchMode):
@@ -218,7 +223,7 @@ def refuse_coupled_batch(
     everyone = torch.arange(size)
     together = run(everyone)
     if not torch.allclose(together, run(everyone), rtol=tolerance, atol=1e-4, equal_nan=True):
-        raise PrivacyError(draws_beside("The model"))
+        raise PrivacyError(DRAWS_BESIDE)
     order = together.nan_to_num().argsort().cpu()
     for other in (order[-1], order[0]):
         for replaced in (order[::2], order[1::2]):

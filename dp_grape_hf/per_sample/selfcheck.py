@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,28 +30,26 @@ from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
 from dp_grape_hf.per_sample.prints import (
     Prints,
     Tolerance,
-    computes_in_16_bits,
     differing,
     joint_error,
     tolerance_for,
 )
 from dp_grape_hf.per_sample.probing import (
-    copies_of_first,
+    copies_of,
     evaluating,
     first_two,
+    listed,
     refuse_coupled_batch,
     refuse_coupled_losses,
     rows_of,
 )
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import is_sharded, local, whole
+from dp_grape_hf.sharding import local
 
 logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
-# Of a sample's loss alone and among others, relative, by whether there are numbers of 16 bits.
-_IN_COMPANY = {False: 1e-3, True: 5e-2}
-_NAMED = 5  # parameters that an error or a warning names, at most
+_LEAST_CHANGE = 1e-2  # of a loss, relative, that is a change where batches have other shapes
 
 
 # ---- The first batch ----
@@ -74,12 +73,7 @@ def examine_batch(
     size = batch_size_of(inputs)
     engine.refuse_noise(inputs)
     if size > 1 and not engine.isolates_samples:
-        model = engine.model
-        refuse_coupled_batch(
-            lambda batch: engine.losses(model, batch, batch_size_of(batch)),
-            inputs,
-            tolerance=_IN_COMPANY[computes_in_16_bits(model)],
-        )
+        refuse_coupled_batch(engine.losses, inputs, tolerance_for(engine.model).change)
     squared = torch.zeros(size, device=engine.device)
 
     def measure(gradients: Gradients) -> None:
@@ -185,30 +179,14 @@ def check_gradients(
             or changes with the order of the samples.
         PrivacyError: if a sample's loss is not what it is alone.
     """
-    two, model = first_two(inputs), engine.model
-    tolerance = tolerance_for(model)
-    with keeping_random_state(), refusing_changed_weights(model, thorough=True):
-        engine(two, projectors)  # an engine looks at its first batch in training mode
-    with evaluating(model):
-        _compare_with_autograd(engine, two, projectors, tolerance)
+    compare = _Comparison(engine, projectors, tolerance_for(engine.model))
+    with evaluating(engine.model):
+        compare.with_autograd(first_two(inputs))
         several = _of_other_lengths(engine, inputs)
-        losses, marks = _compare_with_autograd(engine, several, projectors, tolerance)
-        size = batch_size_of(several)
-        for order in (torch.arange(size).flip(0), torch.randperm(size)):
+        losses, marks = compare.with_autograd(several)
+        for order in (torch.arange(len(losses)).flip(0), torch.randperm(len(losses))):
             rows = order.tolist()
-            permuted, before = rows_of(several, rows), losses[rows]
-            again, found = _marked(engine, permuted, projectors)
-            expected = marks[order]
-            if wrong := _wrong(engine, permuted, projectors, before, found, expected, tolerance):
-                raise UnsupportedModelError(
-                    f"Per-sample gradients of {type(model).__name__} change with the order of the "
-                    f"samples in their batch, for {_listed(engine, wrong)}: the model sorts its "
-                    "rows (by length, say), or mixes them, so that a gradient is not known to be "
-                    "its sample's. Leave the rows in their order, or use engine='functorch', which "
-                    "runs each by itself. Nothing was released."
-                )
-            if (again - before).abs().gt(tolerance.change * before.abs()).any():
-                refuse_coupled_losses(again, before)
+            compare.with_another_order(rows_of(several, rows), losses[rows], marks[rows])
 
 
 def _of_other_lengths(engine: PerSampleEngine, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,124 +206,98 @@ def _of_other_lengths(engine: PerSampleEngine, inputs: Mapping[str, Any]) -> dic
             shorter[name] = torch.where(seen > left, 0, mask)
     try:
         with torch.no_grad():
-            engine.losses(engine.model, shorter, size)
+            engine.losses(shorter)
     except Exception:  # what a model asks of its inputs is not known; the masks may be no masks
         return several
     return shorter
 
 
-def _compare_with_autograd(
-    engine: PerSampleEngine,
-    inputs: Mapping[str, Any],
-    projectors: Mapping[str, Projector],
-    tolerance: Tolerance,
-) -> tuple[Tensor, Tensor]:
-    """Refuses an engine that does not agree with autograd; returns losses (B,) and marks."""
-    losses, marks = _marked(engine, inputs, projectors)
-    alone = []
-    for sample in range(len(losses)):
-        one = copies_of_first(inputs, 1, sample=sample)
-        loss, own = _alone(engine, one, projectors)
-        if (losses[sample] - loss).abs() > tolerance.change * loss.abs():
-            refuse_coupled_losses(losses[sample : sample + 1], loss)
-        alone.append(own)
-    if wrong := _wrong(engine, inputs, projectors, losses, marks, torch.cat(alone), tolerance):
-        raise UnsupportedModelError(
-            f"Per-sample gradients differ by more than {tolerance.error:g} of their norm from "
-            f"those of plain autograd on one example at a time, for {_listed(engine, wrong)}. "
-            f"{type(engine).__name__} computes them wrongly for this model, or the model computes "
-            "something else for one example than for several. Choose the other engine (engine="
-            '"functorch" or "layerwise"), or freeze these parameters with requires_grad_(False). '
-            "Nothing was released. self_check=False trains all the same, on gradients that are "
-            "wrong."
-        )
-    return losses, marks
+@dataclass(frozen=True)
+class _Comparison:
+    """Holds the losses (B,) and the marks (B, P, 2) of an engine against others."""
 
+    engine: PerSampleEngine
+    projectors: Mapping[str, Projector]
+    tolerance: Tolerance
 
-def _marked(
-    engine: PerSampleEngine, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
-) -> tuple[Tensor, Tensor]:
-    """Returns losses (B,) and the marks (B, P, 2) of an engine's gradients."""
-    prints = Prints()
-    losses = engine.stream(inputs, projectors, prints)
-    return losses, prints.marks(list(engine.trainable))
+    def with_autograd(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Refuses an engine that does not agree with autograd; returns its losses and marks."""
+        losses, marks = self._marked(inputs)
+        alone = [self._alone(copies_of(inputs, 1, sample)) for sample in range(len(losses))]
+        self._refuse_other_losses(losses, torch.cat([loss for loss, _ in alone]))
+        expected = torch.cat([own for _, own in alone])
+        if wrong := self._wrong(inputs, losses, marks, expected):
+            raise UnsupportedModelError(
+                f"Per-sample gradients differ by more than {self.tolerance.error:g} of their norm "
+                f"from those of plain autograd on one example at a time, for {wrong}. "
+                f"{type(self.engine).__name__} computes them wrongly for this model, or the model "
+                "computes something else for one example than for several. Choose the other engine "
+                '(engine="functorch" or "layerwise"), or freeze these parameters with '
+                "requires_grad_(False). Nothing was released. self_check=False trains all the "
+                "same, on gradients that are wrong."
+            )
+        return losses, marks
 
+    def with_another_order(
+        self, inputs: Mapping[str, Any], losses: Tensor, expected: Tensor
+    ) -> None:
+        """Refuses an engine whose losses and marks were others when the samples lay elsewhere."""
+        again, marks = self._marked(inputs)
+        if wrong := self._wrong(inputs, losses, marks, expected):
+            raise UnsupportedModelError(
+                f"Per-sample gradients of {type(self.engine.model).__name__} change with the order "
+                f"of the samples in their batch, for {wrong}: the model sorts its rows (by length, "
+                "say), or mixes them, so that a gradient is not known to be its sample's. Leave "
+                "the rows in their order, or use engine='functorch', which runs each by itself. "
+                "Nothing was released."
+            )
+        self._refuse_other_losses(again, losses)
 
-def _wrong(
-    engine: PerSampleEngine,
-    inputs: Mapping[str, Any],
-    projectors: Mapping[str, Projector],
-    losses: Tensor,
-    found: Tensor,
-    expected: Tensor,
-    tolerance: Tolerance,
-) -> list[str]:
-    """Returns the parameters of which the gradient of a sample differs, by more than rounding.
+    def _refuse_other_losses(self, losses: Tensor, expected: Tensor) -> None:
+        refuse_coupled_losses(losses, expected, max(self.tolerance.change, _LEAST_CHANGE))
 
-    What rounding is plain autograd says, on one copy of the sample and on two: the gradient of a
-    pair of equal texts is nothing else.
-    """
-    telling = (losses.abs() > tolerance.loss) & losses.isfinite()
-    differ = differing(found, expected, tolerance) & telling.cpu()[:, None]
-    for sample in differ.any(1).nonzero().flatten().tolist():
-        one, two = (
-            _alone(engine, copies_of_first(inputs, copies, sample=sample), projectors)[1]
-            for copies in (1, 2)
-        )
-        error, norm = joint_error(one, two)
-        differ[sample] &= bool(0 < norm and error <= tolerance.error * norm)
-    return [name for name, any_ in zip(engine.trainable, differ.any(0), strict=True) if any_]
+    def _marked(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        prints = Prints()
+        losses = self.engine.stream(inputs, self.projectors, prints)
+        return losses, prints.marks(list(self.engine.trainable))
 
+    def _alone(self, one: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns the loss (1,) of one sample alone, or copies, and its gradient's marks."""
+        loss = _loss_alone(self.engine, one)
+        prints = self.engine.by_autograd(loss, self.projectors)
+        return loss.detach()[None], prints.marks(list(self.engine.trainable))
 
-def _alone(
-    engine: PerSampleEngine, one: Mapping[str, Any], projectors: Mapping[str, Projector]
-) -> tuple[Tensor, Tensor]:
-    """Returns the loss (1,) of one sample alone, or copies, and its gradient's marks (1, P, 2).
+    def _wrong(
+        self, inputs: Mapping[str, Any], losses: Tensor, found: Tensor, expected: Tensor
+    ) -> str:
+        """Names the parameters of which the gradient of a sample differs, by more than rounding.
 
-    Each parameter's gradient is projected, marked and freed as soon as autograd has it.
-    """
-    names = {parameter: name for name, parameter in engine.trainable.items()}
-    prints = Prints()
-
-    def receive(parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        name, gradient = names[parameter], parameter.grad.float()
-        parameter.grad = None
-        gradient = whole(gradient)  # a mean over processes, which all look at this sample
-        projector = projectors.get(name)
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            prints.add(name, projector.project(gradient) if projector else gradient)
-
-    hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
-    try:
-        loss = _loss_alone(engine, one)
-        reached = None if is_sharded(engine.model) else list(names)
-        torch.autograd.backward(loss.sum(), inputs=reached)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return loss.detach(), prints.marks(list(engine.trainable))
+        What rounding is plain autograd says, on one copy of the sample and on two: the gradient of
+        a pair of equal texts is nothing else.
+        """
+        telling = (losses.abs() > self.tolerance.loss) & losses.isfinite()
+        differ = differing(found, expected, self.tolerance) & telling.cpu()[:, None]
+        for sample in differ.any(1).nonzero().flatten().tolist():
+            one, two = (self._alone(copies_of(inputs, copies, sample))[1] for copies in (1, 2))
+            error, norm = joint_error(one, two)
+            differ[sample] &= bool(0 < norm and error <= self.tolerance.error * norm)
+        names = [n for n, any_ in zip(self.engine.trainable, differ.any(0), strict=True) if any_]
+        return listed([f"{name} (of {_owner(self.engine.model, name)})" for name in names])
 
 
 def _loss_alone(engine: PerSampleEngine, one: Mapping[str, Any]) -> Tensor:
-    """Returns the loss (1,) of one sample, or copies: what the model says, where it says one."""
+    """Returns the loss of one sample, or the mean of copies: the model's own, if it has one."""
     if isinstance(engine.loss, ModelLoss):
         own = engine.loss.of_batch(engine.model, one)
         if own is not None and own.isfinite():
-            return own[None]
+            return own
     outputs, labels = _outputs_and_labels(engine.loss, engine.model, one)
-    return checked(engine.loss(outputs, labels), batch_size_of(one)).mean()[None]
+    return checked(engine.loss(outputs, labels), batch_size_of(one)).mean()
 
 
-def _listed(engine: PerSampleEngine, names: Sequence[str]) -> str:
-    owned = []
-    for name in names[:_NAMED]:
-        path = name.rpartition(".")[0]
-        kind = type(engine.model.get_submodule(path)).__name__
-        owned.append(f"{name} (of {path or 'the model'}, a {kind})")
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(owned) + more
+def _owner(model: nn.Module, name: str) -> str:
+    path = name.rpartition(".")[0]
+    return f"{path or 'the model'}, a {type(model.get_submodule(path)).__name__}"
 
 
 # ---- The optimizer ----
@@ -419,11 +371,9 @@ def warn_of_lost_updates(
                 if 0 < rate < number.eps * typical:
                     lost.append(names[id(parameter)])
     if lost:
-        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         logger.warning(
-            "Updates of %s%s may be lost to rounding: their numbers have 16 bits, and the learning "
+            "Updates of %s may be lost to rounding: their numbers have 16 bits, and the learning "
             "rate is below the distance from one to the next. Load the model in float32, set "
             "float32_updates=True, or raise the learning rate.",
-            ", ".join(lost[:_NAMED]),
-            more,
+            listed(lost),
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,9 @@ from dp_grape_hf.per_sample.gradients import (
 )
 from dp_grape_hf.projections import Projector
 
+UNIT_OF_ROW = "privacy_unit_of_row"
+"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
+
 
 @dataclass(frozen=True)
 class UnitSum(PerSampleGradient):
@@ -44,11 +46,9 @@ class UnitSum(PerSampleGradient):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of one unit's gradient."""
         return self.examples.shape
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms of the sums, (U,)."""
         return torch.cat([summed.squared_norm() for summed in self._sums()])
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
@@ -58,11 +58,9 @@ class UnitSum(PerSampleGradient):
         self.examples.add_weighted_sum_(total, of_examples)
 
     def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products of the sums with directions (k, *shape), as (U, k)."""
         return torch.cat([summed.inner_products(directions) for summed in self._sums()])
 
     def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (U,)."""
         return torch.cat([summed.rounding() for summed in self._sums()])
 
     def select(self, samples: Tensor | slice) -> UnitSum:
@@ -143,10 +141,6 @@ class UnitEngine(OuterEngine):
 
         return self.examples.stream(examples, projectors, *map(summing, consumers))
 
-    def losses(self, model: Any, inputs: Inputs, batch_size: int) -> Tensor:
-        """Returns the losses (B,) of examples."""
-        return super().losses(model, without_units(inputs), batch_size)
-
 
 def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:
     """Returns the gradients of units; those of examples are freed one by one."""
@@ -169,19 +163,10 @@ def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
             "next to each other, or one unit would be clipped as several."
         )
     sizes = tuple(size for _, size in groups)
-    examples = without_units(inputs)
+    examples = {name: value for name, value in inputs.items() if name != UNIT_OF_ROW}
     if batch_size_of(examples) != sum(sizes):
         raise PrivacyError(
             "The data collator made other rows than it was given examples, so it is not known "
             "whose a row is and its clipping bounds nothing. Turn packing off."
         )
     return examples, sizes
-
-
-UNIT_OF_ROW = "privacy_unit_of_row"
-"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
-
-
-def without_units(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a physical batch as the collator made it, without whose its rows are."""
-    return {name: value for name, value in batch.items() if name != UNIT_OF_ROW}

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from inspect import Parameter, signature
 from itertools import islice
 from typing import Any
@@ -29,10 +28,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample.engine import PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.engine import PerSampleEngine
 from dp_grape_hf.per_sample.functorch import ERRORS
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.losses.losses import HeadLoss, LossFunction
+from dp_grape_hf.per_sample.probing import in_mode
 from dp_grape_hf.sharding import parameters_in_passes
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def freeze_unused(
         for local, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     }
-    seen = _Seen()
+    passes: list[tuple[set[int], set[nn.Module]]] = []
     try:
         takes = signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
         given = [_completed(batch, takes) for batch in islice(batches, 2)]
@@ -75,17 +75,20 @@ def freeze_unused(
             return []  # then the engine refuses what it finds to be unused
         for inputs in given:
             for training in (False, True):
-                seen.add(*_run(model, loss, inputs, training))
+                passes.append(_run(model, loss, inputs, training))
     except ERRORS:
         return []
-    if not seen.reached:
+    reached = {
+        name for name, (_, p) in owners.items() if any(id(p) in found for found, _ in passes)
+    }
+    if not reached:
         return []  # no batch, or a model of which nothing is trained
-    reached = {name for name, (_, p) in owners.items() if id(p) in seen.reached}
+    ran_always = set.intersection(*(ran for _, ran in passes))
     unused = []
     for name, (module, parameter) in owners.items():
         alike = {other for other in reached if _pattern(other) == _pattern(name)}
-        elsewhere = module in seen.ran_always and all(owners[o][0] is not module for o in alike)
-        if id(parameter) not in seen.reached and (not alike or elsewhere):
+        elsewhere = module in ran_always and all(owners[o][0] is not module for o in alike)
+        if name not in reached and (not alike or elsewhere):
             parameter.requires_grad_(False)
             unused.append(name)
     if unused:
@@ -116,27 +119,13 @@ def refuse_reached(
         for parameter in parameters.values():
             restoring.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(True)
-        reached = _reached([engine.losses(engine.model, inputs, batch_size_of(inputs))])
+        reached = _reached([engine.losses(inputs)])
     if names := [name for name, p in parameters.items() if id(p) in reached]:
         raise UnsupportedModelError(
             f"{', '.join(names)} was frozen, as no public input has it take part in the loss, "
             "and the training data do. Freeze it with requires_grad_(False) before the trainer is "
             "made if it is not to be trained."
         )
-
-
-@dataclass
-class _Seen:
-    """What the passes showed."""
-
-    reached: set[int] = field(default_factory=set)  # ids of parameters
-    ran_always: set[nn.Module] = field(default_factory=set)
-    _passes: int = 0
-
-    def add(self, reached: set[int], ran: set[nn.Module]) -> None:
-        self.reached |= reached
-        self.ran_always = self.ran_always & ran if self._passes else ran
-        self._passes += 1
 
 
 def _run(
@@ -151,7 +140,7 @@ def _run(
     }
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ExitStack() as stack:
-        stack.enter_context(_in_mode(model, training))
+        stack.enter_context(in_mode(model, training))
         stack.enter_context(keeping_random_state())
         stack.enter_context(torch.enable_grad())
         noting = register_module_forward_hook(lambda module, *call: ran.add(module))
@@ -159,17 +148,6 @@ def _run(
         outputs = functional_call(model, buffers, (), inputs)
         used = [loss.logits(outputs)] if isinstance(loss, HeadLoss) else tree_leaves(outputs)
     return _reached(x for x in used if isinstance(x, Tensor)), ran
-
-
-@contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 def _reached(tensors: Iterable[Tensor]) -> set[int]:

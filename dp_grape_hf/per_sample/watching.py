@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.per_sample.engine import (
@@ -29,7 +27,7 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
 )
-from dp_grape_hf.per_sample.guards import keeping_random_state, same_state, torch_streams
+from dp_grape_hf.per_sample.guards import TorchDraws, keeping_random_state
 from dp_grape_hf.per_sample.prints import Prints, Tolerance, joint_error
 from dp_grape_hf.per_sample.probing import rows_of
 from dp_grape_hf.phases import Observer
@@ -148,34 +146,7 @@ class WatchedEngine(OuterEngine):
 # ---- Random numbers of one row ----
 
 
-@dataclass
-class Drawn:
-    """What one random operation gave to a row."""
-
-    operation: Any
-    values: Tensor | None  # None if it is not known
-
-
-class _Draws(TorchDispatchMode):
-    """Sees what draws from torch's global streams."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        before = torch_streams()
-        result = func(*args, **(kwargs or {}))
-        if all(map(same_state, before, torch_streams())):
-            return result  # attention without dropout, say
-        return self.drawn(func, args, result)
-
-    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """Is shown a draw; returns what takes its place."""
-        raise NotImplementedError
-
-
-class NotedDraws(_Draws):
+class NotedDraws(TorchDraws):
     """Keeps what is drawn for one row of a batch.
 
     Args:
@@ -186,27 +157,24 @@ class NotedDraws(_Draws):
     def __init__(self, size: int, row: int) -> None:
         super().__init__()
         self._size, self._row = size, row
-        self.made: list[Drawn] = []
+        self.made: list[tuple[Any, Tensor | None]] = []  # operations, and values if known
 
-    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Notes the row's part, which is a block of the leading dimension."""
-        values = _values(func, args, result)
+        values = _values(func, result)
         if values is not None and values.dim() and len(values) % self._size == 0:
             values = values.unflatten(0, (self._size, -1))[self._row].clone()
         elif self._size > 1:
             values = None  # of several rows, or of none
-        self.made.append(Drawn(func, values))
+        self.made.append((func, values))
         return result
 
 
-class GivenDraws(_Draws):
+class GivenDraws(TorchDraws):
     """Gives a row alone what was drawn for it.
 
     Args:
         noted: what that was.
-
-    Attributes:
-        known: whether all that was drawn inside was given, and all that was noted.
     """
 
     def __init__(self, noted: NotedDraws) -> None:
@@ -216,24 +184,24 @@ class GivenDraws(_Draws):
 
     @property
     def known(self) -> bool:
+        """Whether all that was drawn inside was given, and all that was noted."""
         return self._known and not self._left
 
-    def drawn(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Puts the noted values in the place of what was drawn."""
-        values = _values(func, args, result)
-        noted = self._left.pop(0) if self._left else Drawn(None, None)
-        if values is None or noted.values is None or noted.operation is not func:
+        values = _values(func, result)
+        operation, noted = self._left.pop(0) if self._left else (None, None)
+        same = operation is func and values is not None and noted is not None
+        if not same or noted.shape != values.shape:
             self._known = False
-        elif noted.values.shape != values.shape:
-            self._known = False
-        else:
-            values.copy_(noted.values)
-            if func is torch.ops.aten.native_dropout.default:
-                return args[0] * values / ((1 - args[1]) or 1.0), values
+            return result
+        values.copy_(noted)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0] * values / ((1 - args[1]) or 1.0), values
         return result
 
 
-def _values(func: Any, args: tuple[Any, ...], result: Any) -> Tensor | None:
+def _values(func: Any, result: Any) -> Tensor | None:
     """Returns the numbers that were drawn; None where they are inside of something larger."""
     if func is torch.ops.aten.native_dropout.default:
         return result[1]

@@ -24,9 +24,8 @@ Shapes: B samples in the batch, K directions, d trainable numbers.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,10 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.per_sample.engine import Gradients, Inputs, PerSampleEngine, batch_size_of
+from dp_grape_hf.per_sample.functional import METADATA
 from dp_grape_hf.per_sample.gradients import Dense
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.losses.losses import LossFunction
-from dp_grape_hf.per_sample.probing import copies_of_first, first_two, refuse_coupled_losses
+from dp_grape_hf.per_sample.probing import copies_of, first_two, in_mode, refuse_coupled_losses
 from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections import DIRECTION, Directions, Projector
 
@@ -80,6 +80,7 @@ class ZerothOrderEngine(PerSampleEngine):
         self.groups = [(DIRECTION,)]
         self._step: int | None = None
         self._probed = 0  # how many different samples a probe has seen: 0, 1, or 2 and more
+        self._read: set[str] = set()  # names of the weights that passes were seen to read
 
     def use(self, step: int) -> None:
         """Chooses the directions: those of this step of training, until the next call."""
@@ -109,34 +110,31 @@ class ZerothOrderEngine(PerSampleEngine):
             raise PrivacyError("use(step) was not called: it is not known which directions to try.")
         size = batch_size_of(inputs)
         if self._probed < min(size, 2):
-            self._probed = self._probe(inputs, self._step)
+            self._probed = self._probe(inputs)
         self._examine(inputs, self._pass)
         return self._pass(inputs)
 
     def _pass(self, inputs: Inputs) -> tuple[Tensor, Gradients]:
-        assert self._step is not None
-        losses, differences = self._differences(inputs, self._step)
+        losses, differences = self._differences(inputs)
         return losses, {DIRECTION: Dense(differences)}
 
-    def _differences(
-        self, inputs: Inputs, step: int, used: set[str] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns losses (B,) and finite differences (B, K); adds the names of weights read."""
-        size, mu = batch_size_of(inputs), self.perturbation
+    def _differences(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Returns losses (B,) and finite differences (B, K)."""
+        assert self._step is not None
+        mu = self.perturbation
         losses, differences = [], []
         with (
             self.observer.phase(FORWARD),
-            _evaluation_mode(self.model),
+            in_mode(self.model, training=False),
             torch.no_grad(),
         ):
             for number in range(self.directions.count):
                 sides = []
                 for distance in (mu, -mu):
-                    with _Displaced(self.directions, step, number, distance) as displaced:
-                        side = self.losses(self.model, inputs, size).detach()
+                    with _Displaced(self.directions, self._step, number, distance) as displaced:
+                        side = self.losses(inputs).detach()
                     sides.append(side if side.dtype is torch.float64 else side.float())
-                    if used is not None:
-                        used |= displaced.used
+                    self._read |= displaced.used
                 ahead, behind = sides
                 losses.append((ahead + behind) / 2)
                 differences.append((ahead - behind) / (2 * mu))
@@ -145,11 +143,10 @@ class ZerothOrderEngine(PerSampleEngine):
     # ---- The first batch ----
 
     def assume_probed(self, inputs: Inputs) -> None:
-        """Checks nothing, and has nothing to learn."""
         super().assume_probed(inputs)
         self._probed = 2
 
-    def _probe(self, inputs: Inputs, step: int) -> int:
+    def _probe(self, inputs: Inputs) -> int:
         """Refuses a model that couples samples or hides a parameter.
 
         Returns:
@@ -157,21 +154,20 @@ class ZerothOrderEngine(PerSampleEngine):
             sample need no more.
         """
         self.refuse_noise(inputs)
-        used: set[str] = set()
-        two, _ = self._trial(copies_of_first(inputs, 2), step, used)
-        three, _ = self._trial(copies_of_first(inputs, 3), step, used)
+        two, _ = self._trial(copies_of(inputs, 2))
+        three, _ = self._trial(copies_of(inputs, 3))
         refuse_coupled_losses(two[:1], torch.cat([two, three]))
-        self._refuse_unseen(used)
+        self._refuse_unread()
         pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
-        return 2 if any(self._probe_pair(pair, step) for pair in pairs) else 1
+        return 2 if any(map(self._probe_pair, pairs)) else 1
 
-    def _probe_pair(self, pair: Inputs, step: int) -> bool:
+    def _probe_pair(self, pair: Inputs) -> bool:
         """Refuses coupling of two samples; returns whether they could have shown it."""
-        together, differences = self._trial(pair, step)
-        _, repeated = self._trial(pair, step)
+        together, differences = self._trial(pair)
+        _, repeated = self._trial(pair)
         jitter = 4 * (differences - repeated).abs().max()  # of a device whose sums have no order
         for i in (0, 1):
-            alone, own = self._trial(copies_of_first(pair, 2, sample=i), step)
+            alone, own = self._trial(copies_of(pair, 2, i))
             refuse_coupled_losses(alone[i : i + 1], together[i : i + 1])
             # In the same row of a batch of the same shape, rounding is the same whatever the type.
             rounding = 4 * torch.finfo(alone.dtype).eps * (1 + alone[i].abs()) / self.perturbation
@@ -184,17 +180,15 @@ class ZerothOrderEngine(PerSampleEngine):
                 )
         return bool(together.isfinite().all() & (together[0] != together[1]))
 
-    def _trial(
-        self, inputs: Inputs, step: int, used: set[str] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _trial(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Does as ``_differences``, from the same random numbers every time."""
         with keeping_random_state():
-            return self._differences(inputs, step, used)
+            return self._differences(inputs)
 
-    def _refuse_unseen(self, used: set[str]) -> None:
+    def _refuse_unread(self) -> None:
         """Refuses parameters that no operation of a pass was seen to read."""
         try:
-            self.refuse_unused(used)
+            self.refuse_unused(self._read)
         except PrivacyError as error:
             raise type(error)(
                 f"{error} If the model does use them, it does so through code that PyTorch's "
@@ -219,7 +213,7 @@ class _Displaced(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func in _METADATA or name == "__set__":
+        if func in METADATA or name == "__set__":
             return func(*args, **kwargs)
         if name == "__get__":
             value = func(*args)
@@ -237,21 +231,3 @@ class _Displaced(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._replace(item) for item in value)
         return value
-
-
-_METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
-}
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and restores the mode of every module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

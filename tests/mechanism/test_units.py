@@ -23,7 +23,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.per_sample import UNIT_OF_ROW, Dense, UnitEngine, ZerothOrderEngine, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
-from dp_grape_hf.per_sample.units import UnitSum, without_units
+from dp_grape_hf.per_sample.units import UnitSum
 from dp_grape_hf.projections import DIRECTION
 from tests.support.mechanism import make_private, released
 from tests.support.models import only, row
@@ -265,7 +265,8 @@ def test_a_units_gradient_is_the_sum_of_its_examples(
     """Norms and weighted sums of every form, against autograd on one example at a time."""
     model, batch = _of_units(name, num_hidden_layers=1)
     projectors = projectors_for(model, rank)
-    losses, expected = single_sample_gradients(model, without_units(batch), projectors)
+    examples = {name: value for name, value in batch.items() if name != UNIT_OF_ROW}
+    losses, expected = single_sample_gradients(model, examples, projectors)
     expected = {name: _summed(gradient) for name, gradient in expected.items()}
     unit_engine = UnitEngine(make_engine(engine, model))
     found_losses, found = unit_engine(batch, projectors)
@@ -356,7 +357,7 @@ def test_finite_differences_of_a_unit_add_up() -> None:
     inner = ZerothOrderEngine(TinyForSequenceClassification(), seed=3, n_directions=2)
     batch = _points()
     unit_engine = UnitEngine(inner)
-    unit_engine.use(4)
+    inner.use(4)
     losses, found = unit_engine(batch | {UNIT_OF_ROW: EACH}, {})
     alone, each = inner(batch, {})
     torch.testing.assert_close(losses, alone)

@@ -410,8 +410,8 @@ def with_stream():
 for build in (row.model, with_constant, with_stream):
     print(dry_run.run(build, row.batch(dry_run.BATCH), setting).partition(": ")[0] or "one device")
 
-first = engine.copies_of_first
-engine.copies_of_first = lambda *args, **others: {
+first = engine.copies_of
+engine.copies_of = lambda *args, **others: {
     name: value.cpu() for name, value in first(*args, **others).items()
 }
 grape = dry_run.Setting(batch_size=dry_run.BATCH)

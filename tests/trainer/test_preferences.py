@@ -188,9 +188,9 @@ def test_every_loss_is_that_of_trl_for_each_pair(losses: str, tmp_path: Path) ->
     settings["loss_weights"] = [0.5, 2.0] if " " in losses else None
     trainer = trainer_of("dpo", tmp_path, loss_type=losses.split(), **settings)
     batch = batch_of(trainer)
+    trainer.model.eval()
     with torch.no_grad():
-        per_sample = trainer.private_run.per_sample
-        found = per_sample.losses(trainer.model.eval(), batch, 4)
+        found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, one_by_one(trainer, batch)[0], rtol=1e-4, atol=1e-5)
     assert len(found.unique()) == 4
 
@@ -206,7 +206,8 @@ def test_the_loss_of_rewards_knows_margins_and_centering(
     )
     batch = batch_of(trainer)
     assert ("margin" in batch) is margins
-    found = trainer.private_run.per_sample.losses(trainer.model.eval(), batch, 4)
+    trainer.model.eval()
+    found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, one_by_one(trainer, batch)[0], rtol=1e-4, atol=1e-5)
 
 
@@ -278,9 +279,10 @@ def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> Non
         for name, weight in trainer.model.named_parameters():
             if "lora_B" in name:
                 weight.normal_()
-    batch, model = batch_of(trainer), trainer.model.eval()
+    batch = batch_of(trainer)
+    trainer.model.eval()
     losses, _ = one_by_one(trainer, batch)
-    found = trainer.private_run.per_sample.losses(model, batch, 4)
+    found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
     assert len(losses.unique()) == 4  # the adapter makes a difference
     trainer.train()

@@ -95,7 +95,7 @@ def test_the_loss_is_the_mean_over_the_samples_own_completion(
     trainer = sft(tmp_path, completion_only_loss=completions_only)
     rows = trainer.train_dataset
     batch = trainer.data_collator([rows[0], rows[2]])
-    found = trainer.private_run.per_sample.losses(trainer.model, batch, 2)
+    found = trainer.private_run.per_sample.losses(batch)
     for i, row in enumerate((rows[0], rows[2])):
         ids = torch.tensor(row["input_ids"])
         raw = prompts()[[0, 2][i]]

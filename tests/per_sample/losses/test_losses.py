@@ -389,7 +389,7 @@ class Engine(PerSampleEngine):
     skips_unlabelled = True
 
     def __call__(self, inputs: Any, projectors: Any) -> Any:
-        return self.losses(self.model, inputs, B), {}
+        return self.losses(inputs), {}
 
 
 @pytest.mark.parametrize(
