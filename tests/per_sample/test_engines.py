@@ -11,11 +11,9 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradient
 from dp_grape_hf.per_sample import ENGINES, batch_size_of, make_engine
 from dp_grape_hf.projections import Projector, Side
 from tests.support.marks import slow_but
-from tests.support.models import HEADS, HIDDEN, PAD, TYPICAL, Batch, Case, only, row, texts
+from tests.support.models import HEADS, HIDDEN, TYPICAL, Case, only, row, texts
 from tests.support.oracles import (
-    TOLERANCE,
     assert_exact,
-    dense,
     projectors_for,
     relative_error,
     single_sample_gradients,
@@ -84,45 +82,6 @@ def test_the_oracle_tells_a_wrong_gradient_of_the_right_shape_from_the_right_one
 
 
 # ---- A gradient belongs to one sample ----
-
-
-def changed_batch_mates(case: Case) -> dict[str, tuple[Batch, int]]:
-    """Batches that contain the first sample of ``case.batch(4)``, and its place in each."""
-    batch, other = case.batch(4, case.positions), case.batch(9, case.positions, seed=1)
-    order = torch.tensor([2, 3, 1, 0])
-    batches = {
-        "values": ({k: torch.cat([v[:1], other[k][1:4]]) for k, v in batch.items()}, 0),
-        "number": ({k: torch.cat([other[k], v[:1]]) for k, v in batch.items()}, 9),
-        "none": ({k: v[:1] for k, v in batch.items()}, 0),
-        "order": ({k: v[order] for k, v in batch.items()}, 3),
-        "copies": ({k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in batch.items()}, 1),
-    }
-    if "input_ids" in batch:  # a longer batch-mate pads this sample further
-        fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
-        batches["padding"] = (
-            {
-                k: v if v.dim() == 1 else nn.functional.pad(v, (0, 5), value=fill[k])
-                for k, v in batch.items()
-            },
-            0,
-        )
-    return batches
-
-
-@pytest.mark.parametrize("case", slow_but(("gpt2",), TYPICAL))
-def test_an_examples_gradient_does_not_change_when_its_batch_mates_change(case: Case) -> None:
-    model = case.model()
-    projectors = projectors_for(model, 8)
-
-    def gradient(inputs: Batch, place: int) -> dict[str, Tensor]:
-        _, found = per_sample_gradients(model, inputs, projections=projectors)
-        one = {name: g.select(torch.tensor([place])) for name, g in found.items()}
-        return dense(one, 1)
-
-    expected = gradient(case.batch(4, case.positions), 0)
-    for change, (inputs, place) in changed_batch_mates(case).items():
-        error = relative_error(gradient(inputs, place), expected)
-        assert error < TOLERANCE, f"{change}: {error:.2e}"
 
 
 @each_engine

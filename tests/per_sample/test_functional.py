@@ -1,30 +1,26 @@
-"""A module run in coordinates, against ``functional_call`` with the sums formed, one by one."""
+"""Weights in coordinates, under one vmap of the whole module, against autograd of each sample."""
 
-from collections import defaultdict
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from dp_grape_hf.per_sample import Dense, PerSampleGradient
-from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap
-from dp_grape_hf.per_sample.gradients import Single, add
+from dp_grape_hf.per_sample import Gradients, make_engine
+from dp_grape_hf.per_sample.functional import outside_vmap
 from dp_grape_hf.projections import Projector, Side
-from tests.support.oracles import Largest, dense, relative_error
+from tests.support.oracles import Largest, dense, relative_error, single_sample_gradients
 
 B, T, N = 3, 5, 6  # samples, positions, features
 ROWS = 7  # of a table
 Sides = dict[str, Side]
 
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
-
-
-# ---- The two ways to compute ----
 
 
 def make_projectors(module: nn.Module, sides: Sides, rank: int = 2) -> dict[str, Projector]:
@@ -37,71 +33,30 @@ def make_projectors(module: nn.Module, sides: Sides, rank: int = 2) -> dict[str,
     return projectors
 
 
-def trainable_shapes(
-    module: nn.Module, projectors: dict[str, Projector]
-) -> dict[str, tuple[int, ...]]:
-    return {
-        name: projectors[name].coordinate_shape(p.shape) if name in projectors else tuple(p.shape)
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    }
+def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    """Weighs every number differently."""
+    flat = outputs.flatten(1).float()
+    return (flat * torch.linspace(-1, 1, flat.shape[1])).sum(1) + flat.square().mean(1)
 
 
-def loss_of(output: Tensor) -> Tensor:
-    """A loss of one sample that weighs every number differently."""
-    flat = output.flatten().float()
-    return (flat * torch.linspace(-1, 1, len(flat))).sum() + flat.square().mean()
+def under_vmap(
+    module: nn.Module, x: Tensor, projectors: dict[str, Projector]
+) -> tuple[Tensor, Gradients]:
+    """Returns what the engine computes, without a look at the module."""
+    engine = make_engine("functorch", module, loss)
+    engine.assume_probed(inputs := {argument_of(module): x})
+    return engine(inputs, projectors)
 
 
-def in_coordinates(
-    module: nn.Module, inputs: Tensor, projectors: dict[str, Projector]
-) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-    """Returns the losses (B,) and the gradients of the module under one vmap."""
-    captured: dict[str, list[Single]] = defaultdict(list)
-    z = {
-        name: torch.zeros(()).expand(len(inputs), *shape).requires_grad_()
-        for name, shape in trainable_shapes(module, projectors).items()
-    }
-
-    def one(z: dict[str, Tensor], sample: Tensor) -> Tensor:
-        output = call_in_coordinates(
-            module,
-            module.forward,
-            z,
-            projectors,
-            lambda name, gradient: captured[name].append(gradient),
-            (sample,),
-        )
-        return loss_of(output)
-
-    losses = vmap(one)(z, inputs)
-    gradients = torch.autograd.grad(losses.sum(), list(z.values()), allow_unused=True)
-    for name, gradient in zip(z, gradients, strict=True):
-        if gradient is not None:
-            captured[name].append(Dense(gradient))
-    return losses.detach(), {name: add(captured[name]) for name in z}
-
-
-def by_definition(
-    module: nn.Module, inputs: Tensor, projectors: dict[str, Projector]
+def by_autograd(
+    module: nn.Module, x: Tensor, projectors: dict[str, Projector]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the same from weights ``W + lift(z)``, one sample after another."""
-    losses, found = [], defaultdict(list)
-    for sample in inputs:
-        z = {
-            name: torch.zeros(shape, requires_grad=True)
-            for name, shape in trainable_shapes(module, projectors).items()
-        }
-        weights = {}
-        for name, zero in z.items():
-            weight = module.get_parameter(name).detach()
-            delta = projectors[name].lift(zero) if name in projectors else zero
-            weights[name] = weight + delta.to(weight.dtype)
-        losses.append(loss_of(functional_call(module, weights, (sample,))))
-        gradients = torch.autograd.grad(losses[-1], list(z.values()))
-        for name, gradient in zip(z, gradients, strict=True):
-            found[name].append(gradient)
-    return torch.stack(losses).detach(), {name: torch.stack(g) for name, g in found.items()}
+    return single_sample_gradients(module, {argument_of(module): x}, projectors, loss)
+
+
+def argument_of(module: nn.Module) -> str:
+    """Returns the name of what a module is given."""
+    return next(iter(signature(module.forward).parameters))
 
 
 # ---- Modules ----
@@ -148,7 +103,7 @@ def conv1d(outputs: int) -> nn.Module:
 
 def look_up(m: Any, x: Tensor) -> Tensor:
     """Looks up three distinct rows per sample, one of them twice."""
-    indices = (x[:4, :3].argmax(-1) + torch.arange(4)) % ROWS
+    indices = (x[:, :4, :3].argmax(-1) + torch.arange(4)) % ROWS
     return m.table(indices).square()
 
 
@@ -166,15 +121,15 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
     "linear": (lambda: nn.Linear(N, 4), on_each_side("weight")),
     "frozen bias": (frozen_bias, [{}, {"weight": RIGHT}]),
     "linear on a vector": (
-        lambda: Function(lambda m, x: m.layer(x[0]), layer=nn.Linear(N, 4)),
+        lambda: Function(lambda m, x: m.layer(x[:, 0]), layer=nn.Linear(N, 4)),
         on_each_side("layer.weight"),
     ),
     "linear on four dimensions": (
-        lambda: Function(lambda m, x: m.layer(x[None, :, None]), layer=nn.Linear(N, 4)),
+        lambda: Function(lambda m, x: m.layer(x[:, None, :, None]), layer=nn.Linear(N, 4)),
         on_each_side("layer.weight"),
     ),
     "linear on what all samples share": (
-        lambda: Function(lambda m, x: m.layer(torch.eye(N)) @ x.T[:4], layer=nn.Linear(N, 4)),
+        lambda: Function(lambda m, x: m.layer(torch.eye(N)) @ x.mT[:, :4], layer=nn.Linear(N, 4)),
         on_each_side("layer.weight"),
     ),
     "Conv1D": (lambda: conv1d(4), on_each_side("weight")),
@@ -197,11 +152,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
     "layer norm": (lambda: nn.LayerNorm(N), [{}]),
     "RMS norm": (lambda: nn.RMSNorm(N), [{}]),
     "convolution": (
-        lambda: Function(lambda m, x: m.layer(x[None]), layer=nn.Conv2d(1, 3, 3, padding=1)),
+        lambda: Function(lambda m, x: m.layer(x[:, None]), layer=nn.Conv2d(1, 3, 3, padding=1)),
         [{}],
     ),
     "multi-head attention": (
-        lambda: Function(lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(N, 2)),
+        lambda: Function(
+            lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(N, 2, batch_first=True)
+        ),
         [{}, {"layer.in_proj_weight": RIGHT, "layer.out_proj.weight": LEFT}],
     ),
     "tied embedding and head": (tied, on_each_side("table.weight")),
@@ -224,7 +181,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
     ),
     "addmm of a matrix": (
         lambda: Function(
-            lambda m, x: torch.addmm(m.matrix.weight[0], x, m.matrix.weight, alpha=2),
+            lambda m, x: torch.addmm(
+                m.matrix.weight[0], x.flatten(0, 1), m.matrix.weight, alpha=2
+            ).unflatten(0, x.shape[:2]),
             matrix=Matrix(N, 4),
         ),
         [{}, {"matrix.weight": RIGHT}],
@@ -268,13 +227,11 @@ def samples(dtype: torch.dtype = torch.float32, count: int = B) -> Tensor:
 
 
 @pytest.mark.parametrize(("make", "sides"), EACH)
-def test_the_derivative_is_that_of_the_formed_sum(
-    make: Callable[[], nn.Module], sides: Sides
-) -> None:
-    module, inputs = made(make), samples()
+def test_the_derivative_is_that_of_autograd(make: Callable[[], nn.Module], sides: Sides) -> None:
+    module, x = made(make), samples()
     projectors = make_projectors(module, sides)
-    losses, gradients = in_coordinates(module, inputs, projectors)
-    expected_losses, expected = by_definition(module, inputs, projectors)
+    losses, gradients = under_vmap(module, x, projectors)
+    expected_losses, expected = by_autograd(module, x, projectors)
     torch.testing.assert_close(losses, expected_losses)
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
     assert relative_error(dense(gradients, B), expected) < 1e-5
@@ -287,27 +244,23 @@ def test_gradients_are_float32_whatever_the_dtype_of_the_weights(
 ) -> None:
     make, several = MODULES[name]
     for sides in several:
-        module, inputs = made(make, dtype), samples(dtype)
+        module, x = made(make, dtype), samples(dtype)
         projectors = make_projectors(module, sides)
-        _, gradients = in_coordinates(module, inputs, projectors)
-        _, expected = by_definition(module, inputs, projectors)
-        found = dense(gradients, B)
+        found = dense(under_vmap(module, x, projectors)[1], B)
         assert all(value.dtype is torch.float32 for value in found.values())
+        expected = by_autograd(module, x, projectors)[1]
         assert relative_error(found, expected) < (2e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
 def test_under_autocast_the_layers_compute_in_its_type() -> None:
-    module, inputs = made(lambda: nn.Linear(N, 4)), samples()
-    for sides in ({}, {"weight": LEFT}, {"weight": RIGHT}):
+    module, x = made(lambda: nn.Linear(N, 4)), samples()
+    for sides in on_each_side("weight"):
         projectors = make_projectors(module, sides)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses, gradients = in_coordinates(module, inputs, projectors)
-        expected_losses, expected = by_definition(module, inputs, projectors)
+            losses, gradients = under_vmap(module, x, projectors)
+        expected_losses, expected = by_autograd(module, x, projectors)
         assert 1e-5 < (losses - expected_losses).abs().max() < 5e-2
         assert relative_error(dense(gradients, B), expected) < 3e-2
-
-
-# ---- What does not exist ----
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 50), lambda: Conv1D(50, 40)])
@@ -316,37 +269,15 @@ def test_no_weight_exists_once_per_sample(make: Callable[[], nn.Module], side: S
     module = made(make)
     projectors = make_projectors(module, {"weight": side})
     with Largest() as largest:
-        in_coordinates(module, torch.randn(B, T, 40), projectors)
+        under_vmap(module, torch.randn(B, T, 40), projectors)
     assert 40 * 50 <= largest.numbers < B * 40 * 50
 
 
-@pytest.mark.parametrize("sides", [{}, {"table.weight": RIGHT}])
-def test_no_table_exists_once_per_sample(sides: Sides) -> None:
-    module = made(lambda: Function(look_up, table=nn.Embedding(500, N)))
-    projectors = make_projectors(module, sides)
-    with Largest() as largest:
-        in_coordinates(module, samples(count=9), projectors)
-    assert 500 * N <= largest.numbers < 9 * 500 * 2
-
-
-# ---- The call ----
-
-
-def test_forward_is_called_as_given_and_hooks_of_children_run_once() -> None:
-    module = made(lambda: nn.Sequential(nn.Linear(N, N), nn.Linear(N, 4)))
-    calls: list[str] = []
-    module.register_forward_hook(lambda *args: calls.append("module"))
-    module[0].register_forward_hook(lambda *args: calls.append("child"))
-    in_coordinates(module, samples(), {})
-    assert calls == ["child"]
-
-
-def test_the_parameters_are_back_after_a_call_and_after_an_error() -> None:
+def test_the_parameters_are_back_after_an_error() -> None:
     module = made(lambda: nn.Linear(N, 4))
     before = dict(module.named_parameters())
-    in_coordinates(module, samples(), {})
     with pytest.raises(RuntimeError, match="shapes"):
-        in_coordinates(module, torch.randn(B, T, N + 1), {})
+        under_vmap(module, torch.randn(B, T, N + 1), {})
     after = dict(module.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(p.requires_grad and p.grad is None for p in before.values())

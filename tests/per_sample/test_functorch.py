@@ -106,22 +106,6 @@ def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
 # ---- Randomness ----
 
 
-@pytest.mark.slow
-def test_dropout_differs_between_samples_and_is_off_in_evaluation() -> None:
-    model = only("roberta-classifier").model(
-        hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5
-    )
-    copies = {
-        k: v[:1].repeat(6, *[1] * (v.dim() - 1))
-        for k, v in only("roberta-classifier").batch(1).items()
-    }
-    losses, gradients = per_sample_gradients(model, copies, engine="functorch")
-    assert losses.unique().numel() == 6
-    norms = gradients["classifier.dense.weight"].squared_norm()
-    assert norms.unique().numel() == 6
-    check(model.eval(), copies)
-
-
 def test_dropout_of_attention_alone_differs_between_samples() -> None:
     model = only("gpt2").model(attn_pdrop=0.5)
     copies = {k: v[:1].repeat(6, *[1] * (v.dim() - 1)) for k, v in only("gpt2").batch(1).items()}
