@@ -61,15 +61,6 @@ from dp_grape_hf.projections import Projector, Side
 
 
 @dataclass(frozen=True)
-class _Product:
-    """One tensor times the projections of all layers that are given it."""
-
-    layer_input: Tensor
-    version: int  # of the tensor, which an in-place operation counts up
-    parts: dict[str, Tensor]  # path of a site -> (B, T, r)
-
-
-@dataclass(frozen=True)
 class _Activation:
     """A call of an activation function."""
 
@@ -129,7 +120,6 @@ class Pass:
         self._taps: dict[str, Tensor] = {}  # name -> (B, *coordinates), zeros
         self._captured: dict[str, list[Single]] = defaultdict(list)
         self._activation: _Activation | None = None  # the last call, until a layer was run
-        self._together: dict[tuple[Site, ...], _Product] = {}
 
     def differentiate(
         self, loss: Tensor, stream: Stream | None = None, again: bool = False
@@ -192,8 +182,6 @@ class Pass:
             projector = self._early(site)
             if projector is None:
                 return saved
-            if len(site.siblings) > 1:
-                return self._project_together(site, layer_input, saved)
             return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
 
     def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
@@ -202,26 +190,6 @@ class Pass:
         if not site.carried:  # broadcast position ids: one row for all samples
             return layer_input.expand(self._batch_size, *layer_input.shape[1:])
         return layer_input
-
-    def _project_together(self, site: Site, layer_input: Tensor, saved: Tensor) -> Tensor:
-        """Projects one input for all layers that are given it (queries, keys, values) at once."""
-        known, version = self._together.get(site.siblings), layer_input._version
-        same = known is not None and known.layer_input is layer_input and known.version == version
-        if known is None or not same or site.path not in known.parts:
-            projectors = {
-                sibling.path: projector
-                for sibling in site.siblings
-                if (projector := self._early(sibling)) is not None
-            }
-            matrices = [projector.matrix for projector in projectors.values()]
-            product = saved @ torch.cat(matrices, 1).to(saved.dtype)
-            parts = product.split([matrix.shape[1] for matrix in matrices], -1)
-            known = _Product(layer_input, version, dict(zip(projectors, parts, strict=True)))
-            self._together[site.siblings] = known
-        part = known.parts.pop(site.path)  # once each: if the layer runs again, start anew
-        if not known.parts:
-            del self._together[site.siblings]
-        return part
 
     def _early(self, site: Site) -> Projector | None:
         """Returns the projector that acts on the saved factor of the weight's gradient."""

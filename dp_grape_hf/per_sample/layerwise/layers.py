@@ -196,7 +196,6 @@ class Site:
     calls: int = 0  # in one pass
     loops: str = ""  # without rule: why it runs for one sample after another, and not under vmap
     broadcast: bool = False  # whether it computes something once for all samples
-    siblings: tuple[Site, ...] = ()  # sites that are given one and the same tensor, this one too
 
     @property
     def label(self) -> str:
@@ -271,7 +270,6 @@ class Site:
 class _Call:
     given: dict[Key, int]  # leading sizes of inputs
     sizes: dict[Key, int]  # of inputs and outputs
-    first: Tensor | None  # kept, so that its id stays its own
     leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
     differentiable: list[int]  # leading sizes of the outputs that require grad
     selected: set[Key]  # inputs that hold positions which were selected by their values
@@ -331,7 +329,6 @@ class Sites:
                 misfits = _misfits({site: site for site in self.all}, calls, shapes)
             if not misfits:
                 self._refuse_units_inside()
-                self._find_siblings(calls[0])
                 return losses[0], losses[1]
             for misfit in misfits:
                 first = plain[0].get(misfit.site.path, [])[:1]
@@ -495,7 +492,6 @@ class Sites:
             call = _Call(
                 given=given,
                 sizes=given | leading_sizes(output),
-                first=first,
                 leading=looked_up if site.is_table else [first.shape[0]] if has_rows(first) else [],
                 differentiable=_differentiable(output),
                 selected=selected,
@@ -506,17 +502,6 @@ class Sites:
         running = self.installed(lambda site, original: partial(observe, site, original))
         with running, Selections() as selections:
             return run_model(size), calls
-
-    def _find_siblings(self, calls: Mapping[str, Sequence[_Call]]) -> None:
-        """Finds the sites that are given one and the same tensor: queries, keys and values."""
-        together: dict[int, list[Site]] = {}
-        for site in self.all:
-            first = calls[site.path][0].first if site.calls == 1 else None
-            if site.rule is not None and site.rule.saves and first is not None:
-                together.setdefault(id(first), []).append(site)
-        for sites in together.values():
-            for site in sites:
-                site.siblings = tuple(sites)
 
 
 def _misfits(
