@@ -109,19 +109,12 @@ class Parts:
 
     Args:
         shapes: what it fills for three copies.
-        dims: of each tensor, the dimension in which it has as many times more numbers.
-        strided: whether the copies take turns there, and do not lie one after another.
+        dims: of each tensor, the dimension in which it has as many times more numbers, those of one
+            copy after those of another.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
-    strided: bool
-
-    def of(self, row: int, tensor: Tensor, dim: int) -> Tensor:
-        """Returns what is of one copy, as an alias."""
-        if self.strided:
-            return tensor.unflatten(dim, (-1, _ROWS)).select(dim + 1, row)
-        return tensor.unflatten(dim, (_ROWS, -1)).select(dim, row)
 
 
 Owners = Mapping[Key, Parts | int | None]
@@ -238,8 +231,9 @@ class Draws(TorchDraws):
             """Returns what each has of them: one all of it, if it is one's or everyone's."""
             if not isinstance(owner, Parts):
                 return [list(values)]
-            pairs = list(zip(values, owner.dims, strict=True))
-            return [[owner.of(row, value, dim) for value, dim in pairs] for row in range(_ROWS)]
+            pairs = zip(values, owner.dims, strict=True)
+            split = [(value.unflatten(dim, (_ROWS, -1)), dim) for value, dim in pairs]
+            return [[value.select(dim, row) for value, dim in split] for row in range(_ROWS)]
 
         def at(level: int) -> list[list[Tensor]]:
             before = at(level - 1) if level in (_SECOND, _MOST) else []
@@ -335,27 +329,26 @@ def _around(paths: Mapping[int, str]) -> _Around:
     return _Around(path, line, module, sample, drops)
 
 
-def _owners(two: Mapping[Key, Draw], three: Mapping[Key, Draw], strided: bool) -> Owners:
+def _owners(two: Mapping[Key, Draw], three: Mapping[Key, Draw]) -> Owners:
     """Returns whose the draws of a pass over three copies are, given one over two.
 
     Those of samples that run alone are left out, and those whose numbers follow neither from the
-    number of copies nor are always as many. ``strided`` says that copies take turns, where they may
-    also lie one after another.
+    number of copies nor are always as many.
     """
     few, many = (Counter(key.place for key in made) for made in (two, three))
     owners: dict[Key, Parts | int | None] = {}
     for key, draw in three.items():
         count = many[key.place]
         if key.sample is None and key in two and few[key.place] == count:
-            parts = _parts(two[key], draw, strided)
+            parts = _parts(two[key], draw)
             if parts is not None or two[key].shapes == draw.shapes:
                 owners[key] = parts
         elif key.sample is None and 2 * count == _ROWS * few[key.place]:  # in a loop over samples
-            owners[key] = key.number % _ROWS if strided else key.number // (count // _ROWS)
+            owners[key] = key.number // (count // _ROWS)
     return owners
 
 
-def _parts(two: Draw, three: Draw, strided: bool) -> Parts | None:
+def _parts(two: Draw, three: Draw) -> Parts | None:
     """Returns whose the numbers of one draw are, if those of each copy are its own."""
     dims = []
     for few, many in zip(two.shapes, three.shapes, strict=True):
@@ -365,8 +358,7 @@ def _parts(two: Draw, three: Draw, strided: bool) -> Parts | None:
         dims += grown
     if three.operation not in _EACH or (three.operation == "multinomial" and len(many) < 2):
         return None
-    turns = strided and any(s[dim] > _ROWS for s, dim in zip(three.shapes, dims, strict=True))
-    return Parts(three.shapes, tuple(dims), turns)
+    return Parts(three.shapes, tuple(dims))
 
 
 # ---- A model ----
@@ -570,7 +562,7 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
     """Refuses a forward pass whose random numbers are not each sample's own.
 
     That takes 15 passes over three copies, one of them over two; 5 if torch draws nothing; more
-    where the number of draws varies, where copies may take turns, and to tell what is refused.
+    where the number of draws varies, and to tell what is refused.
 
     A coin of another kind, of the clock or of the operating system, shows in passes that begin
     alike. If it is fair and tossed once a pass, it comes out the same five times, and so goes
@@ -598,11 +590,8 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
                 raise PrivacyError(DRAWS_BESIDE)
             return passes.refuse_seeding(drawn=False)
         _, two = passes(2)
-        owners, turned = (_owners(two, three, strided) for strided in (False, True))
-        fault = passes.fault(owners, _PATTERNS)
-        if fault is not None and turned != owners and passes.fault(turned, _PATTERNS) is None:
-            fault = None
-        if fault is not None:
+        owners = _owners(two, three)
+        if (fault := passes.fault(owners, _PATTERNS)) is not None:
             same = [fault.before] * _REPEATS
             if fault.before == fault.levels or passes.fault(owners, same) is not None:
                 raise PrivacyError(DRAWS_BESIDE)

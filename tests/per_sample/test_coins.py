@@ -112,9 +112,7 @@ OWN: dict[str, Toss] = {
     "a soft choice in a row": lambda hidden: hidden * functional.gumbel_softmax(hidden, hard=True),
     "an order in a row": lambda hidden: hidden.gather(1, torch.rand(hidden.shape).argsort(1)),
     "attention": attends,
-    "positions first, flat": lambda hidden: along(
-        lambda x: dropout(x.flatten(0, 1)).view_as(x), hidden, 0
-    ),
+    "positions first": lambda hidden: along(dropout, hidden, 0),
     "samples first, flat": lambda hidden: along(
         lambda x: dropout(x.flatten(0, 1)).view_as(x), hidden, 1
     ),

@@ -11,7 +11,7 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradient
 from dp_grape_hf.per_sample import ENGINES, batch_size_of, make_engine
 from dp_grape_hf.projections import Projector, Side
 from tests.support.marks import slow_but
-from tests.support.models import HEADS, HIDDEN, TYPICAL, Case, only, row, texts
+from tests.support.models import HEADS, HIDDEN, TYPICAL, Case, only, texts
 from tests.support.oracles import (
     assert_exact,
     projectors_for,
@@ -137,27 +137,24 @@ def test_the_result_holds_no_graph(engine: str) -> None:
 # ---- Refusals of both engines ----
 
 
-@each_engine
-def test_batch_norm_is_refused_by_its_path(engine: str) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"block\.1: BatchNorm1d mixes samples.*LayerNorm"
-    ):
-        make_engine(engine, Toy(nn.BatchNorm1d(4)), mean_output)
-
-
-@each_engine
-@pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_an_embedding_that_depends_on_the_whole_batch_is_refused(
-    engine: str, setting: dict[str, Any]
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(4), r"block\.1: BatchNorm1d mixes samples.*LayerNorm"),
+        (nn.Embedding(5, 4, max_norm=1.0), r"block\.1: Embedding.*max_norm"),
+        (nn.Embedding(5, 4, scale_grad_by_freq=True), r"block\.1: Embedding.*scale_grad_by_freq"),
+    ],
+)
+def test_a_layer_that_depends_on_the_whole_batch_is_refused_by_its_path(
+    layer: nn.Module, message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"block\.1: Embedding.*{next(iter(setting))}"):
-        make_engine(engine, Toy(nn.Embedding(5, 4, **setting)), mean_output)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_engine("layerwise", Toy(layer), mean_output)
 
 
-@each_engine
-def test_a_model_with_nothing_to_train_is_refused(engine: str) -> None:
+def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(PrivacyError, match="requires_grad=True"):
-        make_engine(engine, Toy().requires_grad_(False), mean_output)
+        make_engine("layerwise", Toy().requires_grad_(False), mean_output)
 
 
 @each_engine
@@ -184,21 +181,14 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
 # ---- Models and batches that cannot be examined, or split ----
 
 
-@pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_flex_attention_is_refused_with_what_to_do(engine: str) -> None:
-    model = row("Llama, causal LM").model(attn_implementation="flex_attention")
-    with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
-        make_engine(engine, model)
-    model.set_attn_implementation("sdpa")
-    make_engine(engine, model)
-
-
-def test_a_trainer_refuses_it_before_the_model_runs(tmp_path: Path) -> None:
+def test_flex_attention_is_refused_before_the_model_runs(tmp_path: Path) -> None:
     """Its first run is compiled, for a minute."""
     model = only("llama").model(attn_implementation="flex_attention")
     model.register_forward_pre_hook(lambda *given: pytest.fail("the model ran"))
     with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
         make_trainer(tmp_path, model=model, train_dataset=examples_of("llama"))
+    model.set_attn_implementation("sdpa")
+    make_engine("layerwise", model)
 
 
 def test_patches_of_all_images_in_one_row_are_refused_with_what_to_do() -> None:

@@ -132,23 +132,6 @@ def test_inputs_flattened_from_samples_and_positions_are_told_apart(
     check(Flattening(), tokens(batch_size, positions), projectors)
 
 
-class PositionsFirst(nn.Module):
-    """Flattens as (T * B): the rows of one sample are not next to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x).transpose(0, 1).flatten(0, 1)
-        return self.linear(hidden).view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
-
-
-def test_an_input_flattened_with_positions_first_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*linear\.weight"):
-        per_sample_gradients(PositionsFirst(), tokens(3), loss=mean_output)
-
-
 class RelativePositions(nn.Module):
     """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
 
@@ -211,13 +194,6 @@ def test_uses_of_one_weight_add_up_when_it_is_projected(side: Side) -> None:
         "twice.weight": Projector(torch.randn(WIDTH, 2), side),
     }
     check(Shared(), tokens(4), projectors)
-
-
-def test_a_tied_head_is_kept_as_factors_and_looked_up_rows() -> None:
-    model, inputs = only("opt").model(vocab_size=600), only("opt").batch(4)
-    gradients = check(model, inputs, loss=loss_for(model))
-    tied = gradients["model.decoder.embed_tokens.weight"]
-    assert [type(part) for part in tied.parts] == [Factored, SparseRows]
 
 
 # ---- Modules without a rule ----
