@@ -191,8 +191,7 @@ class GivenDraws(TorchDraws):
         """Puts the noted values in the place of what was drawn."""
         values = _values(func, result)
         operation, noted = self._left.pop(0) if self._left else (None, None)
-        same = operation is func and values is not None and noted is not None
-        if not same or noted.shape != values.shape:
+        if values is None or noted is None or operation is not func or noted.shape != values.shape:
             self._known = False
             return result
         values.copy_(noted)
