@@ -14,7 +14,6 @@ from dp_grape_hf.per_sample.engine import (
     GradSampleMode,
     Inputs,
     PerSampleEngine,
-    batch_size_of,
     keep_laid_out_for_training,
     refuse_modules,
 )
@@ -25,7 +24,6 @@ from dp_grape_hf.per_sample.guards import (
     refusing_changed_weights,
     seed_all,
 )
-from dp_grape_hf.per_sample.layerwise.rules import LayerRule, layer_rule
 from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classification, cross_entropy
 from dp_grape_hf.per_sample.losses.losses import (
     LossFunction,
@@ -67,7 +65,6 @@ __all__ = [
     "GradSampleMode",
     "Gradients",
     "Inputs",
-    "LayerRule",
     "LossFunction",
     "ModelLoss",
     "PairLoss",
@@ -79,7 +76,6 @@ __all__ = [
     "UnitEngine",
     "WatchedEngine",
     "ZerothOrderEngine",
-    "batch_size_of",
     "by_halves",
     "check_gradients",
     "choice",
@@ -92,7 +88,6 @@ __all__ = [
     "guarding_streams",
     "keep_laid_out_for_training",
     "keeping_random_state",
-    "layer_rule",
     "loss_for",
     "make_engine",
     "per_sample_gradients",

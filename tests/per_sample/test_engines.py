@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import ENGINES, batch_size_of, make_engine
+from dp_grape_hf.per_sample import ENGINES, make_engine
+from dp_grape_hf.per_sample.engine import batch_size_of
 from dp_grape_hf.projections import Projector, Side
 from tests.support.marks import slow_but
 from tests.support.models import HEADS, HIDDEN, TYPICAL, Case, only, texts

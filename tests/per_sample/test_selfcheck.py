@@ -13,14 +13,13 @@ from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import (
     Dense,
-    LayerRule,
     check_gradients,
     make_engine,
     require_each_once,
     warn_of_lost_updates,
 )
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
-from dp_grape_hf.per_sample.layerwise.rules import RULES
+from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
 from tests.support.oracles import projectors_for

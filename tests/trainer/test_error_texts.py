@@ -17,7 +17,8 @@ from dp_grape_hf.mechanism import (
     read_units,
     refuse_large_unit,
 )
-from dp_grape_hf.per_sample import UNIT_OF_ROW, batch_size_of, loss_for
+from dp_grape_hf.per_sample import UNIT_OF_ROW, loss_for
+from dp_grape_hf.per_sample.engine import batch_size_of
 from dp_grape_hf.per_sample.losses.losses import checked
 from dp_grape_hf.per_sample.units import _split
 from dp_grape_hf.trainer.bad_data import described

@@ -17,9 +17,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.per_sample import LayerRule, layer_rule
 from dp_grape_hf.per_sample.gradients import SparseRows
-from dp_grape_hf.per_sample.layerwise.rules import RULES, rule_for
+from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule, layer_rule, rule_for
 from dp_grape_hf.projections import Projector, Side
 from tests.support.oracles import assert_exact
 
