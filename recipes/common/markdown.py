@@ -54,14 +54,18 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number != 1)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float, int]:
-    """Returns the mean, its standard error (NaN of one value) and the number of values."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+Score = tuple[float, float | None, int]
+"""A mean, its standard error (None of one value) and the number of values."""
+
+
+def mean_and_error(values: Sequence[float]) -> Score:
+    """Returns the mean, its error and the number of values."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.mean(values), error, len(values)
 
 
 def score_text(found: Sequence[Any] | None) -> str:
-    """Returns a mean, its error (None or NaN of one value) and their number."""
+    """Returns a mean, its error and their number."""
     if found is None:
         return NOT_RUN
     mean, error, count = found

@@ -16,13 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from recipes.common.markdown import Score
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
 COLUMNS, MANY = 3, 40  # of panels; of points, which then have no markers
 MOST_TICKS = 12  # with numbers, along a panel
 
-Points = Mapping[float, tuple[float, float, int]]
-"""Mean, standard error (NaN of one value) and number of values, by place."""
+Points = Mapping[float, Score]
+"""What is drawn, by place."""
 
 
 class Panels:
@@ -59,7 +61,7 @@ class Panels:
         """
         places = sorted(points)
         means = [points[place][0] for place in places]
-        errors = [0.0 if math.isnan(points[place][1]) else points[place][1] for place in places]
+        errors = [points[place][1] or 0.0 for place in places]
         style = {**self._style(label)}
         if len(places) > MANY:
             style["marker"] = ""

@@ -54,11 +54,6 @@ def load_split(
     return load_dataset(name, chosen, split=split)
 
 
-def origin(path: str) -> str:
-    """Returns where the data of a ``--dataset_path`` are from, in words."""
-    return "a local stand-in" if Path(path.rsplit(":", 1)[0]).is_dir() else f"{path} of the Hub"
-
-
 def _named(name: str, config: str | None, split: str) -> Dataset:
     try:
         return load_dataset(name, config, split=split)

@@ -23,22 +23,20 @@ A result is a JSON file of its own, which is never overwritten.
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import sys
 import time
-from argparse import Action
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from uuid import uuid4
 
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainerCallback, set_seed
 from transformers.utils import logging
 
@@ -129,7 +127,7 @@ class Experiment:
         loss: ``(outputs, labels) -> (B,)``; None for the model's own head.
         tokenizer: of the model, or a processor.
         public: examples of ``--public_dataset``, which the collator takes.
-        notes: what differs from the experiment that is reproduced.
+        notes: what is to be known of its data, beside the settings.
     """
 
     model: nn.Module
@@ -167,6 +165,22 @@ def start_of_adapter(
     if script.lora_init == "random":
         return None
     return partial(synthetic_batches, model, tokenizer, seed)
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module, examples: Any, collator: Callable[[list[Any]], Any], batch_size: int
+) -> float:
+    """Returns for how many percent of the examples the model's largest score is the label's."""
+    device = next(model.parameters()).device
+    model.eval()
+    right = 0
+    for batch in DataLoader(examples, batch_size, collate_fn=collator):
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        scores = next(iter(model(**inputs).values()))  # (B, labels)
+        right += int((scores.argmax(-1) == labels).sum())
+    return 100 * right / len(examples)
 
 
 # ---- One run ----
@@ -236,12 +250,8 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         "notes": list(experiment.notes),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.stem}-{uuid4().hex}.part")
-    whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    try:
-        os.link(whole, path)  # at once, and never over another
-    finally:
-        whole.unlink()
+    with path.open("x", encoding="utf-8") as file:  # not over one that was written meanwhile
+        file.write(json.dumps(result, indent=1) + "\n")
     sys.stdout.write(f"{report(result)}\n{path}\n")
     return result
 
@@ -339,8 +349,9 @@ def parse(
     Raises:
         ValueError: if the preset sets what is no option, or does not know what the run needs.
     """
-    parser = _Parser((family.script, DPGrapeTrainingArguments))
-    first = parser.parse_known_args(_with_placeholders(family, argv))[0]
+    parser = HfArgumentParser((family.script, DPGrapeTrainingArguments))
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = parser.parse_known_args(["--model_name_or_path", UNKNOWN, *words])[0]
     if first.task not in family.tasks:
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
     path = preset_path(family.name, first.config)
@@ -359,40 +370,20 @@ def parse(
             preset.pop(other, None)
     if first.zero_shot:
         preset = {name: value for name, value in preset.items() if value != UNKNOWN}
-    for action in parser.options:  # what the preset has need not be given
+    for action in parser._actions:  # what the preset has need not be given
         if action.dest in preset:
             action.required = False
     missing = object()
     parser.set_defaults(**{k: missing if v == UNKNOWN else v for k, v in preset.items()})
-    given = vars(parser.parse_known_args(argv)[0])
+    given = vars(parser.parse_known_args(words)[0])
     if asked := sorted(name for name, value in given.items() if value is missing):
         options = " ".join(f"--{name}" for name in asked)
         raise ValueError(
             f"{path} does not know {', '.join(asked)} of method={first.method!r} on "
             f"task={first.task!r}: its source does not say. Give {options}."
         )
-    script, args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    script, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     return script, args
-
-
-class _Parser(HfArgumentParser):
-    """A parser that lists its options."""
-
-    def __init__(self, dataclass_types: Any) -> None:
-        self.options: list[Action] = []
-        super().__init__(dataclass_types)
-
-    def add_argument(self, *names: Any, **settings: Any) -> Action:
-        """Adds an option, and keeps it."""
-        option = super().add_argument(*names, **settings)
-        self.options.append(option)
-        return option
-
-
-def _with_placeholders(family: Family[Script], argv: Sequence[str] | None) -> list[str]:
-    """Returns the words of the command line, after values for what a preset may set."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return ["--model_name_or_path", UNKNOWN, *words]
 
 
 def preset_path(family: str, name: str) -> Path:

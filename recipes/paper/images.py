@@ -3,8 +3,9 @@
 Data come from the Hub or from a folder as ``recipes.paper.data`` reads them, or from a folder with
 
 * the four IDX files of MNIST and Fashion-MNIST, gzipped or not (``train-images-idx3-ubyte.gz``);
-* ``[name_]train.npz`` and ``[name_]test.npz`` with ``label`` and either ``img``, (N, H, W[, C])
-  uint8, or ``jpeg`` and ``offsets``: image i is the file ``jpeg[offsets[i]:offsets[i + 1]]``.
+* ``NAME_train.npz`` and ``NAME_test.npz``, the path ending with ``NAME``, with ``label`` and either
+  ``img``, (N, H, W[, C]) uint8, or ``jpeg`` and ``offsets``: image i is the file
+  ``jpeg[offsets[i]:offsets[i + 1]]``.
 
 Nothing is computed from the images but each batch from itself: means and deviations of a private
 data set would be a release of their own.
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
@@ -46,14 +47,12 @@ class Source:
         image: the column of the images there.
         label: the column of the labels there.
         classes: how many labels there are; they are counted from 0.
-        sizes: how many images each split has.
     """
 
     hub: str
     image: str
     label: str
     classes: int
-    sizes: Mapping[str, int]
 
 
 class Images(Dataset[dict[str, Tensor]]):
@@ -86,10 +85,6 @@ class Images(Dataset[dict[str, Tensor]]):
         """Returns an image, (C, H, W) uint8, with its label."""
         return {"pixel_values": self.pixels[index], "labels": self.labels[index]}
 
-    def select(self, indices: Tensor) -> Images:
-        """Returns some of the images, in the order of the indices."""
-        return Images(self.pixels[indices], self.labels[indices], self.lossy)
-
 
 # ---- Loading ----
 
@@ -99,8 +94,7 @@ def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
 
     Args:
         source: the data set.
-        path: a folder with it, or a folder and the name in front of ``train.npz``, as in
-            ``data/full_jpeg``, or the name of another data set of the Hub; None for its own.
+        path: where it is instead of the Hub, or the name of another data set of the Hub.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -122,15 +116,10 @@ def _load(source: Source, path: str | None) -> dict[str, Images]:
         folder = Path(path)
         if any(folder.glob("*-images-idx3-ubyte*")):
             return {split: _from_idx(folder, name) for split, name in _IDX_NAMES.items()}
-        if files := _archives(folder):
-            return {split: _from_npz(file) for split, file in files.items()}
+        archives = {split: Path(f"{path}_{split}.npz") for split in SPLITS}
+        if all(archive.is_file() for archive in archives.values()):
+            return {split: _from_npz(archive) for split, archive in archives.items()}
     return {split: _from_datasets(load_split(split, path, source.hub), source) for split in SPLITS}
-
-
-def is_local(path: str) -> bool:
-    """Returns whether a path leads to files here, and not to the Hub."""
-    folder = Path(path)
-    return folder.is_dir() or bool(_archives(folder))
 
 
 def _from_datasets(data: Any, source: Source) -> Images:
@@ -167,24 +156,6 @@ def _read_idx(path: Path) -> np.ndarray[Any, Any]:
     return numbers.reshape(sizes)
 
 
-def _archives(path: Path) -> dict[str, Path]:
-    """Returns the .npz file of each split, or nothing if the path leads to none."""
-    names = {split: path.with_name(f"{path.name}_{split}.npz") for split in SPLITS}
-    if all(file.is_file() for file in names.values()):
-        return names
-    choices = sorted(path.glob(f"*{SPLITS[0]}.npz"))
-    if len(choices) > 1:
-        names_in_front = [str(p).removesuffix(f"_{SPLITS[0]}.npz") for p in choices]
-        raise ValueError(
-            f"dataset_path={str(path)!r} holds several data sets; give one of: "
-            f"{', '.join(names_in_front)}."
-        )
-    if not choices:
-        return {}
-    front = choices[0].name.removesuffix(f"{SPLITS[0]}.npz")
-    return {split: path / f"{front}{split}.npz" for split in SPLITS}
-
-
 def _from_npz(path: Path) -> Images:
     with np.load(path) as archive:
         labels = archive["label"]
@@ -204,11 +175,7 @@ def _to_array(picture: Image.Image) -> np.ndarray[Any, Any]:
 
 def _images(pixels: Any, labels: np.ndarray[Any, Any], lossy: bool = False) -> Images:
     """Returns images from arrays (N, H, W) or (N, H, W, C), or a list of N such arrays."""
-    if isinstance(pixels, list):
-        if len(shapes := {array.shape for array in pixels}) != 1:
-            raise ValueError(f"Images must all have one shape, and these have {sorted(shapes)}.")
-        pixels = np.stack(pixels)
-    tensor = torch.tensor(pixels)
+    tensor = torch.tensor(np.stack(pixels) if isinstance(pixels, list) else pixels)
     tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2).contiguous()
     return Images(tensor, torch.tensor(labels.astype(np.int64)), lossy)
 
@@ -252,25 +219,3 @@ class Batches:
         pixels = ((pixels - self.mean) / self.std).expand(-1, self.channels, -1, -1)
         labels = torch.stack([example["labels"] for example in examples])
         return {"pixel_values": pixels.contiguous(), "labels": labels}
-
-
-def held_out(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-    """Returns a random split of images: the rest, and the given share of them."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(images), generator=generator)
-    count = round(share * len(images))
-    return images.select(order[count:]), images.select(order[:count])
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Images, batches: Batches, batch_size: int) -> float:
-    """Returns how many percent of the images a model labels right."""
-    device = next(model.parameters()).device
-    model.eval()
-    right = 0
-    for start in range(0, len(images), batch_size):
-        examples = [images[i] for i in range(start, min(start + batch_size, len(images)))]
-        batch = batches(examples)
-        logits = model(pixel_values=batch["pixel_values"].to(device)).logits
-        right += int((logits.argmax(-1).cpu() == batch["labels"]).sum())
-    return 100 * right / len(images)

@@ -9,6 +9,10 @@ Hardware there: an H100 of 80 GB; 0.4, 0.8 and 1.8 hours for 2,000 steps, withou
 authors' code has the seeds 0, 29 and 83: ``--seed`` draws the examples. Zero-shot scores are those
 of ``--zero_shot --method adam``. A search of settings looks at ``dev``, never at ``test``.
 
+The authors' code shuffles and cuts batches, clips each option of a question by itself, and draws P
+with a variance of 1/r^2; here batches are Poisson draws, all options are clipped as one gradient,
+and P has 1/r.
+
 Model and data may lie in folders; with a small model and few steps, a CPU will do:
 
     accelerate launch -m recipes.paper.opt --task SST2 --method dp_grape --target_epsilon 6 \\
@@ -24,7 +28,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,19 +38,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
 from recipes.common.provenance import with_adapter
-from recipes.paper.data import origin
 from recipes.paper.experiment import (
     Experiment,
     ExperimentArguments,
     Family,
     Scores,
+    accuracy,
     main,
     start_of_adapter,
 )
-from recipes.paper.opt_scores import accuracy, mean_f1
+from recipes.paper.opt_scores import mean_f1
 from recipes.paper.opt_tasks import TASKS, Collator, Encoder, first_tokens, load_splits
-
-MODELS = ("opt-1.3b", "opt-2.7b", "opt-6.7b")  # of the paper
 
 
 @dataclass
@@ -190,7 +191,10 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
             most = script.max_new_tokens
             found = mean_f1(trained, questions[split], encoder, collator.pad, size, most)
             return {"f1": found}
-        return {"accuracy": accuracy(trained, questions[split], encoder, collator, size)}
+        options = sorted(
+            map(encoder.example, questions[split]), key=lambda example: len(example["input_ids"][0])
+        )
+        return {"accuracy": accuracy(trained, options, collator, size)}
 
     return Experiment(
         model=model,
@@ -200,7 +204,6 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         splits={name: len(questions[name]) for name in ("dev", "test")},
         tokenizer=tokenizer,
         loss=answer_loss if task.generates else choice_loss,
-        notes=notes(script, args, len(questions["test"])),
     )
 
 
@@ -233,40 +236,6 @@ def padding_of(tokenizer: Any) -> int:
         if found is not None:
             return int(found)
     raise ValueError(f"{type(tokenizer).__name__} has neither a pad_token nor an eos_token.")
-
-
-def notes(script: OPTArguments, args: DPGrapeTrainingArguments, tested: int) -> list[str]:
-    """Returns what differs from the paper's experiment."""
-    found = [
-        "Logical batches are Poisson draws, as accounted; the authors' code shuffles and cuts.",
-        "An example's loss is the mean over its own answer; the authors' code takes that over the "
-        "batch, so that examples depend on each other."
-        if TASKS[script.task].generates
-        else "The options of an example are clipped as one gradient; the authors' code clips each, "
-        "so that an example counts several times.",
-    ]
-    if args.projection == "gaussian":
-        found.append(
-            "The projection has entries of variance 1/r, as printed; the authors' code has 1/r^2."
-        )
-    if script.dtype != "float32":
-        found.append(f"The weights are {script.dtype}, not float32.")
-    if Path(script.model_name_or_path).name not in MODELS:
-        found.append(f"The model is {Path(script.model_name_or_path).name}, none of the paper's.")
-    if script.dataset_path is not None:
-        where = f"train and {script.test_split}"
-        found.append(f"The data are {origin(script.dataset_path)}: splits {where}.")
-    elif script.test_split != "validation":
-        found.append(f"The test questions are from {script.test_split}, not validation.")
-    if (script.num_train, script.num_dev) != (1000, 500):
-        found.append(
-            f"N = {script.num_train} and {script.num_dev} dev questions, not 1000 and 500."
-        )
-    if script.num_eval != 1000:  # SST2 has 872 in all
-        found.append(f"{tested} test questions, not up to 1000.")
-    if script.max_length != 2048:
-        found.append(f"Texts have at most {script.max_length} tokens, not 2048.")
-    return found
 
 
 FAMILY = Family(name="opt", script=OPTArguments, tasks=tuple(TASKS), load=load)

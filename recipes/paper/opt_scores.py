@@ -1,8 +1,8 @@
-"""How the OPT recipe scores a model: the accuracy of its choices, the F1 of its answers.
+"""How the OPT recipe scores the answers that a model generates: by their F1.
 
-Both are those of Malladi et al. (2023): no calibration, greedy decoding, and the F1 of SQuAD, for
-DROP as well: ``f1`` is what the metric ``squad`` of evaluate computes, but for questions whose
-first right answer says that there is none.
+As Malladi et al. (2023): greedy decoding, and the F1 of SQuAD, for DROP as well: ``f1`` is what the
+metric ``squad`` of evaluate computes, but for questions whose first right answer says that there is
+none.
 """
 
 from __future__ import annotations
@@ -10,39 +10,18 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from recipes.paper.opt_tasks import Collator, Encoder, Question, left_padded
+from recipes.paper.opt_tasks import Encoder, Question, left_padded
 
 UNANSWERABLE = ("CANNOTANSWER", "no answer")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-Item = TypeVar("Item")
-
-
-@torch.no_grad()
-def accuracy(
-    model: Any,
-    questions: Sequence[Question],
-    encoder: Encoder,
-    collator: Collator,
-    batch_size: int,
-) -> float:
-    """Returns for how many percent of the questions the right option has the highest score."""
-    model.eval()
-    device = next(model.parameters()).device
-    examples = sorted(map(encoder.example, questions), key=lambda e: len(e["input_ids"][0]))
-    right = 0
-    for some in batches(examples, batch_size):
-        batch = collator(some)
-        labels = batch.pop("labels")
-        scores = model(**{name: x.to(device) for name, x in batch.items()})["scores"]
-        right += int((scores.argmax(1).cpu() == labels).sum())
-    return 100 * right / len(examples)
 
 
 def mean_f1(
@@ -100,8 +79,9 @@ def generate(
     line_break = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
     ends = [line_break, tokenizer.eos_token_id]
     texts = []
-    for some in batches(prompts, batch_size):
-        ids, mask = (x.to(device) for x in left_padded(some, pad))
+    batches: Any = DataLoader(prompts, batch_size, collate_fn=partial(left_padded, pad=pad))
+    for batch in batches:
+        ids, mask = (x.to(device) for x in batch)
         tokens = model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -114,12 +94,6 @@ def generate(
         new = tokens[:, ids.shape[1] :]
         texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return texts
-
-
-def batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    """Yields the items in order, so many at once."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def f1(answer: str, golds: Sequence[str]) -> float:

@@ -23,13 +23,11 @@ it and the test split count as public.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import ClassLabel, Dataset
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,18 +38,16 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from dp_grape_hf import METHODS, DPGrapeTrainingArguments
-from recipes.common.provenance import recorded, with_adapter
-from recipes.paper.data import load_split, origin
+from dp_grape_hf import DPGrapeTrainingArguments
+from recipes.common.provenance import with_adapter
+from recipes.paper.data import load_split
 from recipes.paper.experiment import (
-    UNKNOWN,
     Experiment,
     ExperimentArguments,
     Family,
     Scores,
+    accuracy,
     main,
-    preset_for,
-    preset_path,
     start_of_adapter,
 )
 from recipes.paper.roberta_prompts import (
@@ -65,13 +61,9 @@ from recipes.paper.roberta_prompts import (
 
 PROMPT, CLASSIFICATION, MEAN = "prompt", "classification", "mean"
 HEADS = (PROMPT, CLASSIFICATION, MEAN)
-MODEL = "FacebookAI/roberta-large"  # of the paper
-K = 512
-FACTORS = ("learning_rate_factors", "gradient_factors")
-USUAL = {"bf16": False, "frozen": None, **dict.fromkeys(FACTORS)}  # where `paper` is silent
-COMPARED = (
-    *("learning_rate", "max_grad_norm", "expected_batch_size", "max_steps", "lr_scheduler_type"),
-    *("projection_rank", "projection_update_steps", "accountant", "adjacency", *USUAL),
+SPLIT_NOTE = (
+    "The few-shot split is drawn by the paper's rule from the rows of another copy of the data, in "
+    "another order: the same distribution, not the same examples."
 )
 PUBLIC_ROWS = 512
 TEST_ROWS, TEST_SEED = 1000, 42  # a larger test split is cut to so many rows, whatever the seed
@@ -91,7 +83,7 @@ class RobertaArguments(ExperimentArguments):
             f"has it. {MEAN}: a new head on the mean over positions, for sentence encoders."
         },
     )
-    k: int = field(default=K, metadata={"help": "The number of training examples of a class."})
+    k: int = field(default=512, metadata={"help": "The number of training examples of a class."})
     max_length: int | None = field(
         default=None,
         metadata={"help": "The most tokens of an example. Default: that of the task, 128 or 256."},
@@ -132,7 +124,9 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
     collator = Collator(tokenizer, finds_mask=script.head == PROMPT)
 
     def score(model: nn.Module, split: str) -> Scores:
-        return accuracy(model, splits[split], collator, args.per_device_eval_batch_size)
+        examples = sorted(splits[split], key=lambda example: len(example["input_ids"]))
+        found = accuracy(model, examples, collator, args.per_device_eval_batch_size)
+        return {"accuracy": found}
 
     return Experiment(
         model=model_for(task, tokenizer, script, args).to(args.device),
@@ -143,7 +137,7 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         loss=None if script.head == CLASSIFICATION else cross_entropy,
         tokenizer=tokenizer,
         public=public_examples(tokenizer, script.max_length or task.max_length, script),
-        notes=notes(task, script, args, splits),
+        notes=[SPLIT_NOTE],
     )
 
 
@@ -274,80 +268,6 @@ def cross_entropy(outputs: Any, labels: Tensor | None) -> Tensor:
     """Returns the loss of each sample, (B,)."""
     assert labels is not None
     return functional.cross_entropy(outputs.logits.float(), labels, reduction="none")
-
-
-@torch.no_grad()
-def accuracy(
-    model: nn.Module, examples: Sequence[Example], collator: Collator, batch_size: int
-) -> Scores:
-    """Returns how many percent of the examples get their label."""
-    device = next(model.parameters()).device
-    model.eval()
-    right = 0
-    for part in by_length(examples, batch_size):
-        batch = {name: tensor.to(device) for name, tensor in collator(part).items()}
-        labels = batch.pop("labels")
-        right += int((model(**batch).logits.argmax(-1) == labels).sum())
-    return {"accuracy": 100 * right / len(examples)}
-
-
-def by_length(examples: Sequence[Example], batch_size: int) -> Iterator[list[Example]]:
-    """Yields batches of examples of like lengths, which need little padding."""
-    ordered = sorted(examples, key=lambda example: len(example["input_ids"]))
-    for start in range(0, len(ordered), batch_size):
-        yield ordered[start : start + batch_size]
-
-
-# ---- What differs from the paper ----
-
-
-def notes(
-    task: Task,
-    script: RobertaArguments,
-    args: DPGrapeTrainingArguments,
-    splits: dict[str, list[Example]],
-) -> list[str]:
-    """Returns what differs from the paper's experiment, of which the preset ``paper`` tells."""
-    found = [
-        "The few-shot split is drawn by the paper's rule from the rows of another copy of the "
-        "data, in another order: the same distribution, not the same examples."
-    ]
-    if script.dataset_path is not None:
-        where = f"{script.train_split} and {script.test_split or task.test}"
-        found.append(f"The data are {origin(script.dataset_path)}: splits {where}.")
-    if script.model_name_or_path != MODEL:
-        found.append(f"The model is {Path(script.model_name_or_path).name}, not {MODEL}.")
-    if script.head != PROMPT:
-        where = ", on the mean over positions" if script.head == MEAN else ""
-        found.append(f"A new classification head on the texts alone{where}, no prompt.")
-    if script.k != K:
-        found.append(f"k={script.k}, not {K}.")
-    if script.max_length not in (None, task.max_length):
-        found.append(f"Examples have at most {script.max_length} tokens, not {task.max_length}.")
-    for number, name in enumerate(task.words):
-        counts = {
-            split: sum(example["labels"] == number for example in splits[split])
-            for split in ("train", "dev")
-        }
-        if min(counts.values()) < script.k:
-            found.append(
-                f"Label {name} has {counts['train']} training and {counts['dev']} dev "
-                f"examples: there are not twice {script.k}."
-            )
-    if script.zero_shot:
-        return found
-    paper = USUAL | preset_for(preset_path("roberta", "paper"), args.method, script.task)
-    settings = recorded(args) | {"frozen": script.frozen}
-    if args.chooses:
-        settings |= dict.fromkeys(("learning_rate", "expected_batch_size"), "chosen")
-    if not METHODS[args.method].private:
-        del paper["accountant"]
-    found += [
-        f"{name} is {settings[name]}, not {paper[name]}."
-        for name in COMPARED
-        if name in paper and paper[name] not in (UNKNOWN, settings[name])
-    ]
-    return found
 
 
 FAMILY = Family("roberta", RobertaArguments, tuple(TASKS), load)

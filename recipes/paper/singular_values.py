@@ -45,8 +45,6 @@ Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
 FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (vit.FAMILY, opt.FAMILY)}
 WHOLE = ["--method", "dp_adam", "--noise_multiplier", "0"]
 """Gradients that nothing is projected of; nothing is trained. The command line wins over it."""
-SAMPLING = "Poisson draws"
-"""What a family's note on sampling has in it; here a batch has exactly the expected size."""
 
 
 @dataclass
@@ -108,10 +106,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "versions": versions(),
         "git_commit": git_commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "notes": [
-            "not private: raw gradients are among these",
-            *(note for note in experiment.notes if SAMPLING not in note),
-        ],
+        "notes": ["not private: raw gradients are among these", *experiment.notes],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import Dataset, random_split
 from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
@@ -34,32 +36,23 @@ from recipes.paper.experiment import (
     Experiment,
     ExperimentArguments,
     Family,
+    accuracy,
     main,
     start_of_adapter,
 )
 from recipes.paper.images import (
     Batches,
-    Images,
     Source,
-    accuracy,
-    held_out,
-    is_local,
     load_images,
 )
 
 HELD_OUT = 0.2
-_CIFAR = {"train": 50_000, "test": 10_000}
-_MNIST = {"train": 60_000, "test": 10_000}
 SOURCES = {
-    "MNIST": Source("ylecun/mnist", "image", "label", 10, _MNIST),
-    "FASHION-MNIST": Source("zalando-datasets/fashion_mnist", "image", "label", 10, _MNIST),
-    "CIFAR-10": Source("uoft-cs/cifar10", "img", "label", 10, _CIFAR),
-    "CIFAR-100": Source("uoft-cs/cifar100", "img", "fine_label", 100, _CIFAR),
+    "MNIST": Source("ylecun/mnist", "image", "label", 10),
+    "FASHION-MNIST": Source("zalando-datasets/fashion_mnist", "image", "label", 10),
+    "CIFAR-10": Source("uoft-cs/cifar10", "img", "label", 10),
+    "CIFAR-100": Source("uoft-cs/cifar100", "img", "fine_label", 100),
 }
-TRAINING_NOTE = (
-    "batches are Poisson draws, as accounted, and the last weights are scored; the paper reports "
-    "the best epoch"
-)
 FINE_TUNE = "-fine-tune"
 """Ends the names of tasks whose preset starts from a checkpoint."""
 
@@ -143,9 +136,13 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         )
     source = SOURCES[script.task.removesuffix(FINE_TUNE)]
     data = load_images(source, script.dataset_path)
-    split, train, scored = "test", data["train"], data["test"]
+    split = "test"
+    train: Dataset[Any] = data["train"]
+    scored: Dataset[Any] = data["test"]
     if script.held_out:
-        split, (train, scored) = "dev", held_out(train, HELD_OUT, script.split_seed)
+        generator = torch.Generator().manual_seed(script.split_seed)
+        split = "dev"
+        scored, train = random_split(train, [HELD_OUT, 1 - HELD_OUT], generator)
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
@@ -162,7 +159,11 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         },
         splits={split: len(scored)},
         public=public,
-        notes=notes(script, source, data),
+        notes=[
+            f"{split}: images were stored as JPEG, which changes them a little"
+            for split, images in data.items()
+            if images.lossy
+        ],
     )
 
 
@@ -197,26 +198,6 @@ def build_model(script: ViTArguments, classes: int) -> Any:
         for table in (embeddings.cls_token, embeddings.position_embeddings):
             table.requires_grad_(False)
     return model
-
-
-def notes(script: ViTArguments, source: Source, data: dict[str, Images]) -> list[str]:
-    """Returns what differs from the paper's experiment."""
-    found = [TRAINING_NOTE]
-    if script.held_out:
-        found.append(f"a search: {HELD_OUT:.0%} of the training data are held out and scored")
-    elif script.curve_steps:
-        found.append("the curve is of test data: its best value is chosen on them")
-    if script.task == "FASHION-MNIST":
-        found.append("Fashion-MNIST stands in for MNIST")
-    for split, images in data.items():
-        if len(images) != source.sizes[split]:
-            found.append(f"{split}: {len(images)} of {source.sizes[split]} images")
-        if images.lossy:
-            found.append(f"{split}: images were stored as JPEG, which changes them a little")
-    if script.dataset_path is not None:
-        local = is_local(script.dataset_path)
-        found.append(f"images from {'local files' if local else script.dataset_path}")
-    return found
 
 
 FAMILY = Family(

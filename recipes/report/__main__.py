@@ -31,6 +31,7 @@ from recipes.benchmark.methods import (
     PRINCIPAL,
 )
 from recipes.common.runs import read_lines
+from recipes.common.sweep import Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.models import host_tests, matrix
@@ -52,7 +53,7 @@ def _json(path: Path) -> Any:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    return sweep.Sweep(_json(folder / "sweep.json")["config"], folder).summary()
+    return Sweep(_json(folder / "sweep.json")["config"], folder).summary()
 
 
 def _digits(root: Path, name: str = "compare") -> str:

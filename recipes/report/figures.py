@@ -13,7 +13,6 @@ and clipping bound), and in seeds: points are means, with standard errors.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +107,7 @@ def singular_values(findings: Findings) -> Iterator[Drawing]:
         for panel, bound in zip(picture.axes, bounds, strict=True):
             for entry in [*plain, *(entry for entry in entries if entry["C"] == bound)]:
                 values = enumerate(entry["singular_values"], 1)
-                points = {float(place): (value, math.nan, 1) for place, value in values}
+                points = {float(place): (value, None, 1) for place, value in values}
                 picture.line(panel, _noise(entry), points)
             panel.set_yscale("log")
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
-from recipes.common.markdown import mean_and_error
-from recipes.paper.sweep import Sweep, first_score
+from recipes.common.markdown import Score, mean_and_error
+from recipes.common.sweep import Sweep, first_score
 
 T = TypeVar("T")
 
@@ -167,11 +167,11 @@ class Group(tuple[Run, ...]):
 
     __slots__ = ()
 
-    def score(self, split: str = "test") -> tuple[float, float, int]:
-        """Returns the mean, its standard error (NaN of one run) and the number of runs."""
+    def score(self, split: str = "test") -> Score:
+        """Returns the mean, its standard error and the number of runs."""
         return mean_and_error([first_score(run.result, split) for run in self])
 
-    def best(self) -> tuple[float, float, int] | None:
+    def best(self) -> Score | None:
         """Returns the same of the best score of a run, its last or one of its curve.
 
         None if a run has no curve. It is biased: whatever the curve scores has chosen the step.

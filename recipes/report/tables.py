@@ -21,6 +21,7 @@ from typing import Any
 from recipes.common.markdown import (
     BLANK,
     NOT_RUN,
+    Score,
     beside,
     budget,
     bullets,
@@ -58,8 +59,8 @@ from recipes.report.tables_gpu import comparison, memory, timings
 PLACE = ("task", "model_name_or_path")  # what is in one column
 BEST_EPOCH = ", best epoch, chosen on the test data"
 
-Scores = dict[str, tuple[float, float, int]]
-"""Mean, standard error and number of runs, by column."""
+Scores = dict[str, Score]
+"""By column."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -148,7 +148,7 @@ def load(options: argparse.Namespace, path: str) -> Examples:
     """
     generator = torch.Generator().manual_seed(options.seed)
     if options.task == IMAGES:
-        source = Source(path, "image", options.label_column, sys.maxsize, {})
+        source = Source(path, "image", options.label_column, sys.maxsize)
         images = load_images(source, path)[options.split]
         chosen = torch.randperm(len(images), generator=generator)[: options.samples].tolist()
         return [(images.pixels[i], int(images.labels[i])) for i in chosen]

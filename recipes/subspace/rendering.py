@@ -51,9 +51,7 @@ def draw(records: Sequence[Record]) -> Figure:
     )
     for panel, record in zip(panels.axes, records, strict=True):
         for source, shares in record["shares"].items():
-            points = {
-                float(r): (100 * share["together"], float("nan"), 1) for r, share in shares.items()
-            }
+            points = {float(r): (100 * share["together"], None, 1) for r, share in shares.items()}
             if points:
                 panels.line(panel, SOURCES[source], points)
         logarithmic(panel, [float(rank) for rank in record["layers"]])

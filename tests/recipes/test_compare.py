@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from recipes.common.sweep import Cell
 from recipes.digits import compare
 
 CONFIG = compare.CONFIG
@@ -50,15 +51,15 @@ def test_a_comparison_is_resumed_and_rendered(
     ran: list[Any] = []
     original = compare.train
 
-    def train(config: dict[str, Any], run: compare.Run) -> dict[str, Any]:
-        ran.append(run)
-        return original(config, run)
+    def train(cell: Cell) -> dict[str, Any]:
+        ran.append(cell)
+        return original(cell)
 
     monkeypatch.setattr(compare, "train", train)
     (tmp_path / "out" / "runs.jsonl").write_text("\n".join(lines[:-2]) + "\n")
     compare.main(words)
     assert len(ran) == 2
-    assert not any(run.tuning for run in ran)
+    assert not any("held_out" in dict(cell.settings) for cell in ran)
 
 
 def test_the_configuration_compares_every_method_by_options_that_there_are() -> None:

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from recipes.paper import data
-from recipes.paper.data import load_split, origin
+from recipes.paper.data import load_split
 
 ROWS = {
     "train": [{"text": f"a {i}", "label": i % 2} for i in range(3)],
@@ -64,7 +64,6 @@ def test_a_folder_is_read_whatever_it_holds(kind: Any, tmp_path: Path) -> None:
     assert load_split("train", path, *HUB).to_list() == ROWS["train"]
     both = load_split("train + validation", path, *HUB)
     assert both.to_list() == [*ROWS["train"], *ROWS["validation"]]
-    assert origin(path) == "a local stand-in"
 
 
 @pytest.mark.parametrize("kind", [as_lines, as_saved])
@@ -98,8 +97,6 @@ def test_what_is_no_folder_is_asked_of_the_hub(
     monkeypatch.setattr(data, "load_dataset", load_dataset)
     assert load_split("train", path, *HUB).to_list() == ROWS["train"]
     assert asked == [expected]
-    if path is not None:
-        assert origin(path) == f"{path} of the Hub"
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError])

@@ -1,6 +1,5 @@
 """The figures show the means, errors and bytes of results, and name what there is no data for."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ def test_a_label_has_one_style_in_all_panels_and_long_lines_a_band() -> None:
     picture = Panels(["a", "b", "c", "d"], "many")
     for number, panel in enumerate(picture.axes):
         for label in ("x", "y")[:: -1 if number else 1]:
-            picture.line(panel, label, {0.0: (1.0, math.nan, 1), 1.0: (2.0, 0.5, 2)})
+            picture.line(panel, label, {0.0: (1.0, None, 1), 1.0: (2.0, 0.5, 2)})
     styles = [
         {line.get_label(): (line.get_color(), line.get_marker()) for line in panel.get_lines()}
         for panel in picture.axes

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.per_sample import make_engine
 from recipes.paper import opt
-from recipes.paper.experiment import main, parse
+from recipes.paper.experiment import accuracy, main, parse
 from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
-from recipes.paper.opt_scores import accuracy, f1, generate, mean_f1
+from recipes.paper.opt_scores import f1, generate, mean_f1
 from recipes.paper.opt_tasks import (
     TASKS,
     Collator,
@@ -382,9 +382,10 @@ def test_scores_of_a_split_do_not_depend_on_its_batches(folder: Path) -> None:
         if read.generates:
             found = [mean_f1(model, questions, encoder, PAD, size, 4) for size in (1, 5)]
         else:
-            scores = [by_hand(model.eval(), encoder.example(q)).argmax() for q in questions]
+            asked = [encoder.example(q) for q in questions]
+            scores = [by_hand(model.eval(), example).argmax() for example in asked]
             right = sum(int(s) == q.label for s, q in zip(scores, questions, strict=True))
-            found = [accuracy(model, questions, encoder, Collator(PAD), n) for n in (1, 3)]
+            found = [accuracy(model, asked, Collator(PAD), n) for n in (1, 3)]
             assert found[0] == pytest.approx(100 * right / 5)
         assert found[0] == found[1]
 
@@ -453,8 +454,6 @@ def test_a_run_on_every_kind_of_task(
     else:
         assert result["privacy"]["steps"] == 2
         assert result["privacy"]["private"] == ("noise_multiplier" in options)
-    assert any("local stand-in" in note for note in result["notes"])
-    assert any("none of the paper's" in note for note in result["notes"])
 
 
 @pytest.mark.slow
