@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     sweep = Experiments(read(options.config), options.output_dir, options.jobs)
     sweep.refuse_changed([*sweep.search(), *sweep.final()])
-    failed = []
-    for stage in (sweep.search, sweep.final):
-        write_summary(sweep)  # so that what is there can be shown before all is
-        cells = [*stage()]
-        sweep.refuse_changed(cells)  # the search may choose others
-        failed += sweep.complete(cells)
+    write_summary(sweep)  # so that what is there can be shown before all is
+    failed = sweep.complete(sweep.search())
+    write_summary(sweep)
+    final = [*sweep.final()]  # the search may have chosen others
+    sweep.refuse_changed(final)
+    failed += sweep.complete(final)
     summary = write_summary(sweep)
     text = as_markdown(summary)
     (options.output_dir / "sweep.md").write_text(text, encoding="utf-8")

@@ -98,7 +98,7 @@ def _first(text: str) -> str:
 
 GPU = "recipes/gpu_report/results"
 OF_THE_PAPER = ("text", "text_trec", "vision")
-TESTED = (
+SWEEPS = (
     *OF_THE_PAPER,
     "text_principal",
     "vision_principal",
@@ -106,8 +106,6 @@ TESTED = (
     "rte_chosen",
     "vision_chosen",
 )
-ABLATION = "text_ablation"  # a search alone
-SWEEPS = (*TESTED, ABLATION)
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _benchmark,
@@ -139,9 +137,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "models": lambda root: matrix.summarise(_matrix(root)),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
-        for name in TESTED
+        for name in SWEEPS
     },
-    ABLATION: lambda root: _first(sweep.search_table(_summary(root / PAPER / ABLATION))),
 }
 """What a page may have between markers, by name: each from the root of the repository."""
 
@@ -150,7 +147,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/attacks/results/membership.md": _membership,
     "recipes/models/results/model_matrix.md": lambda root: matrix.render(_matrix(root)),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        collect([*(root / PAPER / name for name in (*OF_THE_PAPER, ABLATION)), root / GPU]),
+        collect([*(root / PAPER / name for name in OF_THE_PAPER), root / GPU]),
         read_paper(),
     ),
     **{

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 ZERO_SHOT = "zero_shot"
 TUNED = ("learning_rate", "max_grad_norm")
-"""What searches choose: it may vary along a line of a table or a figure."""
+"""What searches choose: it may vary along a line of a table."""
 
 MACHINE = frozenset(
     {
@@ -185,7 +184,7 @@ class Group(tuple[Run, ...]):
 
 @dataclass(frozen=True)
 class Line:
-    """Groups that belong together, with a name: a line of a table or of a figure."""
+    """Groups that belong together, with a name: a line of a table."""
 
     label: str
     groups: tuple[Group, ...]
@@ -198,12 +197,10 @@ class Findings:
     Args:
         runs: the results of experiments, each once.
         reports: of ``gpu_report``, each with its path.
-        spectra: of ``singular_values``.
     """
 
     runs: list[Run] = field(default_factory=list)
     reports: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
-    spectra: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def is_private(method: str) -> bool:
@@ -248,8 +245,6 @@ def collect(folders: Iterable[Path]) -> Findings:
                 runs.setdefault(_key(found), Run(found))
             elif {"cells", "simulations"} <= found.keys():
                 findings.reports[path] = found
-            elif {"spectra"} <= found.keys():
-                findings.spectra.append(found)
     findings.runs = list(runs.values())
     return findings
 
@@ -278,39 +273,21 @@ def _key(value: Any) -> str:
 
 def groups_of(runs: Iterable[Run]) -> list[Group]:
     """Returns the runs, those together that repeat each other."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(_key(run.facts), []).append(run)
-    return [Group(sorted(runs, key=lambda run: run.seed)) for runs in found.values()]
+    found = partition(runs, lambda run: _key(run.facts))
+    return [Group(sorted(own, key=lambda run: run.seed)) for own in found.values()]
 
 
-def differing(groups: Sequence[Group], ignoring: Iterable[str] = ()) -> list[str]:
-    """Returns the names of the facts that are not the same in all groups."""
-    facts = [group[0].facts for group in groups]
-    names = dict.fromkeys(name for own in facts for name in own)
-    for name in ignoring:
-        names.pop(name, None)
-    return [name for name in names if len({_key(own.get(name)) for own in facts}) > 1]
-
-
-def lines_of(groups: Sequence[Group], along: Sequence[str], loose: bool = False) -> list[Line]:
+def lines_of(groups: Sequence[Group], along: Sequence[str]) -> list[Line]:
     """Returns the groups as lines, none of which has two groups at the same place.
 
     Args:
         groups: what is to be shown together.
-        along: the facts that vary along a line: a task, a budget, a rank. They and what was tuned
-            for them do not make another line, unless nothing else tells two groups apart.
-        loose: whether other facts may vary along a line too, as those of tasks do.
+        along: the facts that vary along a line, as a task does, and others with it. Neither they
+            nor what was tuned make another line, unless nothing else tells two groups apart.
     """
     lines = []
-    by_method: dict[str, list[Group]] = {}
-    for group in groups:
-        by_method.setdefault(group[0].method, []).append(group)
-    for method, own in by_method.items():
-        lines += [
-            Line(_label(method, line, parts), tuple(line))
-            for parts, line in _split(own, along, loose)
-        ]
+    for own in partition(groups, lambda group: group[0].method).values():
+        lines += _split(own, along)
     rows = [line.groups[0][0].row for line in lines]
     named = [
         Line(row, line.groups)
@@ -331,37 +308,32 @@ def natural(text: str) -> list[tuple[float, str]]:
     return [(float(part), "") if part[:1].isdigit() else (math.inf, part) for part in parts]
 
 
-Parts = tuple[tuple[str, Any], ...]
+def _split(groups: Sequence[Group], along: Sequence[str]) -> Iterator[Line]:
+    places = partition(groups, lambda group: _values(group, along)).values()
+    names = dict.fromkeys(n for same in places for n in _differing(same, {*along, *TUNED}))
+    lines = partition(groups, lambda group: _values(group, names)).values()
+    if any(len({_values(group, along) for group in line}) < len(line) for line in lines):
+        tuned = [n for same in places for n in _differing(same, along) if n in TUNED]
+        names |= dict.fromkeys(tuned)
+        lines = partition(groups, lambda group: _values(group, names)).values()
+    for line in lines:
+        first = line[0][0]
+        parts = [f"{name} = {first.facts.get(name)}" for name in names]
+        yield Line(", ".join([title_of(first.method), *parts]), tuple(line))
 
 
-def _split(
-    groups: Sequence[Group], along: Sequence[str], loose: bool
-) -> Iterator[tuple[Parts, list[Group]]]:
-    def place(group: Group) -> str:
-        return _key([group[0].facts.get(name) for name in along])
-
-    places = [[*same] for _, same in groupby(sorted(groups, key=place), key=place)]
-    names: list[str] = []
-    for same in places if loose else [groups]:
-        names += [n for n in differing(same, (*along, *TUNED)) if n not in names]
-    lines = _by(groups, names)
-    if any(len({place(group) for group in line}) < len(line) for line in lines.values()):
-        tuned = [n for same in places for n in differing(same, along) if n in TUNED]
-        names += dict.fromkeys(tuned)
-        lines = _by(groups, names)
-    for line in lines.values():
-        yield tuple((name, line[0][0].facts.get(name)) for name in names), line
+def _values(group: Group, names: Iterable[str]) -> str:
+    return _key([group[0].facts.get(name) for name in names])
 
 
-def _by(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Group]]:
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(_key([group[0].facts.get(name) for name in names]), []).append(group)
-    return found
-
-
-def _label(method: str, line: Sequence[Group], parts: Parts) -> str:
-    return ", ".join([title_of(method), *(f"{name} = {value}" for name, value in parts)])
+def _differing(groups: Sequence[Group], ignoring: Container[str]) -> list[str]:
+    """Returns the names of the facts that are not the same in all groups."""
+    names = dict.fromkeys(name for group in groups for name in group[0].facts)
+    return [
+        name
+        for name in names
+        if name not in ignoring and len({_values(group, [name]) for group in groups}) > 1
+    ]
 
 
 def partition(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:

@@ -130,7 +130,7 @@ def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
             if not own:
                 ours = [NOT_RUN] * len(columns)
                 yield row([title_of(method), budget(epsilon), *beside(theirs, ours)])
-            for line in lines_of(groups_of(own), PLACE, loose=True):
+            for line in lines_of(groups_of(own), PLACE):
                 label = ", ".join(filter(None, [line.label, options]))
                 paper = [BLANK] * len(columns) if options else theirs
                 for ending, found in _scores(line, spec, lambda run: str(column_of(run, spec))):
@@ -148,7 +148,7 @@ def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
     yield from header(["Method", "ε", *tasks])
     by_row = partition(runs, _row_of)
     for method, epsilon in sorted(by_row, key=_order):
-        for line in lines_of(groups_of(by_row[method, epsilon]), PLACE, loose=True):
+        for line in lines_of(groups_of(by_row[method, epsilon]), PLACE):
             for ending, found in _scores(line, spec, lambda run: run.task):
                 cells = [shown(found.get(task), NOT_RUN) for task in tasks]
                 yield row([line.label + ending, budget(epsilon), *cells])

@@ -89,7 +89,7 @@ def test_what_only_a_machine_notices_is_averaged() -> None:
 
 def test_a_line_may_have_another_bound_on_each_task() -> None:
     runs = [Run(made_up(90.0)), Run(made_up(80.0, task="RTE", max_grad_norm=9.0))]
-    (line,) = lines_of(groups_of(runs), ("task",), loose=True)
+    (line,) = lines_of(groups_of(runs), ("task",))
     assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
 
 
