@@ -40,12 +40,14 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata
+from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from recipes.common.markdown import table
 from recipes.common.plots import COLOURS
 from recipes.common.provenance import versions
 
@@ -66,25 +68,17 @@ Example = dict[str, Tensor]
 class Settings:
     """What is trained and attacked.
 
-    Args:
-        dataset_path: a folder with ``train.jsonl``; None for made-up sentences.
-        pool: n.
-        models: M, for each way of training.
-        epsilons: budgets of the private ways.
-        epochs: of training without privacy.
-        steps: of private training.
-        batch: expected batch of private training.
-        seed: of the pool, the halves and the initial weights.
+    Without a folder with ``train.jsonl`` sentences are made up.
     """
 
     dataset_path: str | None = None
-    pool: int = 6000
-    models: int = 12
+    pool: int = 6000  # n
+    models: int = 12  # M, for each way of training
     epsilons: tuple[float, ...] = (8.0, 2.0)
-    epochs: int = 20
-    steps: int = 60
-    batch: int = 1024
-    seed: int = 0
+    epochs: int = 20  # of training without privacy
+    steps: int = 60  # of private training
+    batch: int = 1024  # expected, of private training
+    seed: int = 0  # of the pool, the halves and the initial weights
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -128,6 +122,7 @@ def run(settings: Settings) -> dict[str, Any]:
             model, spent = train(settings, chosen, epsilon, settings.seed + number)
             confidences.append(confidence_of(model, examples))
         found = np.stack(confidences)
+        scores = lira(found, member)
         title = "Adam, no privacy" if math.isinf(epsilon) else f"DP-GRAPE, ε = {epsilon:g}"
         ways[title] = {
             "epsilon": None if math.isinf(epsilon) else epsilon,
@@ -137,7 +132,7 @@ def run(settings: Settings) -> dict[str, Any]:
             "seconds": round(time.process_time() - start, 1),
             "attacks": {
                 "loss": measure(found[member], found[~member]),
-                "lira": measure(*_split(lira(found, member), member)),
+                "lira": measure(scores[member], scores[~member]),
             },
         }
     described = asdict(settings) | {"dataset_path": None}  # which is one machine's
@@ -161,17 +156,14 @@ def load(settings: Settings) -> tuple[list[Example], str]:
     else:
         path = Path(settings.dataset_path) / "train.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()
-        texts = [_text_and_label(json.loads(line)) for line in lines]
+        rows = [json.loads(line) for line in lines]
+        texts = [(row.get("sentence") or row["text"], int(row["label"])) for row in rows]
         order = np.random.default_rng(settings.seed).permutation(len(texts))
         texts = [texts[i] for i in order[: settings.pool]]
         source = Path(settings.dataset_path).name
     if len(texts) < settings.pool:
         raise ValueError(f"pool={settings.pool}, but there are only {len(texts)} texts.")
     return [encode(text, label) for text, label in texts], source
-
-
-def _text_and_label(row: Mapping[str, Any]) -> tuple[str, int]:
-    return row["sentence"] if "sentence" in row else row["text"], int(row["label"])
 
 
 def made_up(count: int, seed: int) -> list[tuple[str, int]]:
@@ -307,10 +299,6 @@ def lira(confidences: Scores, member: Mask) -> Scores:
     return scores
 
 
-def _split(scores: Scores, member: Mask) -> tuple[Scores, Scores]:
-    return scores[member], scores[~member]
-
-
 def measure(members: Scores, others: Scores) -> dict[str, Any]:
     """Returns how well scores tell members from others: AUC, TPR at low FPR, and the ROC curve."""
     points = [{"fpr": rate, **at_rate(members, others, rate)} for rate in RATES]
@@ -319,8 +307,8 @@ def measure(members: Scores, others: Scores) -> dict[str, Any]:
 
 def auc(members: Scores, others: Scores) -> float:
     """Returns the probability that a member scores higher than another; a tie counts half."""
-    ranks = rankdata(np.concatenate([members, others]))[: len(members)]
-    return float((ranks.sum() / len(members) - (len(members) + 1) / 2) / len(others))
+    labels = np.repeat([1, 0], [len(members), len(others)])
+    return float(roc_auc_score(labels, np.concatenate([members, others])))
 
 
 def at_rate(members: Scores, others: Scores, rate: float) -> dict[str, Any]:
@@ -362,7 +350,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         *(f"TPR at {rate:.1%} FPR (allowed)" for rate in RATES),
         "Accuracy: members, others",
     ]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for title, way in results["ways"].items():
         for name, attack in way["attacks"].items():
             cells = [title, ATTACKS[name], f"{attack['auc']:.3f}"]
@@ -373,20 +361,19 @@ def as_markdown(results: Mapping[str, Any]) -> str:
                     f"({most:.1%})"
                 )
             cells.append(f"{way['accuracy_of_members']:.1%}, {way['accuracy_of_others']:.1%}")
-            lines.append("| " + " | ".join(cells) + " |")
+            rows.append(cells)
     settings, ways = results["settings"], results["ways"].values()
     others = next(iter(ways))["attacks"]["loss"]["at"][0]["others"]
-    lines += [
-        "",
+    return (
+        f"{table(head, rows)}\n"
         f"Data: {results['data']}, a pool of {settings['pool']} texts. {settings['models']} models "
         f"for each way of training, each of them trained on a random half of the pool and attacked "
         f"with the others as shadow models; about {others} pairs of a model and a text that it has "
         f"not seen. In brackets: the most that (ε, δ) allows any attack, δ = {results['delta']:g}. "
         f"Rates at 0.1% are of {others // 1000} false positives at most. The learning rates were "
         "chosen by hand, on the same data, which no ε here covers. "
-        f"{sum(way['seconds'] for way in ways):.0f} seconds of one processor.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{sum(way['seconds'] for way in ways):.0f} seconds of one processor.\n"
+    )
 
 
 def draw(results: Mapping[str, Any]) -> Figure:

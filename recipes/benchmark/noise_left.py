@@ -29,7 +29,7 @@ from dp_grape_hf.arguments import PrivacyPlan, schedule_of
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.trainer import Run
-from recipes.common.markdown import header, row
+from recipes.common.markdown import table
 
 BUDGETS = ((1024, 64, 200), (2644, 256, 100), (50_000, 1024, 2000))  # N, B, T
 EPSILONS = (2.0, 6.0, 8.0)
@@ -77,13 +77,13 @@ def final_noise(
 
 def as_markdown(records: Sequence[dict[str, Any]]) -> str:
     """Returns the ratios of correlated to independent noise as a table in Markdown."""
-    lines = header(["N, B, T", "ε", "b", "left, predicted", "measured"])
+    rows = []
     for record in records:
         plain, banded = (record[noise] for noise in NOISES)
         ratios = [f"{banded[of] / plain[of]:.3f}" for of in ("predicted", "measured")]
         budget = f"{record['N']:,}, {record['B']:,}, {record['T']:,}"
-        lines.append(row([budget, f"{record['epsilon']:g}", f"{banded['bands']}", *ratios]))
-    return "\n".join(lines) + "\n"
+        rows.append([budget, f"{record['epsilon']:g}", f"{banded['bands']}", *ratios])
+    return table(["N, B, T", "ε", "b", "left, predicted", "measured"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

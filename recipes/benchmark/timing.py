@@ -27,7 +27,7 @@ from recipes.benchmark.methods import (
     quiet,
 )
 from recipes.benchmark.models import Setting
-from recipes.common.markdown import header, row
+from recipes.common.markdown import table
 
 Results = dict[str, Any]  # title of a method -> what was measured, as JSON has it
 
@@ -137,8 +137,7 @@ def ratio(a: dict[str, Any], b: dict[str, Any], of: str = "seconds") -> float | 
 def as_markdown(results: Results) -> str:
     """Returns the methods that run as a table in Markdown, times of the processor in brackets."""
     private = results.get(METHODS[DP_GRAPE].title, {})
-    cells = ["One step of", "Median (CPU)", "Speed relative to AdamW", "DPGrapeTrainer is"]
-    lines = header(cells)
+    rows = []
     for title, result in results.items():
         if "error" in result:
             continue
@@ -148,21 +147,16 @@ def as_markdown(results: Results) -> str:
         if "rounds" in private and result is not private:
             over = _times([ratio(result, private, of) for of in ("seconds", "cpu_seconds")])
             faster = over.replace("x (", "x faster (")
-        lines.append(row([title, seconds, _times(speeds), faster]))
-    return "\n".join(lines) + "\n"
+        rows.append([title, seconds, _times(speeds), faster])
+    head = ["One step of", "Median (CPU)", "Speed relative to AdamW", "DPGrapeTrainer is"]
+    return table(head, rows)
 
 
 def remarks(results: Results) -> str:
     """Returns which methods do not run, and what is to be known of others, a line each."""
-    said = [
-        *(
-            f"{t} does not run: {found['error']}\n"
-            for t, found in results.items()
-            if "error" in found
-        ),
-        *(f"{title}: {found['note']}\n" for title, found in results.items() if "note" in found),
-    ]
-    return "".join(said)
+    said = [f"{t} does not run: {r['error']}" for t, r in results.items() if "error" in r]
+    said += [f"{title}: {result['note']}" for title, result in results.items() if "note" in result]
+    return "".join(f"{line}\n" for line in said)
 
 
 def measuring_line(record: dict[str, Any]) -> str:
@@ -182,13 +176,13 @@ def principal_table(records: Sequence[dict[str, Any]]) -> str:
     Times and ratios are of the processor.
     """
     names = (ADAMW, DP_GRAPE, PRINCIPAL)
-    lines = header(["Model", *_titles(names), "Measuring P", "of a thousand steps"])
+    rows = []
     for record in records:
         once = record["measuring"]["cpu_seconds"]
         step = record["results"][METHODS[PRINCIPAL].title]["median_cpu_seconds"]
         share = once / step / 1000
-        lines.append(row([*_cpu_times(record, names), f"{once:.1f} s", f"{share:.1%}"]))
-    return "\n".join(lines) + "\n"
+        rows.append([*_cpu_times(record, names), f"{once:.1f} s", f"{share:.1%}"])
+    return table(["Model", *_titles(names), "Measuring P", "of a thousand steps"], rows)
 
 
 def times_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
@@ -196,9 +190,7 @@ def times_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 
     Times and ratios are of the processor, the latter to the first method.
     """
-    lines = header(["Model", *_titles(names)])
-    lines += [row(_cpu_times(record, names)) for record in records]
-    return "\n".join(lines) + "\n"
+    return table(["Model", *_titles(names)], (_cpu_times(record, names) for record in records))
 
 
 def _titles(names: Sequence[str]) -> list[str]:

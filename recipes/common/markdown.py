@@ -20,6 +20,11 @@ def row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(map(plain, cells)) + " |"
 
 
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table, a line each."""
+    return "\n".join([*header(head), *map(row, rows)]) + "\n"
+
+
 def bullets(texts: Iterable[str]) -> list[str]:
     """Returns a list."""
     return [f"* {plain(text)}" for text in texts]

@@ -166,30 +166,28 @@ def table(config: dict[str, Any], record: dict[str, Any]) -> str:
     """Returns the comparison as a table in Markdown, with what it cost."""
     budgets = [f"{epsilon:g}" for epsilon in config["epsilons"]] + ["inf"]
     titles = [f"ε = {b}".replace("inf", "∞") for b in budgets]
-    lines = markdown.header(["Method", "Learning rate", *titles, "Release", "State", "Seconds"])
+    rows = []
     for name, row in record["rows"].items():
         rate = row["learning_rate"]
-        cells = [
-            name,
-            "chosen" if rate is None else f"{rate:g}",
-            *(_accuracy_text(row["accuracy"].get(budget)) for budget in budgets),
-            *(f"{row[kind] / 1024:.1f} KiB" for kind in ("release_bytes", "state_bytes")),
-            f"{row['seconds']:.1f}",
-        ]
-        lines.append(markdown.row(cells))
+        rows.append(
+            [
+                name,
+                "chosen" if rate is None else f"{rate:g}",
+                *(_accuracy_text(row["accuracy"].get(budget)) for budget in budgets),
+                *(f"{row[kind] / 1024:.1f} KiB" for kind in ("release_bytes", "state_bytes")),
+                f"{row['seconds']:.1f}",
+            ]
+        )
     shared, runs = config["shared"], record["runs"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Test accuracy in percent, mean and standard error over {len(config['seeds'])} seeds; "
-            f"{_length(shared)}, δ = {shared['target_delta']:g}. Release: numbers that "
-            "noise is added to. State: the optimizer's. Seconds: of a processor, median of the "
-            f"runs. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
-            "on held-out training data, which no ε here covers; the final ones are "
-            f"{runs['final']}. {record['date']}, torch {record['versions']['torch']}.",
-            "",
-        ]
+    head = ["Method", "Learning rate", *titles, "Release", "State", "Seconds"]
+    return (
+        f"{markdown.table(head, rows)}\n"
+        f"Test accuracy in percent, mean and standard error over {len(config['seeds'])} seeds; "
+        f"{_length(shared)}, δ = {shared['target_delta']:g}. Release: numbers that "
+        "noise is added to. State: the optimizer's. Seconds: of a processor, median of the "
+        f"runs. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
+        "on held-out training data, which no ε here covers; the final ones are "
+        f"{runs['final']}. {record['date']}, torch {record['versions']['torch']}.\n"
     )
 
 

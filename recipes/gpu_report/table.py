@@ -8,6 +8,7 @@ from typing import Any
 from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
 from recipes.benchmark.methods import COMPILED, CORRELATED, MEASURED, PRINCIPAL
+from recipes.common.markdown import table
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative
@@ -24,6 +25,11 @@ TITLES = {
     **{name: METHODS[name].title for name in ("dp_galore", "dpzero")},
 }
 """What trains, by the names of ``gpu_report``, which a rank may follow: ``dp_grape r=64``."""
+
+MEASURED_HEAD = [
+    *("B", "method", "allocated GiB", "reserved", "first step", "simulated"),
+    *("measured / simulated", "ms per step", "samples/s", "speed of AdamW"),
+]
 
 Parts = Mapping[str, Mapping[str, Any]]
 
@@ -68,11 +74,8 @@ def _order(method: str) -> tuple[int, int]:
 
 
 def _checks(entries: Mapping[str, Any]) -> list[str]:
-    lines = ["| what | checks | passed | largest relative error | allowed | skipped |"]
-    lines += ["|---|---|---|---|---|---|"]
-    kinds = dict.fromkeys(key.split(": ")[0] for key in entries)
-    failed, skipped = [], {}
-    for kind in kinds:
+    rows, failed, skipped = [], [], {}
+    for kind in dict.fromkeys(key.split(": ")[0] for key in entries):
         own = {key: e for key, e in entries.items() if key.split(": ")[0] == kind}
         done = [e for e in own.values() if "error" in e]
         passed = [e for e in done if "failed" not in e]
@@ -81,9 +84,10 @@ def _checks(entries: Mapping[str, Any]) -> list[str]:
         skipped.update(dict.fromkeys(reasons))
         worst = f"{max(e['error'] for e in done):.0e}" if done else ""
         limit = f"{max(e['limit'] for e in done):.0e}" if done else ""
-        lines.append(
-            f"| {kind} | {len(own)} | {len(passed)} | {worst} | {limit} | {len(reasons) or ''} |"
-        )
+        counts = f"{len(own)}", f"{len(passed)}"
+        rows.append([kind, *counts, worst, limit, f"{len(reasons) or ''}"])
+    head = ["what", "checks", "passed", "largest relative error", "allowed", "skipped"]
+    lines = [table(head, rows).rstrip("\n")]
     lines += ["", *failed] if failed else []
     return lines + (["", f"Skipped: {'; '.join(skipped)}."] if skipped else [])
 
@@ -100,22 +104,15 @@ def _cells(parts: Parts) -> list[str]:
         plain_keys = [key for _, method, key in cells if method in TITLES]
         found = [part[key] for part in (measured, simulated) for key in plain_keys if key in part]
         ranks = sorted({f"r={entry['rank']}" for entry in found if "rank" in entry})
-        lines += [
-            f"### {shape}",
-            "",
-            *(
-                [f"Projections have {' or '.join(ranks)} where no other is named.", ""]
-                * bool(ranks)
-            ),
-            "| B | method | allocated GiB | reserved | first step | simulated "
-            "| measured / simulated | ms per step | samples/s | speed of AdamW |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
+        rows = []
         for size, method, key in sorted(cells, key=lambda cell: (cell[0], _order(cell[1]))):
             plain = measured.get(f"{shape}, B={size}, {ADAMW}", {})
             values = _row(measured.get(key, {}), simulated.get(key, {}), plain)
-            lines.append(f"| {size} | {title_of_way(method)} | " + " | ".join(values) + " |")
-        lines.append("")
+            rows.append([f"{size}", title_of_way(method), *values])
+        lines += [f"### {shape}", ""]
+        if ranks:
+            lines += [f"Projections have {' or '.join(ranks)} where no other is named.", ""]
+        lines.append(table(MEASURED_HEAD, rows))
     ratios = [r for key in keys if (r := ratio(measured.get(key, {}), simulated.get(key, {})))]
     if ratios:
         close = sum(abs(r - 1) <= CLOSE for r in ratios)
@@ -137,13 +134,11 @@ def summary(parts: Parts) -> str:
     """Returns the short table: peak, samples in a second, and speed beside AdamW, by batch."""
     measured = parts["cells"]
     batches = dict.fromkeys(key.rsplit(", ", 1)[0] for key in measured)
-    lines = [f"| Model, batch | {' | '.join(title_of_way(way) for way in SHORT)} |"]
-    lines.append("|---" * (1 + len(SHORT)) + "|")
+    rows = []
     for batch in batches:
         plain = measured.get(f"{batch}, {ADAMW}", {})
-        cells = [_short(measured.get(f"{batch}, {way}", {}), plain) for way in SHORT]
-        lines.append(f"| {batch} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([batch, *(_short(measured.get(f"{batch}, {way}", {}), plain) for way in SHORT)])
+    return table(["Model, batch", *map(title_of_way, SHORT)], rows)
 
 
 def _short(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:

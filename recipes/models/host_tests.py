@@ -41,7 +41,7 @@ from dp_grape_hf import (
     PrivacyError,
 )
 from dp_grape_hf.per_sample import loss_for
-from recipes.common.markdown import header, row
+from recipes.common.markdown import table
 from recipes.common.provenance import versions
 
 OUTCOMES, PRIVATE = "DP_GRAPE_HOST_OUTCOMES", "DP_GRAPE_HOST_PRIVATE"  # environment variables
@@ -270,16 +270,13 @@ def as_markdown(record: Mapping[str, Any]) -> str:
     """Renders what became of the tests that pass with the plain Trainer."""
     reasons = Counter(found["why"] for found in record["tests"].values())
     used = f"transformers {record['versions']['transformers']}, {record['date']}"
-    lines = header(
-        [
-            f"Tests of transformers {record['checkout']} that pass with the `Trainer` of {used}",
-            "tests",
-        ]
-    )
-    lines += [row(["all", str(sum(record["private"].values()))])]
-    lines += [row(["pass with `DPGrapeTrainer`", str(record["private"][PASSED])])]
-    lines += [row([why, str(number)]) for why, number in reasons.most_common()]
-    return "\n".join(lines) + "\n"
+    title = f"Tests of transformers {record['checkout']} that pass with the `Trainer` of {used}"
+    counts = {
+        "all": sum(record["private"].values()),
+        "pass with `DPGrapeTrainer`": record["private"][PASSED],
+        **dict(reasons.most_common()),
+    }
+    return table([title, "tests"], ([what, str(number)] for what, number in counts.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

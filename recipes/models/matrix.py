@@ -33,6 +33,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import ENGINES
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
+from recipes.common.markdown import table
 from recipes.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
 
 RANK = 4
@@ -171,11 +172,6 @@ Line = Mapping[str, Any]
 
 def render(matrix: Sequence[Line]) -> str:
     """Returns the table as Markdown, one row per model and head, with the reasons below it."""
-    columns = list(matrix[0]["cells"])
-    lines = [
-        "| model | head | " + " | ".join(columns) + " |",
-        "|---|---|" + "---|" * len(columns),
-    ]
     reasons: list[str] = []
 
     def text(value: float | str | None) -> str:
@@ -186,11 +182,12 @@ def render(matrix: Sequence[Line]) -> str:
             return f"{outcome} ({reasons.index(reason) + 1})"
         return "" if value is None else f"{value:.0e}"
 
-    for found in matrix:
-        values = " | ".join(map(text, found["cells"].values()))
-        lines.append(f"| {found['model']} | {found['head']} | {values} |")
-    lines += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, start=1))]
-    return "\n".join(lines).rstrip() + "\n"
+    lines = table(
+        ["model", "head", *matrix[0]["cells"]],
+        ([found["model"], found["head"], *map(text, found["cells"].values())] for found in matrix),
+    )
+    below = [f"{i}. {reason}" for i, reason in enumerate(reasons, start=1)]
+    return "\n".join([lines, *below]).rstrip() + "\n"
 
 
 def summarise(matrix: Sequence[Line]) -> str:
@@ -198,10 +195,6 @@ def summarise(matrix: Sequence[Line]) -> str:
     families: dict[str, list[Line]] = {}
     for found in matrix:
         families.setdefault(found["model"], []).append(found)
-    lines = [
-        "| model | heads | " + " | ".join(ENGINE_NAMES) + " |",
-        "|---|---|" + "---|" * len(ENGINE_NAMES),
-    ]
 
     def text(family: Sequence[Line], engine: str) -> str:
         columns = [f"{condition}, {engine}" for condition in EXACT]
@@ -214,11 +207,14 @@ def summarise(matrix: Sequence[Line]) -> str:
         some = [f"refused: {', '.join(refused)}"] if refused else []
         return "; ".join(worst + some)
 
-    for name, family in families.items():
-        heads = ", ".join(found["head"] for found in family)
-        values = (text(family, engine) for engine in ENGINE_NAMES)
-        lines.append(f"| {name} | {heads} | " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+    return table(
+        ["model", "heads", *ENGINE_NAMES],
+        (
+            [name, ", ".join(found["head"] for found in family)]
+            + [text(family, engine) for engine in ENGINE_NAMES]
+            for name, family in families.items()
+        ),
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

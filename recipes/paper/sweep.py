@@ -48,7 +48,8 @@ from typing import Any
 import yaml
 
 from dp_grape_hf import METHODS
-from recipes.common.markdown import counted, header, row, score_text
+from recipes.common import markdown
+from recipes.common.markdown import counted, score_text
 from recipes.common.provenance import recorded
 from recipes.common.sweep import RUNS, Cell, Sweep
 from recipes.paper.experiment import parse
@@ -199,28 +200,24 @@ def table(summary: Mapping[str, Any]) -> str:
     """Returns the scores as a table in Markdown, if any: a line for each row and budget."""
     config = summary["config"]
     budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
-    lines = header(["Method", "ε", *config["tasks"]])
+    rows = []
     for budget, name in product(budgets, config["rows"]):
         found = [
             summary["tasks"].get(task, {}).get(name, {"scores": {}})["scores"].get(budget)
             for task in config["tasks"]
         ]
         if any(found):
-            lines.append(row([name, budget.replace("inf", "∞"), *map(score_text, found)]))
-    if len(lines) == 2:
+            rows.append([name, budget.replace("inf", "∞"), *map(score_text, found)])
+    if not rows:
         return ""
     cost = sum(own["search_runs"] for rows in summary["tasks"].values() for own in rows.values())
     origin = "are those of the sweep's file, without a search"
     if cost:
         origin = f"were chosen on the dev split from {counted(cost, 'run')}, which no ε here covers"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Test score, mean ± standard error over the seeds, whose number is in brackets. The "
-            f"settings {origin}.",
-            "",
-        ]
+    return (
+        f"{markdown.table(['Method', 'ε', *config['tasks']], rows)}\n"
+        "Test score, mean ± standard error over the seeds, whose number is in brackets. The "
+        f"settings {origin}.\n"
     )
 
 
@@ -240,7 +237,7 @@ def wide_table(summary: Mapping[str, Any]) -> str:
             if score is not None:
                 key = task, cell["row"]
                 best[key] = max(score, best.get(key, score))
-    lines = header([*titles, *([searched] if best else [])])
+    rows = []
     for task, name in product(config["tasks"], config["rows"]):
         scores = summary["tasks"].get(task, {}).get(name, {"scores": {}})["scores"]
         cells = [
@@ -249,8 +246,8 @@ def wide_table(summary: Mapping[str, Any]) -> str:
         ]
         found = best.get((task, name))
         seen = "" if found is None else f"{found:.1f}"
-        lines.append(row([*[task] * several, name, *cells, *([seen] if best else [])]))
-    return "\n".join(lines) + "\n"
+        rows.append([*[task] * several, name, *cells, *([seen] if best else [])])
+    return markdown.table([*titles, *([searched] if best else [])], rows)
 
 
 def search_table(summary: Mapping[str, Any]) -> str:
@@ -258,17 +255,17 @@ def search_table(summary: Mapping[str, Any]) -> str:
     if not summary["search"]:
         return ""
     config, where = summary["config"], summary["config"]["search"]
-    lines = header(["Method", "Settings", *config["tasks"]])
+    rows = []
     for cell in summary["search"]:
         scores = [
             "not run" if score is None else f"{score:.1f}" for score in cell["scores"].values()
         ]
-        lines.append(row([cell["row"], _settings_text(cell["settings"]), *scores]))
+        rows.append([cell["row"], _settings_text(cell["settings"]), *scores])
     about = f"The search: dev score at ε = {where['epsilon']:g} (if private), seed {where['seed']}."
     for name, own in config["rows"].items():
         if "search" in own:
             about += f" {name} was searched with {_settings_text(own['search'])}."
-    return "\n".join([*lines, "", about, ""])
+    return f"{markdown.table(['Method', 'Settings', *config['tasks']], rows)}\n{about}\n"
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.common.markdown import header, plain, row
+from recipes.common.markdown import plain, table
 
 _HEADS = re.compile(r"; known heads end with [^.]*| Known are the heads [^.]*\.")  # long lists
 TRAINED, REFUSED, FAILED = "trained", "refused", "failed"
@@ -15,8 +15,7 @@ EXAMPLE = "example"  # the unit of a run in which each row is one
 
 def as_markdown(scripts: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each script, and below the table what was said of some."""
-    lines = header(["Script", "Lines", "As it is", "Converted", "Provided"])
-    said: list[str] = []
+    rows, said = [], list[str]()
 
     def marked(texts: Sequence[str]) -> str:
         said.extend(text for text in texts if text not in said)
@@ -30,15 +29,15 @@ def as_markdown(scripts: Sequence[Mapping[str, Any]]) -> str:
         if result == TRAINED:
             what = "rows" if after["privacy_unit"] == EXAMPLE else "units"
             result = f"ε = {after['epsilon']:.3f} for {after['units']} {what}"
-        cells = [
-            found["script"],
-            f"-{out} +{put_in}",
-            before["outcome"] + marked(reasons[:1] if before["reason"] else []),
-            result + marked([text for text in (after["reason"], *after["warnings"]) if text]),
-            ", ".join(sorted({*before["provided"], *after["provided"]})),
-        ]
-        lines.append(row(cells))
-    notes = [
-        f"{number}. {plain(_HEADS.sub('', text))}" for number, text in enumerate(said, start=1)
-    ]
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+        rows.append(
+            [
+                found["script"],
+                f"-{out} +{put_in}",
+                before["outcome"] + marked(reasons[:1] if before["reason"] else []),
+                result + marked([text for text in (after["reason"], *after["warnings"]) if text]),
+                ", ".join(sorted({*before["provided"], *after["provided"]})),
+            ]
+        )
+    notes = [f"{number}. {plain(_HEADS.sub('', text))}\n" for number, text in enumerate(said, 1)]
+    found = table(["Script", "Lines", "As it is", "Converted", "Provided"], rows)
+    return found + "".join(["\n" * bool(notes), *notes])

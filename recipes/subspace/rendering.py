@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from recipes.common.markdown import header, row
+from recipes.common.markdown import table
 from recipes.common.plots import Panels, logarithmic
 from recipes.subspace.energies import SOURCES
 
@@ -25,12 +25,14 @@ def read_results(folder: Path) -> list[Record]:
 def as_markdown(records: Sequence[Record]) -> str:
     """Returns a table: all layers together, and in brackets the median, the least and the most."""
     ranks = sorted({int(rank) for record in records for rank in record["layers"]})
-    lines = header(["Model, data", "P from", *(f"r = {rank}" for rank in ranks)])
-    for record in records:
-        for source, shares in record["shares"].items():
-            cells = [_cell(shares.get(str(rank))) for rank in ranks]
-            lines.append(row([_title(record), SOURCES[source], *cells]))
-    return "\n".join(lines) + "\n"
+    return table(
+        ["Model, data", "P from", *(f"r = {rank}" for rank in ranks)],
+        (
+            [_title(record), SOURCES[source], *(_cell(shares.get(str(rank))) for rank in ranks)]
+            for record in records
+            for source, shares in record["shares"].items()
+        ),
+    )
 
 
 def _title(record: Record) -> str:
