@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -33,12 +33,21 @@ from recipes.benchmark.models import OPT, Batch, Setting
 from recipes.models.matrix import own_gradients
 
 Step = Callable[[], None]
-Maker = Callable[[nn.Module, Setting, Batch, Path], Step]
 
 STEPS = 10_000  # of the run that a timed step is part of: sets sigma and the schedule, not the time
 DATASET_SIZE = 1_000
 LEARNING_RATE = 1e-4
 WRONG = 1e-2  # relative error above which a clipped sum is called another quantity
+
+
+class Training(Protocol):
+    """A model in training."""
+
+    def step(self) -> None:
+        """Runs one step."""
+
+
+Maker = Callable[[nn.Module, Setting, Batch, Path], Training]
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ class Method:
 
     Args:
         title: what tables call it.
-        make: ``(model, setting, batch, folder) -> step``.
+        make: ``(model, setting, batch, folder) -> training``.
+        ours: whether it is neither of Opacus nor of Opake.
         opacus: how Opacus computes gradients, if it does: ``hooks``, ``functorch`` or ``ghost``.
         materialises: whether it forms the gradient of every weight for every sample.
         usual: whether it is measured unless something else is asked for.
@@ -55,6 +65,7 @@ class Method:
 
     title: str
     make: Maker
+    ours: bool = True
     opacus: str | None = None
     materialises: bool = False
     usual: bool = True
@@ -146,16 +157,6 @@ def measuring_time(setting: Setting, device: torch.device) -> dict[str, float]:
     return {"seconds": wall, "cpu_seconds": cpu}
 
 
-def _ours(training: type[PlainTraining] | type[PrivateTraining], **options: Any) -> Maker:
-    def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-        return training(model, setting, batch, folder, **options).step
-
-    return make
-
-
-_plain, _private = partial(_ours, PlainTraining), partial(_ours, PrivateTraining)
-
-
 def _common(setting: Setting, batch: Batch, folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
@@ -187,6 +188,7 @@ class OpacusTraining:
         model: nn.Module,
         setting: Setting,
         batch: Batch,
+        folder: Path | None = None,
         noise_multiplier: float = 1.0,
         max_grad_norm: float = 1.0,
     ) -> None:
@@ -237,11 +239,10 @@ class OpacusTraining:
         return self._criterion(logits.flatten(0, 1), labels.flatten(), shape=labels.shape)
 
 
-def _opacus(mode: str) -> Maker:
-    def make(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-        return OpacusTraining(mode, model, setting, batch).step
-
-    return make
+def opacus(mode: str, title: str) -> Method:
+    """Returns the row of a mode of Opacus."""
+    make = partial(OpacusTraining, mode)
+    return Method(f"Opacus, {title}", make, False, opacus=mode, materialises=mode != "ghost")
 
 
 # ---- Opake ----
@@ -288,23 +289,14 @@ class OpakeTraining:
             self._params[name].add_(update)
 
 
-def _opake(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-    with told_why():
-        return OpakeTraining(model, setting, batch, folder).step
-
-
 # ---- LoRA ----
 
 
-def _adapted(make: Maker) -> Maker:
+def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Path) -> Training:
     """Returns what trains an adapter of the setting's rank on all layers but the head."""
-
-    def made(model: nn.Module, setting: Setting, batch: Batch, folder: Path) -> Step:
-        task = "CAUSAL_LM" if setting.model == OPT else "SEQ_CLS"
-        config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
-        return make(get_peft_model(model, config), setting, batch, folder)  # type: ignore[arg-type]
-
-    return made
+    task = "CAUSAL_LM" if setting.model == OPT else "SEQ_CLS"
+    config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
+    return make(get_peft_model(model, config), setting, batch, folder)  # type: ignore[arg-type]
 
 
 # ---- Whether another library is right ----
@@ -335,7 +327,7 @@ def opacus_error(mode: str, setting: Setting) -> float:
         found[:] = [torch.zeros(()) if g is None else g.detach().clone() for g in gradients]
 
     with told_why(), quiet():
-        training = OpacusTraining(mode, model, tiny, batch, 0.0, bound)
+        training = OpacusTraining(mode, model, tiny, batch, None, 0.0, bound)
         training.adamw.register_step_pre_hook(look)
         training.step()
     actual = tiny.batch_size * _joined(found)
@@ -357,26 +349,34 @@ LORA = ADAMW_LORA, DP_LORA, OPAKE_LORA = "adamw_lora", "dp_lora", "opake_lora"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
 METHODS = {
-    ADAMW: Method("Trainer, AdamW (not private)", _plain()),
-    COMPILED: Method("Trainer, AdamW, torch_compile", _plain(torch_compile=True), usual=False),
-    DP_GRAPE: Method("DPGrapeTrainer", _private(**RANDOM)),
-    PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", _private(**MEASURED)),
+    ADAMW: Method("Trainer, AdamW (not private)", PlainTraining),
+    COMPILED: Method(
+        "Trainer, AdamW, torch_compile", partial(PlainTraining, torch_compile=True), usual=False
+    ),
+    DP_GRAPE: Method("DPGrapeTrainer", partial(PrivateTraining, **RANDOM)),
+    PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", partial(PrivateTraining, **MEASURED)),
     CORRELATED: Method(
         "DPGrapeTrainer, principal, correlated noise",
-        _private(**MEASURED, noise="banded"),
+        partial(PrivateTraining, **MEASURED, noise="banded"),
         usual=False,
     ),
-    FUNCTORCH: Method("DPGrapeTrainer, functorch engine", _private(engine="functorch", **RANDOM)),
-    DP_ADAM: Method("DPGrapeTrainer, DP-Adam", _private(projection="identity")),
-    "opacus_hooks": Method("Opacus, hooks", _opacus("hooks"), "hooks", materialises=True),
-    "opacus_functorch": Method(
-        "Opacus, functorch", _opacus("functorch"), "functorch", materialises=True
+    FUNCTORCH: Method(
+        "DPGrapeTrainer, functorch engine", partial(PrivateTraining, engine="functorch", **RANDOM)
     ),
-    "opacus_ghost": Method("Opacus, ghost clipping", _opacus("ghost"), "ghost"),
-    OPAKE: Method("Opake", _opake, materialises=True, usual=False),
-    ADAMW_LORA: Method("Trainer, AdamW, LoRA (not private)", _adapted(_plain()), usual=False),
-    DP_LORA: Method("DPGrapeTrainer, LoRA", _adapted(_private(method="dp_lora")), usual=False),
-    OPAKE_LORA: Method("Opake, LoRA", _adapted(_opake), usual=False),
+    DP_ADAM: Method("DPGrapeTrainer, DP-Adam", partial(PrivateTraining, projection="identity")),
+    "opacus_hooks": opacus("hooks", "hooks"),
+    "opacus_functorch": opacus("functorch", "functorch"),
+    "opacus_ghost": opacus("ghost", "ghost clipping"),
+    OPAKE: Method("Opake", OpakeTraining, ours=False, materialises=True, usual=False),
+    ADAMW_LORA: Method(
+        "Trainer, AdamW, LoRA (not private)", partial(adapted, PlainTraining), usual=False
+    ),
+    DP_LORA: Method(
+        "DPGrapeTrainer, LoRA",
+        partial(adapted, partial(PrivateTraining, method="dp_lora")),
+        usual=False,
+    ),
+    OPAKE_LORA: Method("Opake, LoRA", partial(adapted, OpakeTraining), ours=False, usual=False),
 }
 """Name -> method. DP-Adam is our own engine without a projection (``projection="identity"``)."""
 USUAL = tuple(name for name, method in METHODS.items() if method.usual)
@@ -430,14 +430,14 @@ def prepare(
     if method.materialises:
         _require_memory(original, setting, next(iter(batch.values())).device)
     try:
-        with quiet(), told_why() if method.opacus is not None else nullcontext():
-            step = method.make(copy.deepcopy(original), setting, batch, folder / name)
-            step()
+        with quiet(), nullcontext() if method.ours else told_why():
+            training = method.make(copy.deepcopy(original), setting, batch, folder / name)
+            training.step()
     except UnsupportedModelError as error:
         raise DoesNotRun(f"refused: {error}") from error
     except torch.OutOfMemoryError as error:
         raise DoesNotRun("out of memory") from error
-    return Prepared(step, note)
+    return Prepared(training.step, note)
 
 
 def _require_memory(model: nn.Module, setting: Setting, device: torch.device) -> None:

@@ -18,25 +18,16 @@ from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer import principal_adapter
 
 
-def settings(args: DPGrapeTrainingArguments) -> dict[str, Any]:
-    """Returns the arguments that the result depends on."""
-    names = (
-        *("target_epsilon", "target_delta", "accountant", "max_grad_norm", "expected_batch_size"),
-        *("method", "max_steps", "num_train_epochs", "projection", "projection_rank"),
-        *("projection_update_steps", "projection_seed", "engine", "learning_rate", "weight_decay"),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps"),
-        *("per_device_train_batch_size", "world_size", "seed"),
-    )
-    scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
-    return {name: getattr(args, name) for name in names} | scheduler
-
-
 def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
     """Returns every argument of ours, and those of the host that a result depends on."""
-    own = {f.name: getattr(args, f.name) for f in fields(DPGrapeArguments)}
-    names = ("bf16", "gradient_checkpointing", "optim_target_modules")
-    others = {name: getattr(args, name) for name in names}
-    return own | settings(args) | others
+    names = (
+        *("max_steps", "num_train_epochs", "weight_decay", "adam_beta1"),
+        *("adam_beta2", "adam_epsilon", "warmup_steps", "per_device_train_batch_size"),
+        *("world_size", "seed", "bf16", "gradient_checkpointing", "optim_target_modules"),
+    )
+    own = [f.name for f in fields(DPGrapeArguments)]
+    scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
+    return {name: getattr(args, name) for name in (*own, *names)} | scheduler
 
 
 def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
     per_sample_gradients,
 )
-from recipes.common.provenance import settings, spent_as_json, versions
+from recipes.common.provenance import recorded, spent_as_json, versions
 
 CONFIG = Path(__file__).with_name("config.yaml")
 FLOAT = 4  # bytes
@@ -79,7 +79,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
         "privacy": spent_as_json(trainer.privacy_spent()),
         "seconds": round(seconds, 2),
         "bytes": count_bytes(trainer, loaded, train[: args.per_device_train_batch_size]),
-        "settings": asdict(script_args) | settings(args),
+        "settings": asdict(script_args) | recorded(args),
         "versions": versions(),
         "checkpoint": args.output_dir,
     }

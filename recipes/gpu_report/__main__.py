@@ -69,32 +69,21 @@ DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 WARMUP, STEPS = 2, 8
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train: what runs, and what ``memory.Setting`` has for it, if it is simulated."""
-
-    make: Callable[..., PlainTraining | PrivateTraining]
-    simulated: dict[str, str] | None
-
-
-def _private(method: str, **options: Any) -> Way:
-    make = partial(PrivateTraining, method=method, **options)
-    return Way(make, {"method": method, **options})
-
-
-WAYS: dict[str, Way] = {
-    memory.ADAMW: Way(PlainTraining, {"method": memory.ADAMW}),
-    COMPILED: Way(partial(PlainTraining, torch_compile=True), None),
-    "dp_grape": _private("dp_grape", projection="gaussian"),
-    PRINCIPAL: Way(partial(PrivateTraining, **MEASURED), None),
-    CORRELATED: Way(partial(PrivateTraining, **MEASURED, noise="banded"), None),
-    "dp_adam": _private("dp_adam"),
-    "dp_adam_ghost": _private("dp_adam", grad_sample_mode=GradSampleMode.GHOST),
-    "dp_adam_materialise": _private("dp_adam", grad_sample_mode=GradSampleMode.MATERIALISE),
-    "dp_galore": _private("dp_galore"),
-    "dpzero": _private("dpzero"),
+WAYS: dict[str, dict[str, Any]] = {
+    memory.ADAMW: {},
+    COMPILED: {"torch_compile": True},
+    "dp_grape": {"method": "dp_grape", "projection": "gaussian"},
+    PRINCIPAL: MEASURED,
+    CORRELATED: MEASURED | {"noise": "banded"},
+    "dp_adam": {"method": "dp_adam"},
+    "dp_adam_ghost": {"method": "dp_adam", "grad_sample_mode": GradSampleMode.GHOST},
+    "dp_adam_materialise": {"method": "dp_adam", "grad_sample_mode": GradSampleMode.MATERIALISE},
+    "dp_galore": {"method": "dp_galore"},
+    "dpzero": {"method": "dpzero"},
 }
-"""What runs, by the names in ``table.TITLES``."""
+"""Options of what trains, by the names in ``table.TITLES``."""
+PLAIN = (memory.ADAMW, COMPILED)
+NOT_SIMULATED = (COMPILED, PRINCIPAL, CORRELATED)
 
 
 def is_measured(method: str, shape: Shape, setting: Setting) -> bool:
@@ -123,9 +112,9 @@ class Cell:
         return f"{self.shape}, B={self.setting.batch_size}, {self.method}"
 
     @property
-    def way(self) -> Way:
-        """What trains; in the name of a method, a rank may follow it."""
-        return WAYS[self.method.split(" ")[0]]
+    def way(self) -> str:
+        """What trains, a name in ``WAYS``; in the name of a method, a rank may follow it."""
+        return self.method.split(" ")[0]
 
 
 def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
@@ -195,7 +184,8 @@ def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
         with device:
             batch = setting.inputs(padded=True)
         with tempfile.TemporaryDirectory() as folder, quiet():
-            training = cell.way.make(model, setting, batch, Path(folder))
+            kind = PlainTraining if cell.way in PLAIN else PrivateTraining
+            training = kind(model, setting, batch, Path(folder), **WAYS[cell.way])
             where = "the first step"  # which makes the optimizer's state, and checks the gradients
             with peak_memory(device, training, batch) as peak:
                 training.step()
@@ -218,13 +208,12 @@ def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
 
 def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
     """Returns the simulated peak of a cell, in bytes and by kind."""
-    setting, simulated = cell.setting, cell.way.simulated
-    assert simulated is not None
+    setting = cell.setting
     peak = memory.simulate(
         setting.build,
         lambda size: setting.inputs(size, padded=True),
         memory.Setting(
-            **simulated,
+            **{"method": memory.ADAMW, **WAYS[cell.way]},
             batch_size=setting.batch_size,
             dtype=setting.torch_dtype,
             gradient_checkpointing=setting.gradient_checkpointing,
@@ -311,7 +300,7 @@ def work_of(options: argparse.Namespace, device: torch.device, report: Report) -
     for cell in cells_of(TINY if options.tiny else SHAPES, options.only):
         if "cells" in options.parts:
             work.append(("cells", str(cell), partial(measure, cell, device, options.steps)))
-        if "simulations" in options.parts and cell.way.simulated is not None:
+        if "simulations" in options.parts and cell.way not in NOT_SIMULATED:
             gpu = device.type == "cuda"
             work.append(("simulations", str(cell), partial(simulate, cell, gpu)))
     order = {part: i for i, part in enumerate(PARTS)}

@@ -25,9 +25,15 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine, make_engine
-from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.models.matrix import own_gradients, whole_error, worst_error
+from dp_grape_hf.per_sample import PerSampleEngine, make_engine
+from dp_grape_hf.projections import Projector
+from recipes.models.matrix import (
+    dense,
+    own_gradients,
+    projectors_for,
+    whole_error,
+    worst_error,
+)
 from recipes.models.zoo import Batch, Row, rows
 
 Check = Callable[[], dict[str, Any]]
@@ -72,7 +78,7 @@ def checks(device: torch.device, only: str = "") -> dict[str, Check]:
 def gradients(row: Row, device: torch.device, rank: int | None) -> dict[str, Any]:
     """Compares per-sample gradients in float32, projected if there is a rank."""
     model, batch = row.model(), row.batch(BATCH_SIZE)
-    projectors = _projectors(model, rank)
+    projectors = projectors_for(model, rank)
     there = next(model.parameters()).device  # weights of 4 and 8 bits are made where they are used
     with exact_products():
         _, own = own_gradients(model, _moved(batch, there), _placed(projectors, there))
@@ -87,7 +93,7 @@ def gradients(row: Row, device: torch.device, rank: int | None) -> dict[str, Any
         if refused is not None and refused in str(error):
             return {"skipped": "refused, as it should be"}
         raise
-    return {"error": worst_error(_dense(found, device), expected), "limit": EXACT}
+    return {"error": worst_error(dense(found, BATCH_SIZE, device), expected), "limit": EXACT}
 
 
 def autocast(row: Row, device: torch.device) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def autocast(row: Row, device: torch.device) -> dict[str, Any]:
     _, expected = own_gradients(model, batch)
     with torch.autocast(device.type, torch.bfloat16):
         _, found = per_sample_gradients(model.to(device), _moved(batch, device))
-    return {"error": whole_error(_dense(found, device), expected), "limit": LOW}
+    return {"error": whole_error(dense(found, BATCH_SIZE, device), expected), "limit": LOW}
 
 
 def flash(row: Row, device: torch.device) -> dict[str, Any]:
@@ -133,7 +139,7 @@ def _low_precision(
         for name, value in _moved(batch, device).items()
     }
     _, found = per_sample_gradients(model.bfloat16().to(device), inputs)
-    return {"error": whole_error(_dense(found, device), expected), "limit": LOW}
+    return {"error": whole_error(dense(found, BATCH_SIZE, device), expected), "limit": LOW}
 
 
 def _unpadded(batch: Batch) -> Batch:
@@ -153,7 +159,7 @@ def release(row: Row, device: torch.device) -> dict[str, Any]:
     as well.
     """
     model, batch = row.model(), row.batch(BATCH_SIZE)
-    projectors = _projectors(model, RANK)
+    projectors = projectors_for(model, RANK)
     _, per_sample_grads = own_gradients(model, batch, projectors)
     per_sample = make_engine("layerwise", model.to(device))
     norms = torch.stack([g.flatten(1).norm(dim=1) for g in per_sample_grads.values()]).norm(dim=0)
@@ -223,26 +229,9 @@ def exact_products() -> Iterator[None]:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def _projectors(model: nn.Module, rank: int | None) -> dict[str, Projector]:
-    if rank is None:
-        return {}
-    names = default_targets(model)
-    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
-    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=0).at(0)
-
-
 def _placed(projectors: Mapping[str, Projector], device: torch.device) -> dict[str, Projector]:
     return {name: Projector(p.matrix.to(device), p.side) for name, p in projectors.items()}
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
     return {name: value.to(device) for name, value in batch.items()}
-
-
-def _dense(found: Gradients, device: torch.device) -> dict[str, Tensor]:
-    """Returns gradients (B, ...) on the CPU, read off weighted sums with one-hot factors."""
-    one_hot = torch.eye(BATCH_SIZE, device=device)
-    return {
-        name: torch.stack([gradient.weighted_sum(factors).cpu() for factors in one_hot])
-        for name, gradient in found.items()
-    }

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample import ENGINES
+from dp_grape_hf.per_sample import ENGINES, Gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.common.markdown import table
 from recipes.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
@@ -60,6 +60,26 @@ def own_gradients(
             projector = (projectors or {}).get(name)
             found[name].append(projector.project(gradient) if projector else gradient)
     return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
+
+
+def projectors_for(model: nn.Module, rank: int | None) -> dict[str, Projector]:
+    """Returns a projector of that rank for each weight that is projected; none without a rank."""
+    if rank is None:
+        return {}
+    names = default_targets(model)
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=0).at(0)
+
+
+def dense(
+    found: Gradients, batch_size: int, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Returns gradients (B, ...) on the CPU, read off weighted sums with one-hot factors."""
+    one_hot = torch.eye(batch_size, device=device)
+    return {
+        name: torch.stack([gradient.weighted_sum(factors).cpu() for factors in one_hot])
+        for name, gradient in found.items()
+    }
 
 
 def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -136,11 +156,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
         return None
     model = row.model(**condition.model)
     inputs = row.batch(BATCH_SIZE, **condition.batch)
-    projectors: Mapping[str, Projector] = {}
-    if condition.rank is not None:
-        names = default_targets(model)
-        shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
-        projectors = ProjectionSchedule(shapes, rank=condition.rank, update_steps=1, seed=0).at(0)
+    projectors = projectors_for(model, condition.rank)
     condition.prepare(model)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if condition.autocast is not None:
@@ -155,12 +171,8 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"fails: {type(error).__name__}: {error}".split("\n")[0]
     _, expected = own_gradients(row.model(**condition.model), inputs, projectors)
-    one_hot = torch.eye(BATCH_SIZE)
-    found = {
-        name: torch.stack([gradient.weighted_sum(factors) for factors in one_hot])
-        for name, gradient in gradients.items()
-    }
-    return (worst_error if condition.autocast is None else whole_error)(found, expected)
+    error = worst_error if condition.autocast is None else whole_error
+    return error(dense(gradients, BATCH_SIZE), expected)
 
 
 # ---- The table ----

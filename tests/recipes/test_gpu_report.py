@@ -59,7 +59,7 @@ def test_a_report_has_every_cell_measured_and_simulated(run: tuple[Path, dict[st
     _, found = run
     cells = gpu_report.cells_of(gpu_report.TINY)
     assert found["cells"].keys() == {str(cell) for cell in cells}
-    simulated = {str(cell) for cell in cells if cell.way.simulated is not None}
+    simulated = {str(cell) for cell in cells if cell.way not in gpu_report.NOT_SIMULATED}
     assert found["simulations"].keys() == simulated
     for entry in found["cells"].values():
         assert entry["samples_per_second"] > 0
@@ -301,7 +301,7 @@ def test_running_out_of_memory_is_a_result(
         make = Training
     cell = gpu_report.cells_of(gpu_report.TINY)[0]
     monkeypatch.setattr(gpu_report, "cells_of", lambda *args: [cell])
-    monkeypatch.setitem(gpu_report.WAYS, cell.method, replace(cell.way, make=make))
+    monkeypatch.setattr(gpu_report, "PlainTraining", make)
     status, found = report(tmp_path, *CELLS)
     assert status == DONE
     assert found["cells"][str(cell)]["out_of_memory"] == where
