@@ -66,8 +66,8 @@ PAGES = sorted(
 TOPS = ("dp_grape_hf", "recipes", "tests")
 SHELLS = ("sh", "bash")
 STEPS = 4
-LONG = ("memory", "audit")
-"""Commands of ``dp-grape`` that take from half a minute to some minutes."""
+LONG = ("calibrate", "memory", "audit")
+"""Commands of ``dp-grape`` that take from some seconds to some minutes."""
 
 
 # ---- What a page is made of ----

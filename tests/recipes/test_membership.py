@@ -17,13 +17,6 @@ SMALL = ["--pool", "120", "--models", "3", "--epochs", "12", "--steps", "3", "--
 # ---- Statistics ----
 
 
-def test_auc_is_the_share_of_pairs_in_order() -> None:
-    coins = np.random.default_rng(0)
-    members, others = coins.integers(0, 9, 40).astype(float), coins.integers(0, 7, 30).astype(float)
-    pairs = [(a > b) + 0.5 * (a == b) for a in members for b in others]
-    assert membership.auc(members, others) == pytest.approx(np.mean(pairs))
-
-
 def test_a_rate_counts_who_is_above_the_threshold() -> None:
     members, others = np.array([5.0, 3.0, 2.0, 0.5]), np.arange(100.0) / 25  # up to 3.96
     found = membership.at_rate(members, others, 0.01)

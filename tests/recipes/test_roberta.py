@@ -501,23 +501,3 @@ def test_a_run_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         main(roberta.FAMILY, words_of(folder, data, *others))
-
-
-# ---- Presets ----
-
-
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_the_paper_and_the_code_have_a_rate_of_their_own(task: str) -> None:
-    bounds = {"SST-2": 0.5, "SST-5": 20, "SNLI": 0.1, "MNLI": 10, "RTE": 0.5, "TREC": 0.5}
-    rates = {"paper": 1e-4, "reference_code": 5e-4}
-    for preset, rate in rates.items():
-        script, args = parse(
-            roberta.FAMILY, ["--config", preset, "--task", task, "--eps", "2", "--use_cpu"]
-        )
-        assert (args.learning_rate, args.max_grad_norm) == (rate, bounds[task])
-        assert (args.projection_rank, args.projection_update_steps) == (16, 100)
-        assert (args.max_steps, args.expected_batch_size) == (1000, 64)
-        assert (args.weight_decay, args.lr_scheduler_type.value) == (0.0, "constant")
-        assert (script.k, script.model_name_or_path) == (512, "FacebookAI/roberta-large")
-        assert args.target_delta == 1e-5
-        assert args.num_samples is None  # N is the length of the data, never k times the labels
