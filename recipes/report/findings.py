@@ -1,8 +1,8 @@
 """Finds the results of experiments below folders, and tells which runs repeat each other.
 
 A result counts if it is one of a sweep's final runs, or lies outside sweeps. The runs that a sweep
-chose its settings from do not: they were looked at. Runs that differ in nothing but seeds, and in
-what only a machine notices, are repetitions of each other.
+chose its settings from do not: they were looked at. Runs of a sweep that differ in nothing but the
+seed, and others that differ in that and in what only a machine notices, repeat each other.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dp_grape_hf import METHODS
-from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.common.markdown import Score, mean_and_error
 from recipes.common.sweep import Sweep, first_score
 
@@ -37,16 +36,6 @@ MACHINE = frozenset(
 )
 """What has no influence on a score but that of rounding, or says nothing of how it came about."""
 
-GONE = frozenset(
-    {
-        *("average_decay", "direction_distribution", "moments_at_redraw", "noise_correction"),
-        *("num_trials", "regenerate_projections", "released_iterate", "trials_distribution"),
-        *("max_batch_size", "projection_ranks", "projection_side", "sampling"),
-        "project_embeddings",
-    }
-)
-"""Options that older results have, with what is always done now."""
-
 PROJECTION = frozenset(
     {
         *("projection", "projection_rank", "projection_update_steps"),
@@ -65,16 +54,6 @@ PRIVACY = frozenset(
 )
 """What means nothing without privacy."""
 
-RANDOM = {"projection_update_steps": 100}
-"""What a random projection has unless something else is asked for."""
-
-SINCE = {
-    **{f.name: f.default for f in fields(DPGrapeArguments) if f.default is not MISSING},
-    **RANDOM,
-    "lora_init": "random",
-}
-"""How code that did not have an option yet behaved: as the option does by default."""
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -83,10 +62,12 @@ class Run:
     Args:
         result: what the recipe wrote.
         row: the name that its sweep has for it, if any.
+        cell: what the sweep ran, but for the seed.
     """
 
     result: Mapping[str, Any]
     row: str = ""
+    cell: str = ""
 
     @property
     def family(self) -> str:
@@ -135,8 +116,8 @@ class Run:
         script, settings = self.result["script"], self.result["settings"]
         seeds = {name for name in (*script, *settings) if name.endswith("seed")}
         if self.method == ZERO_SHOT:
-            return MACHINE | seeds | SINCE.keys() | settings.keys() | ADAPTER | {"frozen"}
-        row, silent = METHODS[self.method], MACHINE | GONE | seeds
+            return MACHINE | seeds | settings.keys() | ADAPTER | {"frozen"}
+        row, silent = METHODS[self.method], MACHINE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
         silent |= frozenset() if row.zeroth_order else DIRECTIONS
@@ -148,7 +129,6 @@ class Run:
         script, settings = self.result["script"], self.result["settings"]
         data = script["dataset_path"]
         found = {
-            **SINCE,
             **script,
             **settings,
             "family": self.family,
@@ -254,7 +234,7 @@ def _final_runs(folder: Path, summary: Mapping[str, Any]) -> Iterator[Run]:
     for cell in sweep.final():
         result = sweep.result(cell)
         if result is not None:
-            yield Run(result, cell.row)
+            yield Run(result, cell.row, _key(cell.entry() | {"seed": None}))
 
 
 def _load(path: Path) -> Any:
@@ -273,7 +253,7 @@ def _key(value: Any) -> str:
 
 def groups_of(runs: Iterable[Run]) -> list[Group]:
     """Returns the runs, those together that repeat each other."""
-    found = partition(runs, lambda run: _key(run.facts))
+    found = partition(runs, lambda run: run.cell or _key(run.facts))
     return [Group(sorted(own, key=lambda run: run.seed)) for own in found.values()]
 
 
@@ -286,16 +266,18 @@ def lines_of(groups: Sequence[Group], along: Sequence[str]) -> list[Line]:
             nor what was tuned make another line, unless nothing else tells two groups apart.
     """
     lines = []
-    for own in partition(groups, lambda group: group[0].method).values():
-        lines += _split(own, along)
-    rows = [line.groups[0][0].row for line in lines]
-    named = [
-        Line(row, line.groups)
-        if row and rows.count(row) == 1 and all(run.row == row for g in line.groups for run in g)
-        else line
-        for row, line in zip(rows, lines, strict=True)
-    ]
-    return sorted(named, key=lambda line: natural(line.label))
+    for label, own in partition(groups, lambda g: g[0].row or title_of(g[0].method)).items():
+        places = partition(own, lambda group: _values(group, along)).values()
+        names = dict.fromkeys(n for same in places for n in _differing(same, {*along, *TUNED}))
+        found = partition(own, lambda group, names=names: _values(group, names)).values()
+        if any(len({_values(group, along) for group in line}) < len(line) for line in found):
+            tuned = [n for same in places for n in _differing(same, along) if n in TUNED]
+            names |= dict.fromkeys(tuned)
+            found = partition(own, lambda group, names=names: _values(group, names)).values()
+        for line in found:
+            parts = [f"{name} = {line[0][0].facts.get(name)}" for name in names]
+            lines.append(Line(", ".join([label, *parts]), tuple(line)))
+    return sorted(lines, key=lambda line: natural(line.label))
 
 
 def natural(text: str) -> list[tuple[float, str]]:
@@ -306,20 +288,6 @@ def natural(text: str) -> list[tuple[float, str]]:
     """
     parts = re.split(r"(\d+(?:\.\d+)?)", text)
     return [(float(part), "") if part[:1].isdigit() else (math.inf, part) for part in parts]
-
-
-def _split(groups: Sequence[Group], along: Sequence[str]) -> Iterator[Line]:
-    places = partition(groups, lambda group: _values(group, along)).values()
-    names = dict.fromkeys(n for same in places for n in _differing(same, {*along, *TUNED}))
-    lines = partition(groups, lambda group: _values(group, names)).values()
-    if any(len({_values(group, along) for group in line}) < len(line) for line in lines):
-        tuned = [n for same in places for n in _differing(same, along) if n in TUNED]
-        names |= dict.fromkeys(tuned)
-        lines = partition(groups, lambda group: _values(group, names)).values()
-    for line in lines:
-        first = line[0][0]
-        parts = [f"{name} = {first.facts.get(name)}" for name in names]
-        yield Line(", ".join([title_of(first.method), *parts]), tuple(line))
 
 
 def _values(group: Group, names: Iterable[str]) -> str:

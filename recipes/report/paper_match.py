@@ -16,7 +16,7 @@ from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.projections import PRINCIPAL
-from recipes.report.findings import RANDOM, TUNED, ZERO_SHOT, Run, title_of
+from recipes.report.findings import TUNED, ZERO_SHOT, Run, title_of
 
 PAPER = Path(__file__).with_name("paper_tables.yaml")
 UNKNOWN = "unknown"
@@ -103,9 +103,10 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
 
 
 def _usual(run: Run, spec: Spec) -> dict[str, Any]:
-    wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | RANDOM
-    # Where a rate is given
+    wanted = {f.name: f.default for f in fields(DPGrapeArguments)}
+    # Where a rate is given, and P is random
     wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16, "noise": "independent"}
+    wanted |= {"projection_update_steps": 100}
     if run.method != ZERO_SHOT:
         row = METHODS[run.method]
         family = "gaussian" if row.projected and row.projection == PRINCIPAL else row.projection

@@ -93,16 +93,6 @@ def test_a_line_may_have_another_bound_on_each_task() -> None:
     assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
 
 
-def test_code_without_an_option_did_what_the_option_does_by_default() -> None:
-    older, newer = made_up(90.0, seed=13), made_up(92.0, seed=21)
-    older["settings"].pop("float32_updates", None)
-    newer["settings"]["float32_updates"] = False
-    (group,) = groups_of([Run(older), Run(newer)])
-    assert group.score() == (91.0, 1.0, 2)
-    newer["settings"]["float32_updates"] = True
-    assert len(groups_of([Run(older), Run(newer)])) == 2
-
-
 def test_a_variant_on_one_task_leaves_the_plain_run_on_another_in_the_papers_row() -> None:
     results = (
         made_up(90.0),
