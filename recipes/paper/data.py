@@ -30,9 +30,7 @@ def load_split(
     Args:
         split: its name; ``a + b`` for two splits, one behind the other.
         path: what ``--dataset_path`` says.
-        hub: the name of the task's own data set.
-        config: of its configurations, the task's.
-        revision: of its revisions, the task's.
+        hub: the task's own data set, with its configuration and revision.
 
     Raises:
         FileNotFoundError: if the path leads to no folder, nor to a data set of the Hub.

@@ -32,16 +32,7 @@ def mean_f1(
     batch_size: int,
     max_new_tokens: int,
 ) -> float:
-    """Returns the mean F1, in percent, of the answers that a model generates.
-
-    Args:
-        model: has a ``generate`` as transformers' models do.
-        questions: what is asked.
-        encoder: makes the prompts.
-        pad: the id of the padding.
-        batch_size: how many answers are generated at once.
-        max_new_tokens: where an answer is broken off.
-    """
+    """Returns the mean F1, in percent, of the answers that a model generates."""
     ordered = sorted(questions, key=lambda question: len(question.prompt))
     answers = generate(
         model,
@@ -66,13 +57,7 @@ def generate(
 ) -> list[str]:
     """Returns the text that a model continues each prompt with, to the end of the line.
 
-    Args:
-        model: has a ``generate`` as transformers' models do.
-        tokenizer: of the model.
-        prompts: ids, of any lengths.
-        pad: the id of the padding, which is on the left.
-        batch_size: how many prompts run at once.
-        max_new_tokens: where an answer is broken off.
+    Prompts are ids, of any lengths; the padding is on the left.
     """
     model.eval()
     device = next(model.parameters()).device

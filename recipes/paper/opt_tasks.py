@@ -112,13 +112,6 @@ def load_splits(
     ``train`` and behind it ``dev`` begin a seeded permutation of the training data; ``test`` begins
     one, of the same seed, of the validation data, which may have fewer rows than asked for.
 
-    Args:
-        task: a row of ``TASKS``.
-        path: where the data are, with the columns of the Hub, as ``load_split`` takes it.
-        seed: of the permutations.
-        sizes: how many questions each split is to have.
-        test_split: which split of the data ``test`` is taken from.
-
     Raises:
         ValueError: if there are not enough training data.
     """

@@ -102,15 +102,7 @@ TASKS: Mapping[str, Task] = {
 def prompt(
     task: Task, tokenizer: Any, texts: Sequence[str], max_length: int | None = None
 ) -> list[int]:
-    """Returns the tokens of a prompt.
-
-    What is too long is cut off at its end.
-
-    Args:
-        task: has the template.
-        tokenizer: of the model.
-        texts: the values of the task's text columns.
-        max_length: the most tokens, if not the task's own.
+    """Returns the tokens of a prompt of some texts; what is too long is cut off at its end.
 
     Raises:
         ValueError: if the mask is cut off, or the tokenizer has no token for a template's sign.
@@ -170,13 +162,6 @@ def read_at_mask(model: Any, words: Sequence[int]) -> Any:
 
     Only its forward changes, to ``logits_at_mask``: it saves and loads as the model it is.
 
-    Args:
-        model: of ``AutoModelForMaskedLM``.
-        words: the tokens whose logits are wanted.
-
-    Returns:
-        The same model.
-
     Raises:
         ValueError: if its vocabulary head is not one module.
     """
@@ -196,16 +181,9 @@ def logits_at_mask(
 ) -> SequenceClassifierOutput:
     """Returns the logits of the labels' words, (B, L); a forward of a masked language model.
 
-    The vocabulary head runs at one position per sample: its logits and its gradient, which has
-    rank 1 there, take 1/T of what they would take.
-
-    Args:
-        self: the model.
-        input_ids: (B, T).
-        attention_mask: (B, T).
-        mask_pos: where the mask is, (B,); where nothing says so, as in inputs that are no prompts,
-            the first position is taken.
-        token_type_ids: (B, T).
+    The vocabulary head runs at one position per sample, ``mask_pos`` (B,), or the first where
+    nothing says which: its logits and its gradient, which has rank 1 there, take 1/T of what they
+    would take.
     """
     if mask_pos is None:
         mask_pos = torch.zeros_like(input_ids[:, 0])
@@ -220,13 +198,6 @@ def read_the_mean(model: Any, labels: int) -> Any:
     """Makes a sequence classifier read the mean of its encoder's outputs; its head is new.
 
     Sentence encoders are trained to have their meaning there, and not at the first position.
-
-    Args:
-        model: of ``AutoModelForSequenceClassification``.
-        labels: L, the number of labels.
-
-    Returns:
-        The same model.
     """
     model.classifier = nn.Linear(model.config.hidden_size, labels)
     nn.init.normal_(model.classifier.weight, std=model.config.initializer_range)
@@ -243,14 +214,7 @@ def logits_of_mean(
     attention_mask: Tensor,
     token_type_ids: Tensor | None = None,
 ) -> SequenceClassifierOutput:
-    """Returns the logits of the labels, (B, L), of the mean over the positions of each sample.
-
-    Args:
-        self: the model.
-        input_ids: (B, T).
-        attention_mask: (B, T).
-        token_type_ids: (B, T).
-    """
+    """Returns the logits of the labels, (B, L), of the mean over the positions of each sample."""
     types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
     hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types)[0]
     weights = (attention_mask / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)  # (B, T)

@@ -122,15 +122,9 @@ CASES = tuple(Case(**row) for row in yaml.safe_load(_TABLE))
 def run(case: Case, examples: Path, private: bool, keep: Path | None = None) -> dict[str, Any]:
     """Runs a case in a folder of its own, in another process.
 
-    Args:
-        case: what to run.
-        examples: the folder of all scripts.
-        private: whether it is converted first.
-        keep: where to keep what it writes, in a folder of the script's name.
-
     Returns:
-        What ``provided.run`` says; of a private run also the lines that the conversion takes out
-        and puts in, and the epsilon and number of units in its ledger.
+        What ``provided.run`` says; of a private run, which is converted first, also the lines that
+        this takes out and puts in, and the epsilon and number of units in its ledger.
     """
     script = examples / f"{case.script}.py"
     with tempfile.TemporaryDirectory() as name:

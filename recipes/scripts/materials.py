@@ -2,93 +2,40 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
-import wave
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import transformers
+import yaml
 from PIL import Image
+from scipy.io import wavfile
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TRAINING, VALIDATION = 240, 12  # examples
 SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-    "bos_token": "[BOS]",
-    "eos_token": "[EOS]",
+    f"{name}_token": f"[{name.upper()}]"
+    for name in ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 }
 WORDS = (
     "a bird cat dog fish horse river road house tree sees finds likes takes makes old new red blue "
     "small one two three and but with near under every no who what where"
 ).split()
 VOCABULARY = [*SPECIAL.values(), *WORDS]
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
-LONGEST, IMAGE, PATCH, RATE = 64, 16, 4, 16_000
+LONGEST, IMAGE, RATE = 64, 16, 16_000
 
 
 # ---- Models ----
 
 
-BERT = {
-    **SIZES,
-    "vocab_size": len(VOCABULARY),
-    "max_position_embeddings": LONGEST,
-    "pad_token_id": 0,
-}
-DECODER = {**BERT, "bos_token_id": 5, "eos_token_id": 6}
-VIT = {**SIZES, "image_size": IMAGE, "patch_size": PATCH, "encoder_stride": PATCH}
-T5 = {
-    "vocab_size": len(VOCABULARY),
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 6,
-    "decoder_start_token_id": 0,
-}
-XLNET = {"vocab_size": len(VOCABULARY), "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
-WAV2VEC2 = {
-    **SIZES,
-    "conv_dim": (16, 16, 16),
-    "conv_kernel": (10, 8, 4),
-    "conv_stride": (10, 8, 4),
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "feat_extract_norm": "layer",
-    "do_stable_layer_norm": True,
-    "classifier_proj_size": 16,
-    "pad_token_id": 0,
-}
-CLIP = {"text_config": DECODER, "vision_config": VIT, "projection_dim": 16}
-MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "bert": ("BertForMaskedLM", BERT),
-    "llama": ("LlamaForCausalLM", DECODER),
-    "t5": ("T5ForConditionalGeneration", T5),
-    "xlnet": ("XLNetLMHeadModel", XLNET),
-    "clip": ("CLIPModel", CLIP),
-    "vit": ("ViTForMaskedImageModeling", VIT),
-    "mae": ("ViTMAEForPreTraining", VIT | {f"decoder_{name}": n for name, n in SIZES.items()}),
-    "wav2vec2": ("Wav2Vec2Model", WAV2VEC2),
-}
-"""Classes of transformers, and the settings of their configurations."""
+_TABLE = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = _TABLE["models"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -229,7 +176,7 @@ def save_rows(kind: str, folder: Path, ending: str = "json") -> None:
         rows = [ROWS[kind](chance, i) for i in range(number)]
         path = folder / f"{split}.{ending}"
         if ending == "csv":
-            _save_csv(path, rows)
+            pd.DataFrame(rows).to_csv(path, index=False)
         elif kind == "questions":
             path.write_text(json.dumps({"data": rows}))
         else:
@@ -267,24 +214,9 @@ def save_sounds(folder: Path, transcribed: bool = False) -> None:
             seconds = np.arange(chance.randint(3200, 6400)) / RATE
             kind, pitch = (("low", 220), ("high", 880))[index % 2]
             name = f"{index}.wav" if transcribed else f"{kind}/{index}.wav"
-            _save_sound(folder / split / name, np.sin(2 * np.pi * pitch * seconds))
+            samples = 32767 * np.sin(2 * np.pi * pitch * seconds)
+            (folder / split / name).parent.mkdir(parents=True, exist_ok=True)
+            wavfile.write(folder / split / name, RATE, samples.astype(np.int16))
             lines.append({"file_name": name, "sentence": kind})
         if transcribed:
-            _save_csv(folder / split / "metadata.csv", lines)
-
-
-def _save_sound(path: Path, samples: Any) -> None:
-    """Saves samples between -1 and 1 as a sound of 16 bits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(path), "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(RATE)
-        sound.writeframes((samples * 32767).astype(np.int16).tobytes())
-
-
-def _save_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+            pd.DataFrame(lines).to_csv(folder / split / "metadata.csv", index=False)
