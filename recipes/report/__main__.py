@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,48 +49,34 @@ MARKED = re.compile(r"^<!-- table: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.MULTIL
 BEGIN = re.compile(r"^<!-- table: ", re.MULTILINE)
 
 
-def _json(path: Path) -> Any:
+def _read(path: Path) -> Any:
+    if path.suffix == ".jsonl":
+        return read_lines(path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _of(pattern: str, render: Callable[[Any], str]) -> Callable[[Path], str]:
+    """Returns what renders a file, or the list of all of a pattern with a star."""
+
+    def rendered(root: Path) -> str:
+        found = [_read(path) for path in sorted(root.glob(f"recipes/{pattern}"))]
+        return render(found if "*" in pattern else found[0])
+
+    return rendered
+
+
+def _times(kind: str, *names: str) -> Callable[[Path], str]:
+    render = partial(timing.times_table, names=names)
+    return _of(f"benchmark/results/{kind}_*.json", render)
 
 
 @cache
 def _summary(folder: Path) -> dict[str, Any]:
-    return Sweep(_json(folder / "sweep.json")["config"], folder).summary()
+    return Sweep(_read(folder / "sweep.json")["config"], folder).summary()
 
 
-def _digits(root: Path, name: str = "compare") -> str:
-    record = _json(root / f"recipes/digits/results/{name}.json")
+def _digits(record: Mapping[str, Any]) -> str:
     return compare.table(record["config"], record)
-
-
-def _membership(root: Path) -> str:
-    return membership.as_markdown(_json(root / "recipes/attacks/results/membership.json"))
-
-
-def _benchmark(root: Path) -> str:
-    return timing.as_markdown(_json(root / "recipes/benchmark/results/cpu.json")["results"])
-
-
-def _measured(root: Path, what: str) -> list[Any]:
-    """Returns the results of the benchmark whose files begin so."""
-    folder = root / "recipes/benchmark/results"
-    return [_json(path) for path in sorted(folder.glob(f"{what}_*.json"))]
-
-
-def _scripts(root: Path) -> str:
-    return scripts.as_markdown(_json(root / "recipes/scripts/results/scripts.json")["scripts"])
-
-
-def _subspace(root: Path) -> str:
-    return subspace.as_markdown(subspace.read_results(root / "recipes/subspace/results"))
-
-
-def _matrix(root: Path) -> list[dict[str, Any]]:
-    return read_lines(root / "recipes/models/results/model_matrix.jsonl")
-
-
-def _host(root: Path) -> str:
-    return host_tests.as_markdown(_json(root / "recipes/models/results/host_tests.json"))
 
 
 def _first(text: str) -> str:
@@ -98,45 +84,34 @@ def _first(text: str) -> str:
     return text.split("\n\n")[0]
 
 
-GPU = "recipes/gpu_report/results"
 OF_THE_PAPER = ("text", "text_trec", "vision")
 SWEEPS = (
-    *OF_THE_PAPER,
-    "text_principal",
-    "vision_principal",
-    "text_chosen",
-    "rte_chosen",
-    "vision_chosen",
+    *(*OF_THE_PAPER, "text_principal", "vision_principal"),
+    *("text_chosen", "rte_chosen", "vision_chosen"),
 )
+GPU = "gpu_report/results/gpu_report-nvidia-h100-80gb-hbm3.json"
+ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
-    "benchmark": _benchmark,
-    "benchmark-compiled": lambda root: timing.times_table(
-        _measured(root, "compiled"), (ADAMW, COMPILED, DP_GRAPE)
-    ),
-    "benchmark-correlated": lambda root: timing.times_table(
-        _measured(root, "correlated"), (ADAMW, PRINCIPAL, CORRELATED)
-    ),
-    "benchmark-opake": lambda root: timing.times_table(
-        _measured(root, "opake"), (ADAMW, DP_GRAPE, OPAKE)
-    ),
-    "benchmark-opake-lora": lambda root: timing.times_table(_measured(root, "opake"), LORA),
-    "benchmark-principal": lambda root: timing.principal_table(_measured(root, "principal")),
-    "gpu": lambda root: gpu.summary(_json(root / GPU / "gpu_report-nvidia-h100-80gb-hbm3.json")),
-    "noise-left": lambda root: noise_left.as_markdown(
-        _json(root / "recipes/benchmark/results/noise_left.json")
-    ),
-    "host-tests": _host,
-    "digits": lambda root: _first(_digits(root)),
-    "digits-chosen": lambda root: _first(_digits(root, "chosen")),
-    "membership": lambda root: _first(_membership(root)),
-    "memory-principal": lambda root: memory.as_markdown(_measured(root, "memory")),
-    "memory-packed": lambda root: memory.of_few_bits(_measured(root, "packed")),
-    "memory-messages": lambda root: memory.messages(_measured(root, "sharded")),
-    "memory-sharded": lambda root: memory.by_processes(_measured(root, "sharded")),
-    "scripts": _scripts,
-    "subspace": _subspace,
-    "models": lambda root: matrix.summarise(_matrix(root)),
+    "benchmark": _of("benchmark/results/cpu.json", lambda run: timing.as_markdown(run["results"])),
+    "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE),
+    "benchmark-correlated": _times("correlated", ADAMW, PRINCIPAL, CORRELATED),
+    "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),
+    "benchmark-opake-lora": _times("opake", *LORA),
+    "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),
+    "gpu": _of(GPU, gpu.summary),
+    "noise-left": _of("benchmark/results/noise_left.json", noise_left.as_markdown),
+    "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
+    "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),
+    "digits-chosen": _of("digits/results/chosen.json", lambda record: _first(_digits(record))),
+    "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
+    "memory-principal": _of("benchmark/results/memory_*.json", memory.as_markdown),
+    "memory-packed": _of("benchmark/results/packed_*.json", memory.of_few_bits),
+    "memory-messages": _of("benchmark/results/sharded_*.json", memory.messages),
+    "memory-sharded": _of("benchmark/results/sharded_*.json", memory.by_processes),
+    "scripts": _of("scripts/results/scripts.json", lambda run: scripts.as_markdown(run["scripts"])),
+    "subspace": _of("subspace/results/*.json", subspace.as_markdown),
+    "models": _of(MATRIX, matrix.summarise),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
         for name in SWEEPS
@@ -145,24 +120,19 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
 """What a page may have between markers, by name: each from the root of the repository."""
 
 PAGES: Mapping[str, Callable[[Path], str]] = {
-    "recipes/digits/results/compare.md": _digits,
-    "recipes/attacks/results/membership.md": _membership,
-    "recipes/models/results/model_matrix.md": lambda root: matrix.render(_matrix(root)),
+    "recipes/digits/results/compare.md": _of("digits/results/compare.json", _digits),
+    "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
+    "recipes/models/results/model_matrix.md": _of(MATRIX, matrix.render),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        collect([*(root / PAPER / name for name in OF_THE_PAPER), root / GPU]),
+        collect([*(root / PAPER / name for name in OF_THE_PAPER), (root / "recipes" / GPU).parent]),
         read_paper(),
     ),
     **{
-        f"{PAPER}/{name}/sweep.json": lambda root, name=name: sweep.as_json(
+        f"{PAPER}/{name}/sweep.{ending}": lambda root, name=name, render=render: render(
             _summary(root / PAPER / name)
         )
         for name in SWEEPS
-    },
-    **{
-        f"{PAPER}/{name}/sweep.md": lambda root, name=name: sweep.as_markdown(
-            _summary(root / PAPER / name)
-        )
-        for name in SWEEPS
+        for ending, render in (("json", sweep.as_json), ("md", sweep.as_markdown))
     },
 }
 """What is rendered as a whole, by path."""
