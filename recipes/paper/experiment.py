@@ -41,8 +41,14 @@ from transformers import HfArgumentParser, TrainerCallback, set_seed
 from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
-from dp_grape_hf.projections import Batches, synthetic_batches
-from recipes.common.provenance import git_commit, recorded, spent_as_json, versions
+from dp_grape_hf.projections import synthetic_batches
+from recipes.common.provenance import (
+    git_commit,
+    recorded,
+    spent_as_json,
+    versions,
+    with_adapter,
+)
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
@@ -158,13 +164,18 @@ class Family(Generic[Script]):
     load: Callable[[Script, DPGrapeTrainingArguments], Experiment]
 
 
-def start_of_adapter(
-    script: ExperimentArguments, model: Any, seed: int, tokenizer: Any = None
-) -> Batches | None:
-    """Returns the inputs that an adapter's A is measured on; None if it starts at random."""
-    if script.lora_init == "random":
-        return None
-    return partial(synthetic_batches, model, tokenizer, seed)
+def in_adapter(
+    model: Any,
+    script: ExperimentArguments,
+    args: DPGrapeTrainingArguments,
+    head: Sequence[str] = (),
+    tokenizer: Any = None,
+) -> Any:
+    """Returns the model in the adapter that the method trains, if it trains one."""
+    inputs = None
+    if script.lora_init == "principal":
+        inputs = partial(synthetic_batches, model, tokenizer, args.projection_seed)
+    return with_adapter(model, args.method, script.lora_rank, head, inputs)
 
 
 @torch.no_grad()

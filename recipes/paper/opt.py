@@ -37,15 +37,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
-from recipes.common.provenance import with_adapter
 from recipes.paper.experiment import (
     Experiment,
     ExperimentArguments,
     Family,
     Scores,
     accuracy,
+    in_adapter,
     main,
-    start_of_adapter,
 )
 from recipes.paper.opt_scores import mean_f1
 from recipes.paper.opt_tasks import TASKS, Collator, Encoder, first_tokens, load_splits
@@ -221,9 +220,8 @@ def load_model(
             "which other data have not. Leave it out: synthetic inputs serve as well."
         )
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
-    inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
-    scorer = AnswerScorer(with_adapter(model, args.method, script.lora_rank, inputs=inputs))
-    return scorer.to(args.device)
+    adapted = in_adapter(model, script, args, tokenizer=tokenizer)
+    return AnswerScorer(adapted).to(args.device)
 
 
 def padding_of(tokenizer: Any) -> int:

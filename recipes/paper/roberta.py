@@ -39,7 +39,6 @@ from transformers import (
 )
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from recipes.common.provenance import with_adapter
 from recipes.paper.data import load_split
 from recipes.paper.experiment import (
     Experiment,
@@ -47,8 +46,8 @@ from recipes.paper.experiment import (
     Family,
     Scores,
     accuracy,
+    in_adapter,
     main,
-    start_of_adapter,
 )
 from recipes.paper.roberta_prompts import (
     TASKS,
@@ -255,13 +254,11 @@ def model_for(
     if script.head == PROMPT:
         model = AutoModelForMaskedLM.from_pretrained(path)
         model = read_at_mask(model, label_words(task, tokenizer))
-        inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
-        return with_adapter(model, args.method, script.lora_rank, inputs=inputs)
+        return in_adapter(model, script, args, tokenizer=tokenizer)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(task.words))
     if script.head == MEAN:
         model = read_the_mean(model, len(task.words))
-    inputs = start_of_adapter(script, model, args.projection_seed, tokenizer)
-    return with_adapter(model, args.method, script.lora_rank, ["classifier"], inputs)
+    return in_adapter(model, script, args, ["classifier"], tokenizer)
 
 
 def cross_entropy(outputs: Any, labels: Tensor | None) -> Tensor:

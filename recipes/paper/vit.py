@@ -31,14 +31,13 @@ from torch.utils.data import Dataset, random_split
 from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from recipes.common.provenance import with_adapter
 from recipes.paper.experiment import (
     Experiment,
     ExperimentArguments,
     Family,
     accuracy,
+    in_adapter,
     main,
-    start_of_adapter,
 )
 from recipes.paper.images import (
     Batches,
@@ -146,12 +145,11 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
-    inputs = start_of_adapter(script, model, args.projection_seed)
     public = None
     if script.public_dataset is not None:
         public = load_images(source, script.public_dataset)["train"]
     return Experiment(
-        model=with_adapter(model, args.method, script.lora_rank, ["classifier"], inputs),
+        model=in_adapter(model, script, args, ["classifier"]),
         train=train,
         collator=batches,
         score=lambda model, _: {

@@ -122,16 +122,6 @@ def test_the_large_models_have_the_size_of_their_namesakes(name: str, billions: 
 # ---- What is measured ----
 
 
-def test_plain_training_is_compiled_with_one_batch_and_not_simulated(tmp_path: Path) -> None:
-    compiled = [cell for cell in gpu_report.cells_of(SHAPES) if cell.method == "adamw_compiled"]
-    assert compiled
-    assert len(compiled) == len({cell.shape for cell in compiled})
-    options = gpu_report.parse(["--parts", "cells", "simulations"])
-    state = gpu_report.Report(tmp_path / "report.json", "a GPU", "cuda")
-    work = gpu_report.work_of(options, torch.device("cuda"), state)
-    assert [part for part, key, _ in work if "adamw_compiled" in key] == ["cells"] * len(compiled)
-
-
 def test_roberta_reads_its_words_at_the_mask() -> None:
     torch.manual_seed(0)
     setting = TINY["tiny RoBERTa"].setting
@@ -261,35 +251,23 @@ def test_without_a_gpu_it_says_so(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("where", ["making the model", "a step"])
+@pytest.mark.parametrize(
+    ("failing", "where"), [("__init__", "making the model"), ("step", "the first step")]
+)
 def test_running_out_of_memory_is_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, where: str
 ) -> None:
-    steps: list[int] = []
-    allowed = {"making the model": 0, "a step": 1}[where]
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    class Training(gpu_report.PlainTraining):
-        def step(self) -> None:
-            steps.append(1)
-            if len(steps) > allowed:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            super().step()
-
-    if where == "making the model":
-
-        def make(*args: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-    else:
-        make = Training
     cell = gpu_report.cells_of(gpu_report.TINY)[0]
     monkeypatch.setattr(gpu_report, "cells_of", lambda *args: [cell])
-    monkeypatch.setattr(gpu_report, "PlainTraining", make)
+    monkeypatch.setattr(gpu_report.PlainTraining, failing, fail)
     status, found = report(tmp_path, *CELLS)
     assert status == DONE
     assert found["cells"][str(cell)]["out_of_memory"] == where
-    assert f"out of memory in {where}" in (tmp_path / "gpu_report-cpu.md").read_text(
-        encoding="utf-8"
-    )
+    text = (tmp_path / "gpu_report-cpu.md").read_text(encoding="utf-8")
+    assert f"out of memory in {where}" in text
 
 
 def test_an_unexpected_error_is_noted_and_the_cell_is_tried_again(
