@@ -49,7 +49,7 @@ from transformers.utils import logging
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.common.markdown import table
 from recipes.common.plots import COLOURS
-from recipes.common.provenance import versions
+from recipes.common.provenance import versions, write
 
 VOCABULARY, LENGTH, HIDDEN, LABELS = 2048, 32, 64, 2
 PAD = 0
@@ -94,9 +94,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     folder: Path = given.pop("output_dir")
     settings = Settings(**given | {"epsilons": tuple(given["epsilons"])})
     results = run(settings)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "membership.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write(path, results)
     path.with_suffix(".md").write_text(as_markdown(results), encoding="utf-8")
     draw(results).savefig(path.with_suffix(".png"), dpi=130)
     sys.stdout.write(as_markdown(results))

@@ -14,21 +14,18 @@ things to do. Takes about two minutes on two CPU cores.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import dp_grape_hf
 from recipes.benchmark.methods import METHODS, PRINCIPAL, USUAL, measuring_time
 from recipes.benchmark.models import TITLES, Setting
 from recipes.benchmark.timing import as_markdown, measure, measuring_line, remarks
+from recipes.common.provenance import origin, versions, write
 
 ROUNDS, WARMUP = 12, 2
 
@@ -39,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     setting = Setting(**{f.name: getattr(options, f.name) for f in fields(Setting)})
     device = torch.device(options.device)
     results = measure(setting, options.methods, options.rounds, options.warmup, device)
-    record = {**_origin(device), "setting": vars(setting), "results": results}
+    more = {"threads": torch.get_num_threads(), "versions": versions("dp_grape_hf", "opacus")}
+    record = {**origin(), **more, "setting": vars(setting), "results": results}
     sys.stdout.write(f"{setting}\n\n{as_markdown(results)}\n{remarks(results)}")
     if PRINCIPAL in options.methods:
         record["measuring"] = measuring_time(setting, device)
         sys.stdout.write(measuring_line(record))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(options.json, record)
     return record
 
 
@@ -70,18 +67,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} must be at least 1")
     return options
-
-
-def _origin(device: torch.device) -> dict[str, Any]:
-    packages = ("torch", "transformers", "opacus")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "versions": {"dp_grape_hf": dp_grape_hf.__version__}
-        | {package: metadata.version(package) for package in packages},
-    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ delta 1e-5. Takes two minutes of a CPU core.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.trainer import Run
 from recipes.common.markdown import table
+from recipes.common.provenance import write
 
 BUDGETS = ((1024, 64, 200), (2644, 256, 100), (50_000, 1024, 2000))  # N, B, T
 EPSILONS = (2.0, 6.0, 8.0)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             records.append({"N": size, "B": batch, "T": steps, "epsilon": epsilon, **found})
     sys.stdout.write(as_markdown(records))
     if options.json is not None:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        write(options.json, records)
     return records
 
 

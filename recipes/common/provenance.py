@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacySpent
@@ -40,10 +43,26 @@ def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def origin() -> dict[str, Any]:
+    """Returns when a result is made, on what, and with which software and code."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def versions(*more: str) -> dict[str, str]:
     """Returns the versions of the software that made the result."""
-    packages = ("torch", "transformers", "accelerate", "scikit-learn", "prv-accountant")
+    packages = ("torch", "transformers", "accelerate", "scikit-learn", "prv-accountant", *more)
     return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+
+
+def write(path: Path, record: Any) -> None:
+    """Writes a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def git_commit() -> str | None:

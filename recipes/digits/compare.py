@@ -13,7 +13,6 @@ again, the recipe goes on where it was stopped. Hardware: two CPU cores, half an
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import statistics
@@ -35,7 +34,7 @@ from transformers.utils import logging
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from recipes.common import markdown
 from recipes.common.plots import Panels, logarithmic
-from recipes.common.provenance import versions, with_adapter
+from recipes.common.provenance import origin, with_adapter, write
 from recipes.common.sweep import Cell, Sweep
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs.complete(stage())
     record = summary(config, runs)
     text = table(config, record)
-    (options.output_dir / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(options.output_dir / "compare.json", record)
     (options.output_dir / "compare.md").write_text(text, encoding="utf-8")
     plot(config, record, options.output_dir / "compare.png")
     sys.stdout.write(text)
@@ -154,8 +153,7 @@ def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
         for name, row in runs.summary()["tasks"][TASK].items()
     }
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
+        **origin(),
         "config": config,
         "runs": {"search": len(list(runs.search())), "final": sum(map(len, found.values()))},
         "rows": rows,

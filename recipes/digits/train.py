@@ -12,7 +12,6 @@ The accuracy is that of test images that count as public: no epsilon covers them
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
     per_sample_gradients,
 )
-from recipes.common.provenance import recorded, spent_as_json, versions
+from recipes.common.provenance import recorded, spent_as_json, versions, write
 
 CONFIG = Path(__file__).with_name("config.yaml")
 FLOAT = 4  # bytes
@@ -83,8 +82,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
         "versions": versions(),
         "checkpoint": args.output_dir,
     }
-    text = json.dumps(results, indent=2) + "\n"
-    (Path(args.output_dir) / "results.json").write_text(text, encoding="utf-8")
+    write(Path(args.output_dir) / "results.json", results)
     sys.stdout.write(report(results))
     return results
 

@@ -22,7 +22,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.per_sample import loss_for
 from recipes.common.markdown import table
-from recipes.common.provenance import versions
+from recipes.common.provenance import origin, write
 
 OUTCOMES, PRIVATE = "DP_GRAPE_HOST_OUTCOMES", "DP_GRAPE_HOST_PRIVATE"  # environment variables
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -292,13 +291,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for name, private in (("host_plain", False), ("host_private", True))
     ]
     record = {
-        "date": time.strftime("%Y-%m-%d"),
+        **origin(),
         "checkout": _version(options.transformers),
-        "versions": versions(),
         **compare(*both),
     }
-    text = json.dumps(record, indent=1) + "\n"
-    (options.output_dir / "host_tests.json").write_text(text, encoding="utf-8")
+    write(options.output_dir / "host_tests.json", record)
     sys.stdout.write(as_markdown(record))
     return record
 

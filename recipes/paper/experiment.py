@@ -42,13 +42,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
-from recipes.common.provenance import (
-    git_commit,
-    recorded,
-    spent_as_json,
-    versions,
-    with_adapter,
-)
+from recipes.common.provenance import origin, recorded, spent_as_json, with_adapter
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
@@ -209,7 +203,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
             f"{path} exists, and results are not overwritten: move it, or give --result_dir."
         )
     args.output_dir = str(Path(str(args.output_dir)) / path.stem)  # each run has its own ledger
-    origin = {"versions": versions(), "git_commit": git_commit()}  # files may change meanwhile
+    made = origin()  # files may change meanwhile
     set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
     experiment = family.load(script, args)
     freeze(experiment.model, script.frozen)
@@ -255,9 +249,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         "splits": {"train": len(experiment.train), **experiment.splits},
         "seconds": round(seconds, 2),
         "peak_memory": peak,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        **origin,
-        "date": time.strftime("%Y-%m-%d"),
+        **made,
         "notes": list(experiment.notes),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,8 @@ It writes functions of the training data without noise among them: for data that
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
@@ -36,7 +34,7 @@ from dp_grape_hf import DPGrapeTrainingArguments, per_sample_gradients
 from dp_grape_hf.mechanism import add_clipped_sum_
 from dp_grape_hf.per_sample import LossFunction
 from dp_grape_hf.projections import projection_targets
-from recipes.common.provenance import git_commit, recorded, versions
+from recipes.common.provenance import origin, recorded, write
 from recipes.paper import opt, vit
 from recipes.paper.experiment import Experiment, Family, freeze, parse
 
@@ -102,14 +100,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "script": asdict(script),
         "settings": recorded(args),
         "spectra": spectra,
-        "device": torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu",
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin(),
         "notes": ["not private: raw gradients are among these", *experiment.notes],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(path, result)
     sys.stdout.write(f"{path}\n")
     return result
 

@@ -50,7 +50,7 @@ import yaml
 from dp_grape_hf import METHODS
 from recipes.common import markdown
 from recipes.common.markdown import counted, score_text
-from recipes.common.provenance import recorded
+from recipes.common.provenance import recorded, write
 from recipes.common.sweep import RUNS, Cell, Sweep
 from recipes.paper.experiment import parse
 
@@ -181,8 +181,7 @@ class Experiments(Sweep):
 def write_summary(sweep: Sweep) -> dict[str, Any]:
     """Writes ``sweep.json``, and returns what is in it."""
     summary = sweep.summary()
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    (sweep.folder / "sweep.json").write_text(as_json(summary))
+    write(sweep.folder / "sweep.json", summary)
     return summary
 
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
-from recipes.common.provenance import git_commit, versions
+from recipes.common.provenance import origin, write
 from recipes.scripts.convert import converted, modules_of
 from recipes.scripts.materials import ROWS, save_data, save_in_cache, save_model
 from recipes.scripts.provided import run_in
@@ -203,10 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             text = (options.examples / f"{case.script}.py").read_bytes()
             entry = {"script": str(case), "sha256": hashlib.sha256(text).hexdigest()}
             found.append({**entry, "as_it_is": before, "private": after})
-            record = {"commit": git_commit(), "versions": versions(), "scripts": found}
             if options.output is not None:
-                text = json.dumps(record, indent=1) + "\n"
-                options.output.write_text(text, encoding="utf-8")
+                write(options.output, {**origin(), "scripts": found})
     sys.stdout.write(as_markdown(found))
 
 

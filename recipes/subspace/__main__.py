@@ -19,7 +19,6 @@ What it writes are functions of the data without noise: for data that may be see
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from transformers.utils import logging
 
 from dp_grape_hf.per_sample import IGNORE_INDEX, Inputs
 from dp_grape_hf.projections import Batches, synthetic_batches
-from recipes.common.provenance import git_commit, versions
+from recipes.common.provenance import origin, write
 from recipes.paper.data import load_split
 from recipes.paper.images import Batches as ImageBatches
 from recipes.paper.images import Source, load_images
@@ -71,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     set_seed(options.seed)
     record = run(options)
     folder: Path = options.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['model']}-{record['data']}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(folder / f"{record['model']}-{record['data']}.json", record)
     draw(read_results(folder)).savefig(folder / FIGURE, dpi=130)
     sys.stdout.write(as_markdown([record]))
     return record
@@ -131,9 +128,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         **{key: getattr(options, key) for key in ("task", "samples", "max_length", "seed")},
         **measured,
         "cpu_seconds": round(time.process_time() - start),
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **origin(),
     }
 
 
