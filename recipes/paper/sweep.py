@@ -209,7 +209,8 @@ def table(summary: Mapping[str, Any]) -> str:
             rows.append([name, budget.replace("inf", "∞"), *map(score_text, found)])
     if not rows:
         return ""
-    cost = sum(own["search_runs"] for rows in summary["tasks"].values() for own in rows.values())
+    of_tasks = summary["tasks"].values()
+    cost = sum(own["search_runs"] for of_task in of_tasks for own in of_task.values())
     origin = "are those of the sweep's file, without a search"
     if cost:
         origin = f"were chosen on the dev split from {counted(cost, 'run')}, which no ε here covers"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, random_split
+from torch.utils.data import random_split
 from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
@@ -135,13 +135,11 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         )
     source = SOURCES[script.task.removesuffix(FINE_TUNE)]
     data = load_images(source, script.dataset_path)
-    split = "test"
-    train: Dataset[Any] = data["train"]
-    scored: Dataset[Any] = data["test"]
+    split, train, scored = "test", data["train"], data["test"]
     if script.held_out:
         generator = torch.Generator().manual_seed(script.split_seed)
-        split = "dev"
-        scored, train = random_split(train, [HELD_OUT, 1 - HELD_OUT], generator)
+        parts = random_split(train, [HELD_OUT, 1 - HELD_OUT], generator)
+        split, (scored, train) = "dev", parts
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
@@ -158,8 +156,8 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         splits={split: len(scored)},
         public=public,
         notes=[
-            f"{split}: images were stored as JPEG, which changes them a little"
-            for split, images in data.items()
+            f"{name}: images were stored as JPEG, which changes them a little"
+            for name, images in data.items()
             if images.lossy
         ],
     )
