@@ -63,6 +63,12 @@ def test_the_papers_preset_is_the_papers_experiment(name: str, method: str) -> N
     assert variant(run, spec) == untold
 
 
+SIZES = {
+    *("projection_rank", "projection_update_steps", "expected_batch_size", "max_steps"),
+    "num_train_epochs",
+}
+
+
 @pytest.mark.parametrize("config", ["paper", "reference_code"])
 @pytest.mark.parametrize("name", PAPER["tables"])
 def test_presets_have_the_settings_of_the_paper(name: str, config: str) -> None:
@@ -81,6 +87,10 @@ def test_presets_have_the_settings_of_the_paper(name: str, config: str) -> None:
         _, args = parse(family, [*words, "--target_epsilon=2", "--use_cpu"])
         if (spec["family"], config) == ("roberta", "reference_code"):  # its scripts have another
             settings = settings | {"learning_rate": 5e-4}
+        for part in (spec["same"], spec["usual"], column.get("usual", {})):
+            for setting, value in {**part, **part.get(method, {})}.items():
+                if setting in SIZES:
+                    settings = settings | {setting: value}
         assert {setting: getattr(args, setting) for setting in settings} == settings
         assert args.num_samples is None  # N is the length of the data
 
