@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         patch.setattr(watching, "SHARE", 0)  # a pass that is watched takes a little more
         patch.setattr(gpu_report, "TINY_MODELS", "^RoBERTa, sequence")
         patch.setattr(gpu_report, "git_commit", lambda: COMMIT)
-        status, found = report(folder, "--steps=2")
+        status, found = report(folder, "--steps=2", "--minutes=99")
     assert status == DONE
     return folder, found
 
