@@ -77,17 +77,16 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
         correct: v.
         guesses: k.
         canaries: m, also those that nothing is guessed of.
-        epsilon: of the guarantee that is put to the test.
+        epsilon: of the guarantee that is put to the test, at least 0 and finite.
         delta: of the same.
 
     Raises:
-        PrivacyError: the counts contradict each other, or epsilon or delta is out of range.
+        PrivacyError: the counts contradict each other, or delta is out of range.
     """
     require(
         0 <= correct <= guesses <= canaries and guesses >= 1,
         f"{correct=}, {guesses=} and {canaries=} must not fall, and there must be a guess.",
     )
-    require(0 <= epsilon < math.inf, f"{epsilon=} must be at least 0 and finite.")
     require(0 <= delta < 1, f"{delta=} must lie in [0, 1).")
     if correct == 0:
         return 1.0

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-REDRAW, FORWARD, BACKWARD, PROJECT, GRADIENTS = (
-    *("redraw", "forward", "backward", "project", "gradients"),
-)
+REDRAW, FORWARD, BACKWARD = "redraw", "forward", "backward"
+PROJECT, GRADIENTS = "project", "gradients"
 CLIP, RELEASE, RECORD, UPDATE = "clip", "release", "record", "update"
 PHASES = (REDRAW, FORWARD, BACKWARD, PROJECT, GRADIENTS, CLIP, RELEASE, RECORD, UPDATE)
 """``project`` and ``gradients`` (of a layer, by its rule) lie inside ``forward`` and ``backward``,

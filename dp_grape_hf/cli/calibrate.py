@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from dp_grape_hf.accounting import (
-    Bands,
     EpsilonCurve,
     Releases,
     expected_steps_per_epoch,
@@ -36,72 +35,71 @@ class _Row(NamedTuple):
 def run(args: argparse.Namespace) -> str:
     """Returns the table, or JSON."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
-    delta: float = args.target_delta
-    noise: list[float] | None = args.noise_multiplier
-    variant: dict[str, Any] = {
-        "adjacency": args.adjacency,
-        "norm_directions": args.norm_directions,
-    }
+    plan: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
+    variant: dict[str, Any] = {"adjacency": args.adjacency, "norm_directions": args.norm_directions}
     workload = _workload(args, steps)
+    budget = {
+        "target_delta": args.target_delta,
+        "accountant": args.accountant,
+        **plan,
+        **variant,
+        **(workload or {}),
+    }
     rows: list[_Row] = []
-    for asked in tqdm(noise or args.target_epsilon or DEFAULT_EPSILONS, disable=None):
-        bands = Bands((1.0,), asked, 1.0)
-        if noise is None:
-            budget = {
-                "target_epsilon": asked,
-                "target_delta": delta,
-                "sample_rate": sample_rate,
-                "steps": steps,
-                "accountant": args.accountant,
-                **variant,
-            }
-            if workload is None:
-                bands = bands._replace(noise_multiplier=find_noise_multiplier(**budget))
-            else:
-                bands = find_bands(**workload, **budget)
-            bands = bands._replace(noise_multiplier=rounded_up(bands.noise_multiplier))
-        sigma, number = bands.noise_multiplier, len(bands.coefficients)
-        releases = Releases(sigma, sample_rate, steps, **variant, bands=number)
-        curve = EpsilonCurve(releases, delta, args.accountant)
-        target = asked if noise is None else None
+    coefficients: tuple[float, ...]
+    for asked in tqdm(
+        args.noise_multiplier or args.target_epsilon or DEFAULT_EPSILONS, disable=None
+    ):
+        target, coefficients, left = asked, (1.0,), None
+        if args.noise_multiplier is not None:
+            target, sigma = None, asked
+        elif workload is None:
+            sigma = rounded_up(find_noise_multiplier(target_epsilon=asked, **budget))
+        else:
+            coefficients, sigma, left = find_bands(target_epsilon=asked, **budget)
+            sigma = rounded_up(sigma)
+        releases = Releases(sigma, **plan, **variant, bands=len(coefficients))
+        curve = EpsilonCurve(releases, args.target_delta, args.accountant)
         on_mean = None if batch_size is None else sigma / batch_size
-        left = None if workload is None else bands.left
         own = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
-        rows.append(_Row(*own, bands.coefficients, left))
-    if args.json:
-        # JSON has no infinity; Python, R and JavaScript all read the string back.
-        dicts = [
-            {name: "inf" if value == math.inf else value for name, value in row._asdict().items()}
-            for row in rows
-        ]
-        result = {"sample_rate": sample_rate, "steps": steps, "delta": delta, **variant}
-        if workload is None:
-            for row in dicts:
-                del row["coefficients"], row["noise_left"]
-        return json.dumps({**result, "rows": dicts}, indent=2) + "\n"
+        rows.append(_Row(*own, coefficients, left))
+    if not args.json:
+        directions = args.norm_directions
+        estimated = "" if directions is None else f", norms from {directions} directions"
+        return (
+            f"sample rate {sample_rate:.6g}, steps {steps}, delta {args.target_delta:g}, "
+            f"adjacency {args.adjacency}{estimated}\n\n{_table(rows)}"
+        )
+    # JSON has no infinity; Python, R and JavaScript all read the string back.
+    dicts = [
+        {name: "inf" if value == math.inf else value for name, value in row._asdict().items()}
+        for row in rows
+    ]
+    if workload is None:
+        for row in dicts:
+            del row["coefficients"], row["noise_left"]
+    result = {**plan, "delta": args.target_delta, **variant, "rows": dicts}
+    return json.dumps(result, indent=2) + "\n"
+
+
+def _table(rows: list[_Row]) -> str:
+    sigma_digits = ".6g" if rows[0].target_epsilon is None else ".4f"
     columns = {
-        "noise multiplier": [
-            f"{row.noise_multiplier:{'.4f' if noise is None else '.6g'}}" for row in rows
+        "epsilon asked": [
+            f"{row.target_epsilon:g}" for row in rows if row.target_epsilon is not None
         ],
+        "noise multiplier": [f"{row.noise_multiplier:{sigma_digits}}" for row in rows],
         "epsilon achieved": [f"{rounded_up(row.epsilon):.4f}" for row in rows],
         "noise std on mean / C": [
             "-" if (std := row.noise_std_on_mean_over_max_grad_norm) is None else f"{std:.4g}"
             for row in rows
         ],
         "accountant": [row.accountant for row in rows],
+        "bands": [f"{len(row.coefficients)}" for row in rows if row.noise_left is not None],
+        "left": [f"{row.noise_left:.3f}" for row in rows if row.noise_left is not None],
     }
-    if noise is None:
-        columns = {"epsilon asked": [f"{row.target_epsilon:g}" for row in rows], **columns}
-    if workload is not None:
-        columns["bands"] = [f"{len(row.coefficients)}" for row in rows]
-        columns["left"] = [f"{row.noise_left:.3f}" for row in rows]
-    directions = args.norm_directions
-    estimated = "" if directions is None else f", norms from {directions} directions"
-    return (
-        f"sample rate {sample_rate:.6g}, steps {steps}, delta {delta:g}, "
-        f"adjacency {args.adjacency}{estimated}\n\n"
-        + table(zip(*([title, *cells] for title, cells in columns.items()), strict=True), ">")
-    )
+    shown = [[title, *cells] for title, cells in columns.items() if cells]
+    return table(zip(*shown, strict=True), ">")
 
 
 def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:

@@ -6,10 +6,9 @@ The names and defaults that options state are those of the package; the tests co
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dp_grape_hf.errors import PrivacyError, require
-
-_HEAD = "an AutoModelFor... in small letters, as causal-lm (default: config's)"
 
 # ---- suggest ----
 
@@ -32,10 +31,9 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
     add("model", help="name of a model, or its folder")
     add("--num_samples", type=_positive, required=True, metavar="N", help="examples")
     add("--target_epsilon", "--eps", type=float, required=True, metavar="eps")
-    add("--target_delta", "--delta", type=float, required=True, metavar="delta")
+    _add_delta(parser, required=True)
     add("--num_train_epochs", "--epochs", type=float, metavar="E", help="passes (default: 3)")
-    add("--head", metavar="head", help=_HEAD)
-    add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
+    _add_head(parser)
     add("--method", metavar="method", help="default: dp_grape")
     add("--learning_rate", type=float, metavar="rate", help="a rate of yours, which is measured")
     add("--expected_batch_size", type=_positive, metavar="B", help="default: chosen")
@@ -115,7 +113,8 @@ else learnt from it. Every epsilon is an upper bound and every noise multiplier 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
     parser.description, parser.epilog = _CALIBRATE, _CALIBRATE_EXAMPLES
-    parser.add_argument("--num_samples", type=int, metavar="N")
+    add = parser.add_argument
+    add("--num_samples", type=int, metavar="N")
     sampling = parser.add_mutually_exclusive_group(required=True)
     sampling.add_argument("--expected_batch_size", type=float, metavar="B", help="with N: q = B/N")
     sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
@@ -124,11 +123,10 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up"
     )
-    parser.add_argument("--target_delta", "--delta", type=float, required=True, metavar="delta")
+    _add_delta(parser, required=True)
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
-        "--target_epsilon",
-        "--eps",
+        *("--target_epsilon", "--eps"),
         type=float,
         nargs="+",
         metavar="eps",
@@ -141,38 +139,38 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="sigma",
         help="noise to find the budget for",
     )
-    parser.add_argument(
+    add(
         "--accountant",
         default="least",
         metavar="name",
         help="prv, pld, rdp (default: of those installed, the one with the least eps)",
     )
-    parser.add_argument(
+    add(
         "--adjacency",
         default="add_or_remove_one",
         metavar="name",
         help="add_or_remove_one or replace_one: which datasets are neighbours (default: the first)",
     )
-    parser.add_argument(
+    add(
         "--norm_directions",
         type=int,
         metavar="k",
         help="random directions that dp_jl estimates norms from (default: norms are exact)",
     )
-    parser.add_argument(
+    add(
         "--noise",
         default="independent",
         choices=["independent", "banded"],
         help="banded: correlated over as many steps as leave the least noise in the weights at the "
         "end, of a rate that falls to 0 in a straight line",
     )
-    parser.add_argument(
+    add(
         "--momentum",
         type=float,
         metavar="m",
         help="of the update rule, for --noise banded; 0 for SGD (default: 0.9)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 # ---- memory ----
@@ -211,12 +209,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _MEMORY, _MEMORY_EXAMPLES
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")
-    add(
-        "--head",
-        metavar="head",
-        help=_HEAD,
-    )
-    add("--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)")
+    _add_head(parser)
     add("--batch_size", type=_positive, required=True, metavar="B", help="the physical batch")
     add("--seq_len", type=_positive, default=128, metavar="T", help="tokens (default: 128)")
     add(
@@ -252,13 +245,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
-
-
 # ---- card ----
 
 _CARD = """\
@@ -278,24 +264,23 @@ _CARD_EXAMPLES = """\
 def add_card(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape card``: the model card from the ledger."""
     parser.description, parser.epilog = _CARD, _CARD_EXAMPLES
-    parser.add_argument("folder", type=Path, help="where weights and privacy_ledger.json lie")
-    parser.add_argument("--repo_id", metavar="user/model", help="where it is published")
-    parser.add_argument("--model_name", help="the title (default: Model card)")
-    parser.add_argument("--base_model", metavar="user/model", help="what training started from")
-    parser.add_argument("--license", help="the Hub's name of a licence, such as apache-2.0")
-    parser.add_argument("--language", nargs="+", metavar="code")
-    parser.add_argument("--pipeline_tag", help="the Hub's name of the task")
-    parser.add_argument("--datasets", nargs="+", metavar="name", help="names on the Hub")
-    parser.add_argument("--tags", nargs="+", default=[], metavar="tag")
-    parser.add_argument(
-        "--metric", action="append", default=[], metavar="name=value", help="may be repeated"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("folder", type=Path, help="where weights and privacy_ledger.json lie")
+    add("--repo_id", metavar="user/model", help="where it is published")
+    add("--model_name", help="the title (default: Model card)")
+    add("--base_model", metavar="user/model", help="what training started from")
+    add("--license", help="the Hub's name of a licence, such as apache-2.0")
+    add("--language", nargs="+", metavar="code")
+    add("--pipeline_tag", help="the Hub's name of the task")
+    add("--datasets", nargs="+", metavar="name", help="names on the Hub")
+    add("--tags", nargs="+", default=[], metavar="tag")
+    add("--metric", action="append", default=[], metavar="name=value", help="may be repeated")
+    add(
         "--metrics_data",
         choices=("public", "private"),
         help="what the metrics were computed on; needed with --metric",
     )
-    parser.add_argument("--write", action="store_true", help="write FOLDER/README.md instead")
+    add("--write", action="store_true", help="write FOLDER/README.md instead")
 
 
 # ---- audit ----
@@ -335,33 +320,28 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clipping", choices=("flat", "automatic"))
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
-        "--target_epsilon",
-        "--eps",
+        *("--target_epsilon", "--eps"),
         type=float,
         metavar="eps",
         help="what the run claims (default: 2)",
     )
     budget.add_argument("--noise_multiplier", type=float, metavar="sigma", help="instead of eps")
-    numbers = (
-        ("--target_delta", "delta", float, "delta", "delta of the claim, below 1 / m", "1e-05"),
-        ("--max_steps", "steps", int, "T", "noisy steps of the run", "4"),
-        ("--sample_rate", "sample_rate", float, "q", "share drawn in a step; 1 shows most", "1"),
-        ("--canaries", "canaries", int, "m", "examples that may be in", "20000"),
-        ("--guesses", "guesses", int, "k", "how many are guessed", "m / 40"),
-        ("--confidence", "confidence", float, "c", "of the lower bound", "0.95"),
-        ("--projection", "projection", str, "name", "of dp_grape, as gaussian", "principal"),
-        ("--projection_rank", "projection_rank", int, "r", "of dp_grape, 1 to 3", "2"),
-        ("--gradient_factors", "gradient_factors", str, "JSON", "of body, tables.0 ...", "none"),
-        ("--noise", "noise", str, "name", "independent or banded", "independent"),
-    )
-    for name, dest, kind, metavar, text, default in numbers:
-        parser.add_argument(
-            *((name, "--delta") if name == "--target_delta" else (name,)),
-            dest=dest,
-            type=kind,
-            metavar=metavar,
-            help=f"{text} (default: {default})",
-        )
+
+    def add(name: str, kind: type, metavar: str, text: str, default: str, **more: Any) -> None:
+        text = f"{text} (default: {default})"
+        parser.add_argument(*name.split(), type=kind, metavar=metavar, help=text, **more)
+
+    delta = "delta of the claim, below 1 / m"
+    add("--target_delta --delta", float, "delta", delta, "1e-05", dest="delta")
+    add("--max_steps", int, "T", "noisy steps of the run", "4", dest="steps")
+    add("--sample_rate", float, "q", "share drawn in a step; 1 shows most", "1")
+    add("--canaries", int, "m", "examples that may be in", "20000")
+    add("--guesses", int, "k", "how many are guessed", "m / 40")
+    add("--confidence", float, "c", "of the lower bound", "0.95")
+    add("--projection", str, "name", "of dp_grape, as gaussian", "principal")
+    add("--projection_rank", int, "r", "of dp_grape, 1 to 3", "2")
+    add("--gradient_factors", str, "JSON", "of body, tables.0 ...", "none")
+    add("--noise", str, "name", "independent or banded", "independent")
     parser.add_argument(
         "--json", action="store_true", default=False, help="print JSON instead of a table"
     )
@@ -421,27 +401,46 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
     parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
     parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
-    _add_delta(parser)
+    _add_delta(parser, help="default: the ledger's")
 
 
 def add_ledger(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape ledger``: a ledger for people."""
     parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
     parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
-    _add_delta(parser)
+    _add_delta(parser, help="default: the ledger's")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape report``: a run on one page."""
     parser.description, parser.epilog = _REPORT, _REPORT_EXAMPLES
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output_dir of the run")
-    _add_delta(parser)
+    _add_delta(parser, help="default: the ledger's")
 
 
-def _add_delta(parser: argparse.ArgumentParser) -> None:
+# ---- What several commands take ----
+
+
+def _add_delta(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument("--target_delta", "--delta", type=float, metavar="delta", **more)
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target_delta", "--delta", type=float, metavar="delta", help="default: the ledger's"
+        "--head",
+        metavar="head",
+        help="an AutoModelFor... in small letters, as causal-lm (default: config's)",
     )
+    parser.add_argument(
+        "--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
 
 
 # ---- Refused before anything is imported that takes seconds ----

@@ -1,55 +1,30 @@
 """The memory of a training step, before there is a GPU.
 
-``step`` runs the step of the trainer on fake tensors, ``timeline`` says what was alive when,
-``fit`` finds the largest batch for a card, and ``comparison`` does it for every method.
+``step`` runs the step of the trainer on fake tensors, ``timeline`` says what was alive when;
+``planning`` sets methods beside a card, and ``comparison`` sets every method beside every other.
 """
 
-from dp_grape_hf.memory.comparison import (
-    FORMULAS,
-    TITLES,
-    Compared,
-    Sizes,
-    choices,
-    every_method,
-    simulate_all,
-    sizes_of_model,
-)
+from dp_grape_hf.memory.comparison import Comparison, compare, every_method
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.fit import (
-    GIB,
-    KNOBS,
-    MOST_SAMPLES,
-    Fit,
-    Simulate,
-    Turned,
-    largest_batch,
-    turn_each,
-    turn_until_it_fits,
-)
+from dp_grape_hf.memory.fit import KNOBS
 from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, read_config
+from dp_grape_hf.memory.planning import Card, Plan, plan
 from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
     DP_GRAPE,
-    Footprint,
     Setting,
     Step,
-    compared,
-    footprint,
     prepared,
     simulate,
 )
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
     COLLECTIVES,
-    KINDS,
     OPTIMIZER,
     PROJECTIONS,
     WEIGHTS,
-    Peak,
     Timeline,
-    Trace,
-    interpolated,
 )
 
 __all__ = [
@@ -58,40 +33,23 @@ __all__ = [
     "COLLECTIVES",
     "COMPARED",
     "DP_GRAPE",
-    "FORMULAS",
-    "GIB",
-    "KINDS",
     "KNOBS",
-    "MOST_SAMPLES",
     "OPTIMIZER",
     "PROJECTIONS",
-    "TITLES",
     "WEIGHTS",
-    "Compared",
-    "Fit",
-    "Footprint",
+    "Card",
+    "Comparison",
     "ModelOfConfig",
-    "Peak",
+    "Plan",
     "Setting",
-    "Simulate",
-    "Sizes",
     "Step",
     "Timeline",
-    "Trace",
-    "Turned",
     "auto_class",
-    "choices",
-    "compared",
+    "compare",
     "every_method",
     "fake_tensors",
-    "footprint",
-    "interpolated",
-    "largest_batch",
+    "plan",
     "prepared",
     "read_config",
     "simulate",
-    "simulate_all",
-    "sizes_of_model",
-    "turn_each",
-    "turn_until_it_fits",
 ]

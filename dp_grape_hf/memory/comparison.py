@@ -5,25 +5,23 @@ Shapes: m_l x n_l a weight, m_l its dimension that is projected; r rank, B sampl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
-
-import torch
-from torch import nn
 
 from dp_grape_hf.arguments import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.step import ADAMW, DP_ADAM, DP_ADAM_DENSE, Footprint, Setting, footprint
-from dp_grape_hf.per_sample import GradSampleMode, Inputs
-from dp_grape_hf.projections import Placement, input_dimensions, placements, projection_targets
+from dp_grape_hf.memory.from_config import ModelOfConfig
+from dp_grape_hf.memory.planning import TITLES, Report
+from dp_grape_hf.memory.step import ADAMW, Footprint, Setting, simulate
+from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.projections import input_dimensions, placements, projection_targets
+from dp_grape_hf.tables import table
 
 NUMBER = 4  # bytes of a float32
-
-Build = Callable[[torch.dtype], nn.Module]
-Batch = Callable[[int], Inputs]
-
 
 # ---- The paper's formulas ----
 
@@ -82,51 +80,28 @@ FORMULAS: Mapping[str, Formulas] = {
 """The paper's table ``memory-usage-comp``, by the names of ``methods.METHODS``."""
 
 
-def sizes_of(
-    shapes: Mapping[str, tuple[int, ...]], placed: Mapping[str, Placement], batch_size: int
-) -> Sizes:
-    """Returns the sizes of a model.
-
-    >>> sizes_of({"w": (8, 32), "b": (8,)}, placements({"w": (8, 32)}, 2), 5)
-    Sizes(batch=5, full=264, coordinates=72, projections=16, largest=16)
-
-    Args:
-        shapes: of all trainable parameters, by name.
-        placed: those that are projected, and where.
-        batch_size: B.
-    """
-    numbers = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+def sizes_of(model: ModelOfConfig, setting: Setting) -> Sizes:
+    """Returns the sizes of a model, as a setting projects it."""
+    with fake_tensors():
+        built = model.build(setting.dtype)
+    trainable = {n: p for n, p in built.named_parameters() if p.requires_grad}
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
+    targets = projection_targets(built, trainable)
+    matrices = {name: shapes[name] for name in targets}
+    placed = placements(matrices, setting.rank, input_dims=input_dimensions(built))
+    numbers = {name: prod(shape) for name, shape in shapes.items()}
     kept = {name: place.rank * numbers[name] // place.rows for name, place in placed.items()}
     projections = [place.rank * place.rows for place in placed.values()]
     return Sizes(
-        batch_size,
+        setting.batch_size,
         sum(numbers.values()),
-        sum(kept.get(name, size) for name, size in numbers.items()),
+        sum((numbers | kept).values()),
         sum(projections),
         max(projections, default=0),
     )
 
 
-def sizes_of_model(build: Build, setting: Setting) -> Sizes:
-    """Returns the sizes of the model that is built, as a setting projects it."""
-    with fake_tensors():
-        model = build(setting.dtype)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
-    names = projection_targets(model, trainable)
-    matrices = {name: shapes[name] for name in names}
-    placed = placements(matrices, setting.rank, input_dims=input_dimensions(model))
-    return sizes_of(shapes, placed, setting.batch_size)
-
-
 # ---- Every method ----
-
-TITLES: Mapping[str, str] = {
-    **{name: row.title for name, row in METHODS.items()},
-    ADAMW: "AdamW",
-    DP_ADAM_DENSE: f"{METHODS[DP_ADAM].title} dense",
-}
-"""What people call each method that is compared."""
 
 
 @dataclass
@@ -168,52 +143,162 @@ def _has_modes(row: Method) -> bool:
     return row.private and not other
 
 
-def simulate_all(
-    build: Build, batch: Batch, rows: list[Compared], tick: Callable[[], object]
-) -> None:
-    """Fills in the footprints, and why there can be none; ``tick`` is called after each."""
-    for row in rows:
-        try:
-            row.footprint = footprint(build, batch, row.setting)
-        except PrivacyError as error:
-            row.refused = str(error)
-        tick()
-
-
 # ---- The cost rule ----
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How ``grad_sample_mode=auto`` of a method compares with the other modes.
-
-    Args:
-        method: a name in ``methods.METHODS``.
-        same_as: the mode that is here the same step, by peak and products; empty if none is.
-        smallest: the mode with the smallest peak, ``auto`` where it is one of them.
-        peak: of ``auto``, divided by the smallest.
-    """
+class Choice(NamedTuple):
+    """How ``grad_sample_mode=auto`` of a method compares with the other modes."""
 
     method: str
-    same_as: str
-    smallest: str
-    peak: float
+    same_as: str  # the mode that is here the same step, by peak and products; empty if none is
+    smallest: str  # the mode with the smallest peak, auto where it is one of them
+    peak: float  # of auto, divided by the smallest
 
 
 def choices(rows: list[Compared]) -> list[Choice]:
     """Returns how the cost rule chose, for each method of which all modes were simulated."""
     found = []
     for method in dict.fromkeys(row.setting.method for row in rows):
-        modes = {r.setting.grad_sample_mode: r for r in rows if r.setting.method == method}
-        peaks = {mode: r.footprint.peak.total for mode, r in modes.items() if r.footprint}
-        if len(peaks) < len(GradSampleMode):
-            continue
-        steps = {
-            mode: (r.footprint.peak, r.footprint.flops) for mode, r in modes.items() if r.footprint
+        taken = {
+            row.setting.grad_sample_mode: row.footprint
+            for row in rows
+            if row.setting.method == method and row.footprint is not None
         }
-        auto = GradSampleMode.AUTO.value
-        same = [mode for mode in modes if mode != auto and steps[mode] == steps[auto]]
-        smallest = min(peaks, key=peaks.__getitem__)  # the first of equals, which is auto
-        ratio = peaks[auto] / peaks[smallest]
+        if len(taken) < len(GradSampleMode):
+            continue
+        auto = taken[GradSampleMode.AUTO]
+        same = [
+            mode
+            for mode, other in taken.items()
+            if mode != GradSampleMode.AUTO
+            and (other.kinds, other.phase, other.flops) == (auto.kinds, auto.phase, auto.flops)
+        ]
+        # The first of equals, which is auto.
+        smallest = min(taken, key=lambda mode: taken[mode].total)
+        ratio = auto.total / taken[smallest].total
         found.append(Choice(method, same[0] if same else "", smallest, ratio))
     return found
+
+
+# ---- What is shown: tables in MiB, JSON in bytes ----
+
+
+@dataclass
+class Comparison(Report):
+    """What was found out about every method.
+
+    Args:
+        rows: the methods, AdamW first.
+    """
+
+    rows: list[Compared]
+
+    def as_json(self) -> str:
+        """Returns the figures."""
+        sizes = sizes_of(self.model, self.setting)
+        result = {
+            **self.request(),
+            "rows": [_figures(row, sizes) for row in self.rows],
+            "cost_rule": [choice._asdict() for choice in choices(self.rows)],
+        }
+        return json.dumps(result, indent=2) + "\n"
+
+    def as_text(self) -> str:
+        """Returns the tables, and how to read them."""
+        kinds = _kinds(self.rows, sizes_of(self.model, self.setting))
+        return "\n".join([self.heading(), _steps(self.rows), kinds, _legend(), _rule(self.rows)])
+
+
+def _figures(row: Compared, sizes: Sizes) -> dict[str, object]:
+    taken = row.footprint
+    return {
+        "title": row.title,
+        "method": row.setting.method,
+        "grad_sample_mode": row.setting.grad_sample_mode,
+        "refused": row.refused or None,
+        "flops": taken and taken.flops,
+        "peak": taken and taken.total,
+        "reached_in": taken and taken.phase,
+        "kinds": taken and taken.kinds,
+        "gradients": taken and taken.gradients,
+        "optimizer": taken and taken.optimizer,
+        "projectors": taken and taken.projectors,
+        "formulas": row.formulas and row.formulas.bytes(sizes),
+    }
+
+
+def _steps(rows: list[Compared]) -> str:
+    lines = [["a step", "GFLOP", "peak, MiB", "reached in"]]
+    for row in rows:
+        cells = [row.refused and "refused", "", ""]
+        if (taken := row.footprint) is not None:
+            cells = [f"{taken.flops / 1e9:,.2f}", _mib(taken.total), taken.phase]
+        lines.append([row.title, *cells])
+    refused = [f"{row.title}: {row.refused}\n" for row in rows if row.refused]
+    return table(lines, "<>") + "".join(refused)
+
+
+def _kinds(rows: list[Compared], sizes: Sizes) -> str:
+    lines = [["memory, MiB", *(t for name in Formulas._fields for t in (name, "formula"))]]
+    for row in rows:
+        if row.footprint is None:
+            continue
+        values = row.formulas and row.formulas.bytes(sizes)
+        cells = [row.title]
+        for name in Formulas._fields:
+            cells += [_mib(getattr(row.footprint, name)), _mib(values[name]) if values else ""]
+        lines.append(cells)
+    return table(lines, "<>")
+
+
+def _legend() -> str:
+    lines = [["formula (4 bytes a number)", *Formulas._fields]]
+    for method, formulas in FORMULAS.items():
+        lines.append([TITLES[method], *(formula.text for formula in formulas)])
+    return (
+        table(lines)
+        + "Sums are over the weights m x n, of which m is projected; parameters that are not "
+        "projected count\nas in DP-Adam. The formulas count gradients per sample (DP) or of "
+        "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
+        "the form in which they are kept. P is kept for\nevery weight.\n"
+        "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
+    )
+
+
+def _rule(rows: list[Compared]) -> str:
+    lines = []
+    for choice in choices(rows):
+        same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
+        found = f"{choice.peak:.2f} x that of {choice.smallest}"
+        if choice.smallest == GradSampleMode.AUTO:
+            found = "the smallest of the modes"
+        lines.append(f"{TITLES[choice.method]} auto{same}: peak {found}.\n")
+    return "".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f}"
+
+
+def compare(
+    model: ModelOfConfig,
+    setting: Setting,
+    rows: list[Compared] | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> Comparison:
+    """Simulates a step by every method.
+
+    Args:
+        model: the model.
+        setting: what to run, by whatever method.
+        rows: filled in; those of ``every_method`` if None.
+        tick: called after each simulation.
+    """
+    rows = every_method(setting) if rows is None else rows
+    for row in rows:
+        try:
+            row.footprint = simulate(model.build, model.batch, row.setting)
+        except PrivacyError as error:
+            row.refused = str(error)
+        tick()
+    return Comparison(model, setting, rows)

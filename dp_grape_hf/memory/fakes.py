@@ -46,8 +46,7 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             stack.enter_context(_Answers())
             stack.enter_context(replaced(FakeTensor, "as_subclass", _as_subclass))
             stack.enter_context(replaced(FakeTensor, "numpy", _numpy))
-            swap = partial(_swap, torch.utils.swap_tensors)
-            stack.enter_context(replaced(torch.utils, "swap_tensors", swap))
+            stack.enter_context(replaced(torch.utils, "swap_tensors", _swap))
             if gpu:
                 attention = partial(_attention, functional.scaled_dot_product_attention)
                 stack.enter_context(replaced(functional, "dropout", _dropout))
@@ -120,13 +119,12 @@ def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return np.zeros(tensor.shape, np.float32)
 
 
-def _swap(original: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
-    """``torch.utils.swap_tensors``, which refuses tensors that something else refers to weakly.
+def _swap(one: Tensor, other: Tensor) -> None:
+    """``torch.utils.swap_tensors`` of fake parameters, also if something refers to them weakly.
 
-    ``Module.to`` calls it for every fake parameter, even where it changes neither type nor device.
+    ``Module.to`` calls it for every one, even where it changes neither type nor device.
     """
-    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
-        original(one, other)
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -4,31 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory.step import Setting
-from dp_grape_hf.memory.timeline import Peak
-
-Simulate = Callable[[Setting], Peak]
-Foresee = Callable[[int, int, int], int | None]
-"""Two batch sizes that were simulated and a third -> the peak of the third in bytes, or None."""
-GIB = 2**30
+from dp_grape_hf.memory.timeline import Peak, Trace, interpolated
 
 MOST_SAMPLES = 2**16
 
+# ---- The largest batch ----
 
-@dataclass(frozen=True)
-class Knob:
+
+def largest_batch(simulate: Callable[[int], Trace], limit: int, start: int) -> int:
+    """Returns the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
+
+    Sizes are tried until one fits and another does not; what lies between those follows from their
+    traces, or else is simulated too.
+
+    Args:
+        simulate: returns the trace of a batch size, whose peak must not fall as the size grows.
+        limit: bytes.
+        start: the size to try first.
+    """
+    traces: dict[int, Trace] = {}
+
+    def peak(size: int) -> int:
+        below, above = [n for n in traces if n < size], [n for n in traces if n > size]
+        if below and above:
+            few, many = max(below), min(above)
+            between = interpolated((few, traces[few]), (many, traces[many]), size)
+            if between is not None:
+                return between.total()
+        traces[size] = simulate(size)
+        return traces[size].total()
+
+    low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
+    size = min(start, MOST_SAMPLES)
+    while high - low > 1:
+        low, high = (size, high) if peak(size) <= limit else (low, size)
+        if high > MOST_SAMPLES:
+            size = min(8 * low, MOST_SAMPLES)
+        elif low == 0:
+            size = max(1, high // 8)
+        else:
+            size = (low + high) // 2
+    return low
+
+
+# ---- What would make a larger one fit ----
+
+
+class Knob(NamedTuple):
     """A change of setting that takes less memory, and what it costs."""
 
     name: str
     option: str  # of ``dp-grape memory``
     cost: str
-    turn: Callable[[Setting], Setting]
-    projected_only: bool = False
+    turn: Callable[[Setting], Setting]  # which leaves a setting as it is where it does not apply
+
+
+def _smaller_rank(setting: Setting) -> Setting:
+    method = METHODS.get(setting.method)  # None for torch's own AdamW
+    if method is None or method.projection == "identity":
+        return setting
+    return replace(setting, rank=max(1, setting.rank // 4))
 
 
 KNOBS = (
@@ -44,40 +86,39 @@ KNOBS = (
         "small updates are rounded away unless float32_updates=True",
         lambda s: replace(s, dtype=torch.bfloat16),
     ),
-    Knob(
-        "a quarter of the rank",
-        "--rank r/4",
-        "coarser updates",
-        lambda s: replace(s, rank=max(1, s.rank // 4)),
-        projected_only=True,
-    ),
+    Knob("a quarter of the rank", "--rank {rank}", "coarser updates", _smaller_rank),
 )
 
 
 @dataclass(frozen=True)
 class Turned:
-    """What one knob does to the peak, and whether it is part of the way to fit."""
+    """What one knob does to the peak."""
 
     knob: Knob
     setting: Setting  # with this knob alone
     peak: Peak
 
+    @property
+    def option(self) -> str:
+        """How ``dp-grape memory`` is told to turn it."""
+        return self.knob.option.format(rank=self.setting.rank)
+
 
 @dataclass(frozen=True)
 class Fit:
-    """What to turn so that a step fits: the knobs in order, and the peak with all of them."""
+    """What to turn so that a step fits, and the peak with all of it."""
 
-    knobs: tuple[Knob, ...]
+    options: list[str]  # in the order of ``KNOBS``
     peak: Peak
     fits: bool
 
 
-def turn_each(simulate: Simulate, setting: Setting) -> list[Turned]:
+def turn_each(simulate: Callable[[Setting], Peak], setting: Setting) -> list[Turned]:
     """Returns what each applicable knob does alone, at the batch size of the setting."""
     found = []
     for knob in KNOBS:
         changed = knob.turn(setting)
-        if changed == setting or not _applies(knob, setting):
+        if changed == setting:
             continue
         try:
             found.append(Turned(knob, changed, simulate(changed)))
@@ -87,9 +128,9 @@ def turn_each(simulate: Simulate, setting: Setting) -> list[Turned]:
 
 
 def turn_until_it_fits(
-    simulate: Simulate, setting: Setting, limit: int, alone: list[Turned]
+    simulate: Callable[[Setting], Peak], setting: Setting, limit: int, alone: list[Turned]
 ) -> Fit:
-    """Returns the first knobs, those that save most alone first, with which the step fits.
+    """Turns one knob after another, what saves most alone first, until the step fits.
 
     Args:
         simulate: returns the peak of a setting.
@@ -98,7 +139,7 @@ def turn_until_it_fits(
         alone: what ``turn_each`` returned for the setting.
     """
     peak = simulate(setting)
-    turned: list[Knob] = []
+    turned = []
     for one in sorted(alone, key=lambda one: one.peak.total):
         if peak.total <= limit:
             break
@@ -106,69 +147,5 @@ def turn_until_it_fits(
         with_it = simulate(changed)
         if with_it.total < peak.total:
             setting, peak = changed, with_it
-            turned.append(one.knob)
-    return Fit(tuple(turned), peak, peak.total <= limit)
-
-
-def largest_batch(
-    total: Callable[[int], int], limit: int, start: int = 1, foresee: Foresee | None = None
-) -> int:
-    """Returns the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
-
-    The peak grows with the batch size, nearly along a line, so the next size to try is where the
-    line through the two nearest known points meets the limit. What is returned was simulated, and
-    so was the next size, unless it is ``MOST_SAMPLES``. Where peaks can be foreseen, a smaller and
-    a larger size were simulated, and those in between follow from their allocations.
-
-    >>> largest_batch(lambda size: 100 + 7 * size, 150)
-    7
-    >>> largest_batch(lambda size: 200, 150)
-    0
-
-    Args:
-        total: batch size -> peak in bytes; it must not fall as the size grows.
-        limit: bytes.
-        start: the size to try first.
-        foresee: from two sizes, what ``total`` would return for one between them; None if that
-            does not follow.
-    """
-    tried: list[int] = []  # what was simulated
-    known: dict[int, int] = {}
-
-    def peak(size: int) -> int:
-        below, above = [n for n in tried if n < size], [n for n in tried if n > size]
-        if foresee is not None and below and above:
-            if (foreseen := foresee(max(below), min(above), size)) is not None:
-                return foreseen
-        tried.append(size)
-        return total(size)
-
-    low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
-    guess = start
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        known[guess] = peak(guess)
-        low, high = (guess, high) if known[guess] <= limit else (low, guess)
-        if high > MOST_SAMPLES:
-            guess = 8 * low if len(known) == 1 else _crossing(known, limit)
-        elif len(known) % 2 == 0:  # a line from one side alone can be long in coming nearer
-            guess = (low + high) // 2
-        else:
-            guess = _crossing(known, limit, low, high)
-    return low
-
-
-def _crossing(known: dict[int, int], limit: int, *ends: int) -> int:
-    """Returns where the line through two known points meets the limit."""
-    sizes = sorted(known)
-    if len(sizes) == 1:
-        return sizes[0] * limit // known[sizes[0]]
-    a, b = ends if ends and set(ends) <= set(sizes) else sizes[-2:] if not ends else sizes[:2]
-    slope = (known[b] - known[a]) / (b - a)
-    furthest = 8 * sizes[-1]
-    return min(int(a + (limit - known[a]) / slope), furthest) if slope > 0 else furthest
-
-
-def _applies(knob: Knob, setting: Setting) -> bool:
-    row = METHODS.get(setting.method)  # None for torch's own AdamW
-    return not knob.projected_only or (row is not None and row.projection != "identity")
+            turned.append(one)
+    return Fit([one.option for one in alone if one in turned], peak, peak.total <= limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ class ModelOfConfig:
         most = getattr(config, "max_position_embeddings", None) or seq_len
         if seq_len > most:
             raise PrivacyError(f"{seq_len=} is more than the model's {most} positions.")
-        self._make = _from_architecture(config) if head is None else _from_head(config, head)
+        self._cls = _named(config) if head is None else auto_class(head)
+        self._make = self._cls._from_config if head is None else self._cls.from_config
         with fake_tensors():
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
@@ -66,7 +66,14 @@ class ModelOfConfig:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model, with weights of that type."""
-        return self._make(dtype)
+        try:
+            model: nn.Module = self._make(self._config, dtype=dtype)
+        except ValueError as error:
+            raise PrivacyError(
+                f"{type(self._config).__name__} makes no {self._cls.__name__}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return model
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Returns B = ``size`` samples, with labels as the head takes them."""
@@ -86,15 +93,15 @@ class ModelOfConfig:
         return torch.zeros(size, dtype=torch.long)
 
 
-def _from_architecture(config: Any) -> Callable[[torch.dtype], nn.Module]:
+def _named(config: Any) -> Any:
+    """Returns the class that a configuration names."""
     name = (config.architectures or [""])[0]
-    cls = getattr(transformers, name, None) if name else None
-    if cls is None:
+    if not (name and hasattr(transformers, name)):
         raise PrivacyError(
             f"Give --head, for example sequence-classification: the config names the architecture "
             f"{name!r}, from which no head follows."
         )
-    return lambda dtype: cls._from_config(config, dtype=dtype)
+    return getattr(transformers, name)
 
 
 def read_config(option: str, name: str, num_labels: int | None) -> Any:
@@ -133,21 +140,6 @@ def auto_class(head: str) -> Any:
             "sequence-classification."
         )
     return getattr(transformers, name)
-
-
-def _from_head(config: Any, head: str) -> Callable[[torch.dtype], nn.Module]:
-    cls = auto_class(head)
-
-    def make(dtype: torch.dtype) -> nn.Module:
-        try:
-            model: nn.Module = cls.from_config(config, dtype=dtype)
-        except ValueError as error:
-            raise PrivacyError(
-                f"{type(config).__name__} makes no {cls.__name__}: {str(error).splitlines()[0]}"
-            ) from error
-        return model
-
-    return make
 
 
 # ---- What a model is given ----

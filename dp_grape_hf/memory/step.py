@@ -3,8 +3,7 @@
 What runs is the product: the model's own code, and the engine, projections and optimizer that the
 Trainer makes of the same arguments. Under ``FakeTensorMode`` every tensor has its shape, type and
 lifetime but no memory, so a model of any size is measured in seconds, without weights and without a
-GPU. ``Step`` also runs on real tensors, for a comparison with what a device reports, and to see how
-long it takes.
+GPU. ``Step`` also runs on real tensors, for a comparison with what a device reports.
 
 What a GPU takes beyond the sum of its tensors is not simulated: the CUDA context, the workspaces of
 matrix products and convolutions, what the allocator loses to fragmentation, and temporary memory
@@ -18,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from dp_grape_hf.memory.timeline import (
     Timeline,
     Trace,
 )
-from dp_grape_hf.per_sample import GradSampleMode, Inputs, LossFunction
+from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.sharding import is_sharded, reshard, shard_
@@ -67,8 +67,6 @@ class Setting:
         projection: family of a method that projects as it captures; principal directions are
             measured in every step that is simulated, and in a run only once.
         rank: r of the projections, and of the adapter of a method that trains one.
-        recompute_activations: as ``LayerwiseEngine`` has it; None leaves it to the engine, which
-            is then told whether a GPU is simulated.
         grad_sample_mode: as ``LayerwiseEngine`` has it.
         bits: of the weights of linear layers, 4 or 8, beside which a method that trains an adapter
             then trains B alone, as in that of ``principal_adapter``; None: those of ``dtype``.
@@ -83,7 +81,6 @@ class Setting:
     gradient_checkpointing: bool = False
     projection: str = "gaussian"
     rank: int = 16
-    recompute_activations: bool | None = None
     grad_sample_mode: str = GradSampleMode.AUTO
     bits: int | None = None
     processes: int = 1
@@ -97,22 +94,14 @@ def compared(name: str, setting: Setting) -> Setting:
     return replace(setting, method=name)
 
 
-def arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
-    """Returns the arguments of a run with some noise; what a method does not do is left out.
-
-    Args:
-        setting: what to run; not ``adamw``.
-
-    Raises:
-        PrivacyError: for an unknown method, or a combination that no run can have.
-    """
+def _arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
+    """Returns the arguments of a run with some noise; what a method does not do is left out."""
     asked: dict[str, Any] = {}
     row = METHODS.get(setting.method)
     if row is not None and row.private:
         asked["noise_multiplier"] = 1.0
-    if row is not None and row.projected is not None:
-        if row.projection == PRINCIPAL:
-            asked["projection"] = setting.projection
+    if row is not None and row.projection == PRINCIPAL:
+        asked["projection"] = setting.projection
     return DPGrapeTrainingArguments(
         method=setting.method,
         target_delta=1e-9,
@@ -164,14 +153,6 @@ def prepared(model: Any, setting: Setting) -> nn.Module:
     return trained
 
 
-def cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the inputs, with floating-point tensors of that type."""
-    return {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-
-
 # ---- One step ----
 
 
@@ -212,14 +193,13 @@ class Step:
         model: the model, on any device, real or fake; ``prepared`` for the setting.
         inputs: a batch of it, labels included.
         setting: what to run; its dtype and gradient checkpointing are the model's affair.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head; not for ``adamw``.
         timeline: records what is allocated.
         noise_slice: as in ``add_noise_``.
+        recompute_activations: as ``LayerwiseEngine`` has it.
         examines: whether the first step does what the engine does with the first batch only.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
-        number: of the next step.
 
     Raises:
         PrivacyError: for an unknown method, or a model that the engine refuses.
@@ -228,12 +208,11 @@ class Step:
     model: nn.Module
     inputs: Inputs
     setting: Setting
-    loss: LossFunction | None = None
     timeline: Timeline = field(default_factory=Timeline)
     noise_slice: int | None = None
+    recompute_activations: bool | None = None
     examines: bool = False
     optimizer: torch.optim.Optimizer = field(init=False)
-    number: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.model.train()
@@ -242,13 +221,11 @@ class Step:
         self._run = self._plain() if self.setting.method == ADAMW else self._of_trainer()
         for state in self.optimizer.state.values():
             self.timeline.label(OPTIMIZER, list(state.values()))
-        self.number = 1
 
     def run(self) -> None:
         """Runs the step once more: redraw, forward, backward, clip, release, update."""
         with self.timeline:
             self._run()
-        self.number += 1
 
     def _plain(self) -> Callable[[], None]:
         """AdamW with torch's fused kernel, which has no temporaries, as the Trainer has it."""
@@ -277,11 +254,10 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """The run that the Trainer makes of the same arguments."""
         setting, timeline = self.setting, self.timeline
-        args = arguments_of(setting)
-        recompute: Any = {"recompute_activations": setting.recompute_activations}
-        run = Run(args, self.model, self.loss, _Watch(timeline), **recompute)
-        plan = PrivacyPlan(args, 2 * setting.batch_size)
-        mechanism = plan.mechanism
+        args = _arguments_of(setting)
+        recompute: Any = {"recompute_activations": self.recompute_activations}
+        run = Run(args, self.model, observer=_Watch(timeline), **recompute)
+        mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
         if setting.bands > 1 and METHODS[args.method].private:
             some = json.dumps([setting.bands**-0.5] * setting.bands)
             mechanism = replace(mechanism, noise=BANDED, coefficients=some)
@@ -303,11 +279,11 @@ class Step:
         if not METHODS[args.method].private:
             for parameter in run.trainable.values():
                 parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
-        batch = LogicalBatch([self.inputs], [setting.batch_size])
+        batch, numbers = LogicalBatch([self.inputs], [setting.batch_size]), count(1)
 
         def step() -> None:
             timeline.phase = REDRAW
-            run.step(self.number, batch)
+            run.step(next(numbers), batch)
             timeline.phase = UPDATE
             optimizer.step()
 
@@ -317,11 +293,10 @@ class Step:
 # ---- Its simulation ----
 
 
-@dataclass(frozen=True)
-class Footprint:
+@dataclass(frozen=True, kw_only=True)
+class Footprint(Peak):
     """What a simulated step takes."""
 
-    peak: Peak
     gradients: int  # bytes, the most at one time: per sample, and summed
     optimizer: int  # bytes kept from step to step
     projectors: int  # bytes kept from step to step
@@ -330,13 +305,12 @@ class Footprint:
     trace: Trace = field(compare=False, repr=False)
 
 
-def footprint(
+def simulate(
     build: Callable[[torch.dtype], nn.Module],
     batch: Callable[[int], Inputs],
     setting: Setting,
     *,
     gpu: bool = True,
-    loss: LossFunction | None = None,
 ) -> Footprint:
     """Returns what a training step takes, without running it on contents.
 
@@ -345,41 +319,29 @@ def footprint(
         batch: returns a batch of that size; floating-point inputs get the weights' dtype.
         setting: what to run.
         gpu: whether attention and dropout take the memory that they take on a GPU, or on a CPU.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
 
     Raises:
         PrivacyError: for a combination that no run can have.
         UnsupportedModelError: if a shape in the model depends on the contents of its inputs.
     """
-    if setting.recompute_activations is None:
-        setting = replace(setting, recompute_activations=gpu)
     timeline = Timeline()
     with first_of(setting.processes, timeline.resized) as mesh, fake_tensors(gpu):
         model = prepared(build(setting.dtype), setting)
         if mesh is not None:
             shard_(model, torch.device("cpu"), mesh)
-        inputs = cast(batch(setting.batch_size), setting.dtype)
+        inputs = {
+            name: value.to(setting.dtype) if value.is_floating_point() else value
+            for name, value in batch(setting.batch_size).items()
+        }
         at_once = NOISE_SLICE if gpu else None  # on the CPU, where fake tensors are, less at once
-        step = Step(model, inputs, setting, loss, timeline, noise_slice=at_once)
-        step.run()
+        step = Step(model, inputs, setting, timeline, at_once, recompute_activations=gpu)
+        step.run()  # and what it keeps is counted while there is a step
         return Footprint(
-            timeline.peak(),
-            timeline.most(PER_SAMPLE, SUMS),
-            timeline.kept(OPTIMIZER),
-            timeline.kept(PROJECTIONS),
-            timeline.flops,
-            timeline.sent,
-            timeline.trace(),
+            **vars(timeline.peak()),
+            gradients=timeline.most(PER_SAMPLE, SUMS),
+            optimizer=timeline.kept(OPTIMIZER),
+            projectors=timeline.kept(PROJECTIONS),
+            flops=timeline.flops,
+            sent=timeline.sent,
+            trace=timeline.trace(),
         )
-
-
-def simulate(
-    build: Callable[[torch.dtype], nn.Module],
-    batch: Callable[[int], Inputs],
-    setting: Setting,
-    *,
-    gpu: bool = True,
-    loss: LossFunction | None = None,
-) -> Peak:
-    """Returns the peak memory of a training step; see ``footprint``."""
-    return footprint(build, batch, setting, gpu=gpu, loss=loss).peak

@@ -149,11 +149,7 @@ class Timeline(TorchDispatchMode):
         return Trace(tuple(event.phase for event in events), sizes[:, 0], sizes[:, 1])
 
     def peak(self) -> Peak:
-        """Returns the most that was allocated since the phase ``setup`` ended.
-
-        Raises:
-            ValueError: if nothing but the phase ``setup`` was recorded.
-        """
+        """Returns the most that was allocated since the phase ``setup`` ended."""
         now, most, at = 0, -1, -1
         phases: dict[str, int] = {}
         for index, event in enumerate(self._events):
@@ -161,8 +157,6 @@ class Timeline(TorchDispatchMode):
             phases[event.phase] = max(now, phases.get(event.phase, 0))
             if event.phase != "setup" and now > most:
                 most, at = now, index
-        if at < 0:
-            raise ValueError("Nothing was recorded after the phase 'setup'.")
         kinds: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         for event in self._events[: at + 1]:
             kinds[_kind(event.allocation)] += event.change

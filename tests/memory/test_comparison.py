@@ -6,93 +6,79 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import RobertaConfig, RobertaForSequenceClassification
+from torch import Tensor
+from transformers import RobertaConfig
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.cli import memory
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.cli.memory import Comparison, Report
 from dp_grape_hf.memory import (
     ADAMW,
-    FORMULAS,
-    Compared,
+    Comparison,
+    ModelOfConfig,
     Setting,
-    choices,
+    compare,
     every_method,
-    footprint,
-    simulate_all,
-    sizes_of_model,
+    prepared,
+    simulate,
 )
-from dp_grape_hf.memory.comparison import sizes_of
-from dp_grape_hf.memory.step import prepared
+from dp_grape_hf.memory.comparison import FORMULAS, Compared, Sizes, choices, sizes_of
 from dp_grape_hf.per_sample import GradSampleMode
-from dp_grape_hf.projections import placements
 from recipes.benchmark.memory import messages
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
 BLOCK = 512  # bytes that a tensor is rounded up to
-TINY = {
+SIZE, LENGTH = 4, 12
+CONFIG = RobertaConfig(
     **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"intermediate_size": 64, "max_position_embeddings": 20},
-}
-SIZE = 4
+    architectures=["RobertaForSequenceClassification"],
+)
+SETTING = Setting(batch_size=SIZE, rank=8)
 
 
-def build(dtype: torch.dtype) -> nn.Module:
-    return RobertaForSequenceClassification._from_config(RobertaConfig(**TINY), dtype=dtype)
-
-
-def batch(size: int) -> dict[str, Tensor]:
-    ids = torch.full((size, 12), 7)
-    labels = torch.zeros(size, dtype=torch.long)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def nothing() -> None:
-    pass
+@pytest.fixture(scope="module")
+def model() -> ModelOfConfig:
+    return ModelOfConfig(CONFIG, None, LENGTH)
 
 
 # ---- Formulas ----
 
 
 def test_the_formulas_are_those_of_the_papers_table() -> None:
-    shapes = {"a.weight": (6, 10), "a.bias": (6,), "b.weight": (12, 4)}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    sizes = sizes_of(shapes, placements(matrices, 2), 5)
-    # a is projected along its 6 rows, b along its 4 columns; the bias as it is.
+    # Of weights of 6 x 10 and 12 x 4, projected along 6 and 4 to rank 2, and a bias of 6.
     full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
-    values = {method: formulas.bytes(sizes) for method, formulas in FORMULAS.items()}
-    assert {method: tuple(row.values()) for method, row in values.items()} == {
+    sizes = Sizes(5, full, coordinates, projections=2 * 6 + 2 * 4, largest=2 * 6)
+    values = {method: tuple(row.bytes(sizes).values()) for method, row in FORMULAS.items()}
+    assert values == {
         "adam": (4 * full, 8 * full, 0),
         "galore": (4 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
         "dp_adam": (20 * full, 8 * full, 0),
         "dp_galore": (20 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
         "dp_grape": (20 * coordinates, 8 * coordinates, 4 * 2 * 6),
     }
-    assert values["dp_adam"]["gradients"] == 2280
 
 
-def test_a_model_is_projected_as_the_trainer_projects_it() -> None:
-    setting = Setting(batch_size=SIZE, rank=8)
-    sizes = sizes_of_model(build, setting)
-    model = build(torch.float32)
-    numbers = sum(p.numel() for p in model.parameters())
+def test_a_model_is_projected_as_the_trainer_projects_it(model: ModelOfConfig) -> None:
+    numbers = sum(p.numel() for p in model.build(torch.float32).parameters())
     # Four attention matrices, two of the feed-forward, and the dense layer of the head.
     square, wide = 5 * 32 * 32, 2 * 32 * 64
     kept = numbers - square - wide + 8 * (5 * 32 + 2 * 64)
-    assert sizes == (SIZE, numbers, kept, 8 * 7 * 32, 8 * 32)
+    assert sizes_of(model, SETTING) == (SIZE, numbers, kept, 8 * 7 * 32, 8 * 32)
 
 
 # ---- Every method ----
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Compared]:
-    found = every_method(Setting(batch_size=SIZE, rank=8))
-    simulate_all(build, batch, found, nothing)
-    return found
+def comparison(model: ModelOfConfig) -> Comparison:
+    return compare(model, SETTING)
+
+
+@pytest.fixture
+def rows(comparison: Comparison) -> list[Compared]:
+    return comparison.rows
 
 
 def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
@@ -114,9 +100,11 @@ def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_simulated_is_what_the_formulas_say(rows: list[Compared]) -> None:
+def test_what_is_simulated_is_what_the_formulas_say(
+    rows: list[Compared], model: ModelOfConfig
+) -> None:
     tensors = 200  # of weights, moments and step counts together, each up to a block larger
-    sizes = sizes_of_model(build, Setting(batch_size=SIZE, rank=8))
+    sizes = sizes_of(model, SETTING)
     compared_with = {
         "adam": one(rows, ADAMW),
         "galore": one(rows, "galore"),
@@ -148,8 +136,8 @@ def test_a_ghost_keeps_the_fewest_gradients(rows: list[Compared]) -> None:
 
 @pytest.mark.slow
 def test_matrix_products_are_counted(rows: list[Compared]) -> None:
-    products = SIZE * 12 * (4 * 32 * 32 + 2 * 32 * 64) + SIZE * (32 * 32 + 2 * 32)
-    scores = 2 * SIZE * 12 * 12 * 32
+    products = SIZE * LENGTH * (4 * 32 * 32 + 2 * 32 * 64) + SIZE * (32 * 32 + 2 * 32)
+    scores = 2 * SIZE * LENGTH * LENGTH * 32
     forward = 2 * (products + scores)
     backward = one(rows, ADAMW).footprint.flops - forward
     # Attention computes its scores again; of a matrix come the gradients of input and weight.
@@ -159,14 +147,14 @@ def test_matrix_products_are_counted(rows: list[Compared]) -> None:
 
 
 @pytest.mark.slow
-def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
+def test_a_combination_that_no_run_has_is_refused_in_its_row(model: ModelOfConfig) -> None:
     setting = Setting(batch_size=SIZE, dtype=torch.bfloat16)
     found = every_method(setting)
     refused, possible = few = [one(found, "dpzero"), one(found, "dp_sgd")]
-    simulate_all(build, batch, few, nothing)
+    text = compare(model, setting, few).as_text()
     assert "Load the model in float32" in refused.refused
     assert possible.refused == ""
-    assert f"\nDPZero: {refused.refused}\n" in comparison(few).as_text()
+    assert f"\nDPZero: {refused.refused}\n" in text
 
 
 # ---- Against a real run ----
@@ -177,7 +165,7 @@ def test_a_combination_that_no_run_has_is_refused_in_its_row() -> None:
 def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
     case = only("roberta-classifier")
     setting = Setting(method, 4, rank=2)
-    simulated = footprint(lambda dtype: case.model(), case.batch, setting)
+    simulated = simulate(lambda dtype: case.model(), case.batch, setting)
     trainer = make_trainer(
         tmp_path,
         model=prepared(case.model(), setting),
@@ -212,7 +200,7 @@ def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) ->
     named = [choice.method for choice in found]
     assert named == ["dp_adam", "dp_sgd"], "name every private method that clips full gradients"
     adam, _ = found
-    peaks = {m: one(rows, "dp_adam", m).footprint.peak.total for m in GradSampleMode}
+    peaks = {m: one(rows, "dp_adam", m).footprint.total for m in GradSampleMode}
     assert peaks[adam.smallest] == min(peaks.values())
     assert adam.peak == peaks["auto"] / min(peaks.values())
     assert choices([row for row in rows if row.setting.grad_sample_mode != "ghost"]) == []
@@ -221,18 +209,12 @@ def test_the_cost_rule_is_compared_with_the_other_modes(rows: list[Compared]) ->
 # ---- What is shown ----
 
 
-def comparison(rows: list[Compared]) -> Comparison:
-    setting = Setting(batch_size=SIZE, rank=8)
-    report = Report("Model", 1000, "12 tokens", setting, {})
-    return Comparison(report, rows, sizes_of_model(build, setting))
-
-
 @pytest.mark.slow
-def test_the_tables_have_a_line_for_each_method(rows: list[Compared]) -> None:
-    text = comparison(rows).as_text()
+def test_the_tables_have_a_line_for_each_method(comparison: Comparison) -> None:
+    text = comparison.as_text()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
-    for row in rows:
+    for row in comparison.rows:
         assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
     assert "AdamW  " in text
     assert lines[2] == ""
@@ -243,8 +225,7 @@ def test_the_tables_have_a_line_for_each_method(rows: list[Compared]) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    name = "RobertaForSequenceClassification"
-    RobertaConfig(**TINY, architectures=[name]).save_pretrained(tmp_path)
+    CONFIG.save_pretrained(tmp_path)
     return str(tmp_path)
 
 
@@ -285,19 +266,3 @@ def test_the_command_shows_what_one_of_several_processes_sends(
     assert len(messages([result]).splitlines()) == 2 + 2
     assert main(command.split()) == 0
     assert "sent by a process in a step, GiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--all_methods --methods adamw", "all_methods=True and methods=['adamw']"),
-        ("--all_methods --gpu_memory 24", "all_methods=True and gpu_memory=24.0"),
-        ("--all_methods --knobs", "all_methods=True and knobs=True"),
-    ],
-)
-def test_a_contradiction_is_refused(
-    more: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
-    assert main(command.split()) == 2
-    assert message in capsys.readouterr().err

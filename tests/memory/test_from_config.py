@@ -55,6 +55,7 @@ def test_every_head_takes_the_batches(config: Any, head: str | None, name: str) 
     found = ModelOfConfig(config, head, 8)
     model = found.build(torch.float32)
     assert found.name == type(model).__name__ == name
+    assert found.length == ("8x8 pixels" if config is VIT else "8 tokens")
     assert found.parameters == sum(p.numel() for p in model.parameters())
     loss = loss_for(model)
     inputs, labels = loss.split(found.batch(3))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.memory import Setting, footprint
+from dp_grape_hf.memory import Setting, simulate
 from dp_grape_hf.memory.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from dp_grape_hf.per_sample.functorch import FunctorchEngine
 from dp_grape_hf.per_sample.layerwise import engine as layerwise
@@ -208,7 +208,7 @@ def test_a_step_sends_what_is_simulated(two: Any) -> None:
     """Weights are gathered, sums of clipped gradients added up, and nothing is scattered."""
     opt = only("opt")
     setting = Setting(batch_size=2, rank=USUAL["projection_rank"], processes=2)
-    simulated = footprint(lambda dtype: opt.model(), opt.batch, setting).sent
+    simulated = simulate(lambda dtype: opt.model(), opt.batch, setting).sent
     assert simulated[REDUCE_SCATTER] == 0
     for steps in results(two, "bytes_of_a_step"):
         for messages in steps[1:]:  # before the first, the batch is examined

@@ -28,10 +28,6 @@ class Traffic(TorchDispatchMode):
             self.messages.append((func._schema.name, sum(tensor.nbytes for tensor in tensors)))
         return func(*args, **(kwargs or {}))
 
-    @property
-    def bytes(self) -> int:
-        return sum(size for _, size in self.messages)
-
 
 @contextmanager
 def per_call(cls: type, name: str, log: list[list[tuple[str, int]]]) -> Iterator[None]:
