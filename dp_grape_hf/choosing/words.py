@@ -9,16 +9,22 @@ from dp_grape_hf.ledger import Mechanism
 from dp_grape_hf.tables import table
 
 
-def described(rates: Rates) -> str:
-    """Returns what a ledger says of chosen rates: a line."""
-    return "; ".join(
+def described(rates: Rates, schedule: str) -> str:
+    """Returns what a ledger says of chosen rates, and of the schedule they go by: a line."""
+    groups = [
         f"{own.name}: learning rate {own.rate:.4g}, at which noise alone {_effect(own)}"
         for own in rates.groups
-    )
+    ]
+    return "; ".join([*groups, f"under the schedule {schedule}"])
 
 
 def tabulated(
-    rates: Rates, mechanism: Mechanism, steps: int, rule: str, notes: Iterable[str] = ()
+    rates: Rates,
+    mechanism: Mechanism,
+    steps: int,
+    rule: str,
+    schedule: str,
+    notes: Iterable[str] = (),
 ) -> str:
     """Returns tables of a run that is to begin: its numbers, and what is trained at which rate.
 
@@ -27,6 +33,7 @@ def tabulated(
         mechanism: of the run.
         steps: T.
         rule: that makes moves of releases.
+        schedule: of the rates.
         notes: sentences below.
     """
     own = mechanism
@@ -41,6 +48,7 @@ def tabulated(
         "noise": "independent" if own.noise is None else f"{own.noise}, {len(own.bands)} steps",
         "C": f"{own.max_grad_norm:g}, {own.clipping}",
         "rule": rule,
+        "schedule": schedule,
         "P": own.projection_in_words,
     }
     header = ("", "numbers", "rate", "noise", "signal at most", "noise of the whole run alone")

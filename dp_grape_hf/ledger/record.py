@@ -166,7 +166,8 @@ class Mechanism(Record):
     examples no epsilon protects.
     ``gradient_factors`` says, as text, what gradients were multiplied by before the clip and
     divided by after the noise, by patterns of parameters' names.
-    ``chosen`` says, in words, which rates were chosen without the data, and by what.
+    ``chosen`` says, in words, which rates were chosen without the data, by what, and for which
+    schedule.
     """
 
     noise_multiplier: float = field(metadata=_SIGMA)

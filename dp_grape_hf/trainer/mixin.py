@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
+from transformers.trainer_utils import HubStrategy, PredictionOutput, SchedulerType, TrainOutput
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import (
@@ -406,7 +406,7 @@ class DPGrapeMixin(_Host):
         self.rates = from_first(self._rates)
         if args.chooses and self.rates is not None:
             self._use_rates(self.rates)
-            self.plan.note_choice(described(self.rates))
+            self.plan.note_choice(described(self.rates, self._schedule))
 
     def _use_rates(self, rates: Rates) -> None:
         self.args.learning_rate = self.private_run.use_rates(rates.by_name)
@@ -712,8 +712,12 @@ class DPGrapeMixin(_Host):
         if frozen:
             count = sum(1 for _ in self.model.parameters())
             notes.append(f"{len(frozen)} of {count} parameters stay as they are.")
-        rule = self.args.update_rule or ""
-        return tabulated(self.rates, self.plan.mechanism, self.plan.steps, rule, notes)
+        rule, steps = self.args.update_rule or "", self.plan.steps
+        return tabulated(self.rates, self.plan.mechanism, steps, rule, self._schedule, notes)
+
+    @property
+    def _schedule(self) -> str:
+        return SchedulerType(self.args.lr_scheduler_type).value
 
     def _make_ready(self) -> None:
         """Makes the parts of a run for the model as it is now, and chooses rates.

@@ -1,6 +1,7 @@
 """What is chosen follows from public numbers, does what it says, and is left alone where it is
 given."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def arguments(folder: Path, **changes: Any) -> DPGrapeTrainingArguments:
 
 def trainer_for(folder: Path, model: Any, **changes: Any) -> DPGrapeTrainer:
     return DPGrapeTrainer(model, arguments(folder / "out", **changes), train_dataset=examples())
+
+
+def of_the_run(suggestion: str) -> dict[str, str]:
+    """What the first table of a suggestion says, by column."""
+    header, values = (re.split(" {2,}", line) for line in suggestion.splitlines()[2:4])
+    return dict(zip(header, values, strict=True))
 
 
 # ---- Batch and steps ----
@@ -232,11 +239,12 @@ def test_a_model_without_pretrained_weights_has_one_rate_and_is_trained_whole(
     set_seed(0)
     model = BertForSequenceClassification(config())
     trainer = trainer_for(tmp_path, model)
-    trainer.suggestion()
+    table = trainer.suggestion()
     assert all(p.requires_grad for p in model.parameters())
     assert trainer.plan.mechanism.gradient_factors is None
     assert (trainer.args.update_rule, trainer.args.projection_rank) == ("sgd", 16)
     assert trainer.args.lr_scheduler_type == "linear"
+    assert of_the_run(table)["schedule"] == "linear"
     rates = trainer.rates
     assert rates is not None
     assert rates.fresh
@@ -327,6 +335,7 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
     assert own.factors_by_pattern == {"bert": 2.0}
     assert trainer.args.update_rule == "adam"
     assert trainer.args.lr_scheduler_type == "cosine"
+    assert of_the_run(trainer.suggestion())["schedule"] == "cosine"
     assert {*trainer.private_run.ranks.values()} == {2}
 
 
@@ -414,6 +423,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
     trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), disable_tqdm=False)
     table = trainer.suggestion()
     assert "64 examples, epsilon 8 at delta 0.001" in table
+    assert of_the_run(table)["schedule"] == "constant_with_warmup"
     assert "bert.encoder.layer.2, which it reads, is made an average" in table
     trainer.train()
     shown = capsys.readouterr()
@@ -421,7 +431,9 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
 
 
 @pytest.mark.slow
-def test_ledger_and_card_say_which_rates_were_chosen(tmp_path: Path) -> None:
+def test_ledger_and_card_say_which_rates_were_chosen_and_for_which_schedule(
+    tmp_path: Path,
+) -> None:
     trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
     trainer.train()
     trainer.save_model()
@@ -431,6 +443,7 @@ def test_ledger_and_card_say_which_rates_were_chosen(tmp_path: Path) -> None:
     said = Ledger.load(tmp_path / "out" / LEDGER_NAME).mechanism.chosen
     assert said is not None
     assert f"head: learning rate {rates.head.rate:.4g}" in said
+    assert said.endswith("under the schedule constant_with_warmup")
     assert said in (tmp_path / "out" / CARD_NAME).read_text()
     verify = ["verify", str(tmp_path / "out")]
     assert main(verify) == 0
