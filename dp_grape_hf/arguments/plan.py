@@ -29,6 +29,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments.arguments import INDEPENDENT, DPGrapeArguments
 from dp_grape_hf.arguments.methods import METHODS
+from dp_grape_hf.choosing import batch_and_steps
 from dp_grape_hf.distributed import require_agreement
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import (
@@ -103,6 +104,10 @@ class PrivacyPlan:
         self._spent_before = [] if earlier is None else earlier.releases
         self._units = "examples" if args.privacy_unit_column is None else "units"
         num_samples = args.num_samples or dataset_size
+        given = args.max_steps if args.max_steps > 0 else None
+        if args.expected_batch_size is None:  # of a trainer's own copy of the arguments
+            passes = args.num_train_epochs
+            args.expected_batch_size = batch_and_steps(num_samples, passes, steps=given)[0]
         batch = args.logical_batch_size
         if batch > num_samples:
             raise PrivacyError(
@@ -114,8 +119,7 @@ class PrivacyPlan:
         if args.private and delta is not None:
             refuse_large_delta(delta, num_samples, self._units.removesuffix("s"))
         epoch = expected_steps_per_epoch(batch / num_samples)
-        epochs = math.ceil(args.num_train_epochs * epoch)
-        self.steps = args.max_steps if args.max_steps > 0 else epochs
+        self.steps = given or math.ceil(args.num_train_epochs * epoch)
         self._mechanism = self._asked(num_samples)
         if args.noise_multiplier is None:
             self._mechanism = self._calibrated()

@@ -26,6 +26,8 @@ from dp_grape_hf.mechanism import (
     UnitCollator,
     UnitDataset,
     Units,
+    read_units,
+    refuse_large_unit,
 )
 from dp_grape_hf.per_sample import keeping_random_state
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
@@ -79,6 +81,19 @@ def loader_of(
             seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
         ),
     )
+
+
+def units_of(dataset: Any, args: DPGrapeArguments) -> Units:
+    """Returns which examples are one privacy unit, by the column that arguments name.
+
+    Raises:
+        PrivacyError: a unit has more examples than a physical batch holds.
+    """
+    assert args.privacy_unit_column is not None
+    units = read_units(dataset, args.privacy_unit_column)
+    most = min(units.largest, args.max_examples_per_unit or units.largest)
+    refuse_large_unit(most, args.per_device_train_batch_size)
+    return units
 
 
 def positions_of(model: nn.Module) -> int | None:

@@ -12,20 +12,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import HubStrategy, PredictionOutput, SchedulerType, TrainOutput
+from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import (
@@ -36,20 +34,8 @@ from dp_grape_hf.arguments import (
     PrivacySpent,
     check_dataset,
     refuse_model,
-    schedule_of,
 )
-from dp_grape_hf.choosing import (
-    Rates,
-    average_at_first,
-    batch_and_steps,
-    body_share,
-    described,
-    is_pretrained,
-    objections,
-    output_layer,
-    tabulated,
-    train_matrices_only,
-)
+from dp_grape_hf.choosing import Rates, objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger, find_earlier, remember, was_trained
@@ -61,8 +47,6 @@ from dp_grape_hf.mechanism import (
     Units,
     forget_the_seed,
     noise_generator,
-    read_units,
-    refuse_large_unit,
     shared_sampling_generator,
 )
 from dp_grape_hf.per_sample import (
@@ -70,7 +54,6 @@ from dp_grape_hf.per_sample import (
     ModelLoss,
     TrainerLoss,
     check_gradients,
-    evaluating,
     examine_batch,
     examine_trainer_loss,
     freeze_unused,
@@ -85,15 +68,7 @@ from dp_grape_hf.per_sample import (
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Batches, synthetic_batches
 from dp_grape_hf.publishing import Publisher, declare
-from dp_grape_hf.sharding import (
-    gathered_weights,
-    is_sharded,
-    load_rows_,
-    mesh_of,
-    reshard,
-    shard_,
-    take_from_first_,
-)
+from dp_grape_hf.sharding import gathered_weights, is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
@@ -109,6 +84,7 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from dp_grape_hf.trainer.chosen import choose_parts, find_rates, line_of, table_of
 from dp_grape_hf.trainer.collators import batch_to_try, examine_collator
 from dp_grape_hf.trainer.data import (
     description,
@@ -118,27 +94,18 @@ from dp_grape_hf.trainer.data import (
     public_batches,
     refuse_public_dataset,
     refuse_training_data,
+    units_of,
 )
-from dp_grape_hf.trainer.launcher import (
-    Sharding,
-    hidden_from_host,
-    refuse_launcher,
-    refuse_scheduler,
-    sharding_of,
-)
+from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import require_seams
-
-if TYPE_CHECKING:
-    _Host = Trainer
-else:  # the host is the other base of the class that is made
-    _Host = object
+from dp_grape_hf.trainer.sharded import ShardingMixin
 
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(_Host):
+class DPGrapeMixin(ShardingMixin):
     """Makes the training of a ``transformers.Trainer`` behind it differentially private.
 
     Args:
@@ -173,7 +140,6 @@ class DPGrapeMixin(_Host):
 
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
     args: DPGrapeArguments
-    model: nn.Module
     plan: PrivacyPlan
     private_run: Run
     ledger: Ledger | None = None  # made when training starts
@@ -192,7 +158,6 @@ class DPGrapeMixin(_Host):
     _refused: bool = False  # whether the last train() was, before it released anything
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
     _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
-    _sharding: Sharding | None = None  # how weights are to be spread over processes
 
     def __init__(
         self,
@@ -261,7 +226,6 @@ class DPGrapeMixin(_Host):
                 warn_of_rows(prepared, self.processing_class)
             public = None if public_dataset is None else description(public_dataset)
             earlier = find_earlier(self.model, args)
-            self._choose_batch()
             most = self.private_run.bands_at_most()
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public, most)
             self.publisher.adapter = self.private_run.adapter(self.plan.steps)
@@ -286,14 +250,25 @@ class DPGrapeMixin(_Host):
     def _make_parts(self) -> None:
         """Chooses what is trained, and makes the parts of a run for it."""
         self._freeze_unused()
-        self._choose_parts()
+        if self.args.chooses and self.train_dataset is not None:
+            inputs = self._public_inputs()
+            self._averages = choose_parts(self.model, self.args, inputs, self._frozen)
         self.private_run = self._make_run()
+
+    def _make_ready(self) -> None:
+        """Makes the parts of a run for the model as it is now, and chooses rates.
+
+        Anew: ``model_init`` may have made another, and parameters may have been frozen since.
+        """
+        if is_sharded(self.model):
+            return
+        self._make_parts()
+        self.publisher.adapter = self.private_run.adapter(self.plan.steps)
+        self._choose_rates()
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
-        run = Run(self.args, self.model, self._loss(), self.observer, self._public_inputs())
-        self.optimizer_cls_and_kwargs = run.optimizer_cls_and_kwargs
-        return run
+        return Run(self.args, self.model, self._loss(), self.observer, self._public_inputs())
 
     def _loss(self) -> LossFunction | None:
         """Returns the loss that is asked for; None for that of the model's head."""
@@ -339,94 +314,6 @@ class DPGrapeMixin(_Host):
         with keeping_random_state():  # from a collator of public data
             return freeze_unused(self.model, loss, self._public_inputs()())
 
-    # ---- What is chosen ----
-
-    def _choose_parts(self) -> None:
-        """Chooses what is trained, where a new head reads, and its share of C (``choosing``).
-
-        The first process decides, by inputs that are no example's.
-        """
-        args = self.args
-        if not args.chooses or self.train_dataset is None:
-            return
-        if not from_first(lambda: is_pretrained(self.model)):
-            args.suit_fresh_weights()
-        frozen, self._averages, factors = from_first(self._parts_to_choose)
-        for name in frozen:
-            self.model.get_parameter(name).requires_grad_(False)
-        if args.gradient_factors is None and factors:
-            args.gradient_factors = factors
-
-    def _parts_to_choose(self) -> tuple[list[str], str | None, dict[str, float]]:
-        args, model = self.args, self.model
-        with keeping_random_state(), evaluating(model):
-            name, layer = self._output_layer()
-            own = [n for n, p in model.named_parameters() if not p.requires_grad]
-            frozen: list[str] = []
-            if args.method == "dp_grape" and is_pretrained(model) and set(own) <= {*self._frozen}:
-                frozen = train_matrices_only(model, name)
-            adapter = args.save_as == "adapter" or hasattr(model, "peft_config")
-            averages = None
-            if not adapter:  # whose base stays as it was
-                averages = average_at_first(model, layer, next(iter(self._public_inputs()())))
-        return frozen, averages, body_share(model, name)
-
-    def _output_layer(self) -> tuple[str, nn.Module]:
-        """Returns the layer that logits come from, the model being in evaluation mode.
-
-        Raises:
-            PrivacyError: if there is none, or the model cannot be run on what is no example's.
-        """
-        try:
-            return output_layer(self.model, next(iter(self._public_inputs()())))
-        except Exception as error:  # of any model's code
-            raise PrivacyError(
-                "learning_rate=None: rates are chosen by running the model on inputs that are not "
-                f"the data, and that failed: {error!r}. Give learning_rate, or pass "
-                "public_dataset= to the trainer, whose examples the model can read."
-            ) from error
-
-    def _choose_batch(self) -> None:
-        """Chooses the expected batch size, if it is not given."""
-        args = self.args
-        if args.expected_batch_size is None:
-            steps = args.max_steps if args.max_steps > 0 else None
-            size = args.num_samples or self._dataset_size
-            args.expected_batch_size = batch_and_steps(size, args.num_train_epochs, steps=steps)[0]
-
-    def _choose_rates(self) -> None:
-        """Chooses rates by the noise of the run, or warns of given ones that are hopeless."""
-        args, row = self.args, METHODS[self.args.method]
-        if not args.private or row.zeroth_order or not row.private:
-            return
-        if args.world_size > 1:
-            if not args.chooses:
-                return  # the weights of other processes may not be there yet
-            self.private_run.projectors_at(0)  # which all of them measure together
-        self.rates = from_first(self._rates)
-        if args.chooses and self.rates is not None:
-            self._use_rates(self.rates)
-            self.plan.note_choice(described(self.rates, self._schedule))
-
-    def _use_rates(self, rates: Rates) -> None:
-        self.args.learning_rate = self.private_run.use_rates(rates.by_name)
-        self.optimizer_cls_and_kwargs = self.private_run.optimizer_cls_and_kwargs
-
-    def _rates(self) -> Rates | None:
-        args, mechanism = self.args, self.plan.mechanism
-        assert args.max_grad_norm is not None
-        bands = mechanism.bands
-        std = mechanism.noise_multiplier * args.max_grad_norm / mechanism.expected_batch_size
-        try:
-            with keeping_random_state(), evaluating(self.model):
-                schedule = schedule_of(args, self.plan.steps)
-                inputs = self._public_inputs()
-                return self.private_run.rates(self._output_layer(), inputs, std, bands, schedule)
-        except Exception:
-            if args.chooses:
-                raise
-            return None  # nothing is known of inputs of this model, and nothing need be
-
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
         dataset, args = self._public_dataset, self.args
@@ -437,54 +324,51 @@ class DPGrapeMixin(_Host):
         size = args.per_device_train_batch_size
         return public_batches(dataset, collator, size, self.label_names)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
-        self._sharding = sharding_of(self.args)
-        with nullcontext() if self._sharding is None else hidden_from_host(self.args):
-            super().create_accelerator_and_postprocess()
-        accelerator = weakref.proxy(self.accelerator)  # no cycle, as for the callbacks
-        self.accelerator.prepare_model = partial(
-            Accelerator.prepare_model, accelerator, evaluation_mode=True
-        )
+    # ---- What is chosen ----
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves a model that is to be sharded where it is."""
-        if self._sharding is None:
-            super()._move_model_to_device(model, device)
+    def suggestion(self) -> str:
+        """Returns tables of the run as it would begin, and what is wrong with it, in words.
+
+        Rates are chosen, or measured if they are given; nothing is trained. The training data are
+        not looked at, only their number. Not where several processes share a model.
+        """
+        self._make_ready()
+        if self.rates is None:
+            raise PrivacyError(
+                f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
+                "be run on inputs that are not the data; pass public_dataset= then."
+            )
+        table = table_of(self.rates, self.private_run, self.plan, self._averages)
+        return table + "".join(f"\n{objection}\n" for objection in self._objections())
+
+    def _choose_rates(self) -> None:
+        """Chooses rates by the noise of the run, or finds out what it does at given ones."""
+        run, plan = self.private_run, self.plan
+        self.rates = find_rates(run, plan, self._public_inputs())
+        if self.args.chooses and self.rates is not None:
+            run.use_rates(self.rates.by_name)
+            plan.note_choice(line_of(self.rates, run))
+
+    def _objections(self) -> list[str]:
+        return [] if self.rates is None else objections(self.rates, chosen=self.args.chooses)
+
+    def _opening(self) -> str:
+        """Returns what is shown before the first step; empty where nothing was chosen."""
+        if not self.args.chooses or self.rates is None:
+            return ""
+        return table_of(self.rates, self.private_run, self.plan, self._averages)
 
     # ---- Data Loading ----
 
     @property
     def _units(self) -> Units | None:
         """Which examples are one privacy unit; None where each is one. Reads a data set once."""
-        args = self.args
-        dataset: Any = self.train_dataset
-        if args.privacy_unit_column is None:
+        dataset = self.train_dataset
+        if self.args.privacy_unit_column is None:
             return None
         if self._units_read is None or self._units_read[0] is not dataset:
-            check_dataset(dataset)
-            units = read_units(dataset, args.privacy_unit_column)
-            most = args.max_examples_per_unit or units.largest
-            refuse_large_unit(min(units.largest, most), args.per_device_train_batch_size)
-            self._units_read = dataset, units
-        units = self._units_read[1]
-        require(
-            len(dataset) == units.num_examples,
-            "The length of train_dataset has changed since "
-            f"privacy_unit_column={args.privacy_unit_column!r} was read. Make a new trainer.",
-        )
-        return units
-
-    def _read_units_again(self) -> Units | None:
-        """Reads the units anew, and refuses data that was changed since the trainer was made."""
-        before, self._units_read = self._units, None
-        after = self._units
-        require(
-            before is None or after is None or before.checksum == after.checksum,
-            f"Whose the examples are by privacy_unit_column={self.args.privacy_unit_column!r} has "
-            "changed since the trainer was made. Make a new trainer.",
-        )
-        return after
+            self._units_read = dataset, units_of(dataset, self.args)
+        return self._units_read[1]
 
     @property
     def _dataset_size(self) -> int:
@@ -559,11 +443,14 @@ class DPGrapeMixin(_Host):
             resume_from_checkpoint = from_first(lambda: last_whole_checkpoint(folder)) or True
         elif resume_from_checkpoint:
             require_whole_checkpoint(resume_from_checkpoint)
+        ledger, model, state = self.ledger, self.model, self.state
         try:
-            with self._keeping_state(resumes=bool(resume_from_checkpoint)):
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
-        except PrivacyError:
-            self._refused = self.ledger is None or not self.ledger.steps
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            if not resume_from_checkpoint and self.ledger is ledger and self.model is model:
+                self.state = state  # it belongs to the weights, with which nothing was done
+            if isinstance(error, PrivacyError):
+                self._refused = self.ledger is None or not self.ledger.steps
             raise
         finally:
             self.private_run.stop()
@@ -593,30 +480,18 @@ class DPGrapeMixin(_Host):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         """Starts or resumes ledger and mechanism, before the optimizer is made."""
-        refuse_launcher(self)  # again, as a process group may have been made since
-        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
-        units = self._read_units_again()
-        if units is not None:
-            require_agreement({}, unsaid={"whose the examples are": units.checksum})
-        if max_steps != self.plan.steps:
-            raise PrivacyError(
-                f"The run would take {max_steps} steps, but the noise was calibrated for "
-                f"{self.plan.steps}. Set max_steps or num_train_epochs before making the "
-                "trainer."
-            )
-        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        self._require_as_planned(max_steps)
         moved = was_trained(self.model) or self.state.global_step > 0
         before = self.private_run, self.publisher.adapter
         self._make_ready()
         for objection in self._objections():
             logger.warning("%s", objection)
         try:
-            ledger = self._start_ledger(resume_from_checkpoint)
+            self._start_ledger(resume_from_checkpoint)
         except PrivacyError:
             self.private_run, self.publisher.adapter = before  # what was trained can be saved
             raise
-        self._start_run(ledger)
+        self._start_run()
         if self._known_streams is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
@@ -641,19 +516,36 @@ class DPGrapeMixin(_Host):
             "trainer.start() the loader of trainer.get_train_dataloader().",
         )
         if train_dataloader is not None:
-            with (
-                failing_together(run.abandon),
-                explaining_bad_data(self.train_dataset, "Trying the first examples"),
-            ):
+            with self._handling_data("Trying the first examples"):
                 self._examine(train_dataloader)
         run.keep_updates_apart()
         return prepared
+
+    def _require_as_planned(self, max_steps: int) -> None:
+        """Refuses what has changed since the trainer was made; a collective call."""
+        refuse_launcher(self)  # again, as a process group may have been made since
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
+        if (units := self._units) is not None:
+            require(
+                units_of(self.train_dataset, self.args).checksum == units.checksum,
+                f"What privacy_unit_column={self.args.privacy_unit_column!r} says of train_dataset "
+                "has changed since the trainer was made. Make a new trainer.",
+            )
+            require_agreement({}, unsaid={"whose the examples are": units.checksum})
+        require(
+            max_steps == self.plan.steps,
+            f"The run would take {max_steps} steps, but the noise was calibrated for "
+            f"{self.plan.steps}. Set max_steps or num_train_epochs before making the trainer.",
+        )
+        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the optimizer of the method; the projection may be a part of its state."""
         new = self.optimizer is None
         if self.args.chooses and self.rates is None:
             self._choose_rates()
+        self.optimizer_cls_and_kwargs = self.private_run.optimizer_cls_and_kwargs
         optimizer = super().create_optimizer(*args, **kwargs)
         self.private_run.take(getattr(optimizer, "optimizer", optimizer), new=new)
         return optimizer
@@ -666,7 +558,7 @@ class DPGrapeMixin(_Host):
         self.save_state()  # with all that was logged
         return output
 
-    def _start_ledger(self, checkpoint: str | None) -> Ledger:
+    def _start_ledger(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.args.target_epsilon is not None:
             refuse_longer_run(checkpoint, self.plan.steps)
         before, updates = self.ledger if self.model_init is None else None, self.state.global_step
@@ -680,80 +572,23 @@ class DPGrapeMixin(_Host):
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         if self.args.log_unnoised_statistics:
             self.ledger.mark_not_private("un-noised training statistics were logged")
-        return remember(self.model, self.ledger)
+        remember(self.model, self.ledger)
 
-    def suggestion(self) -> str:
-        """Returns tables of the run as it would begin, and what is wrong with it, in words.
-
-        Rates are chosen, or measured if they are given; nothing is trained. The training data are
-        not looked at, only their number. Not where several processes share a model.
-        """
-        self._make_ready()
-        if self.rates is None:
-            raise PrivacyError(
-                f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
-                "be run on inputs that are not the data; pass public_dataset= then."
-            )
-        return self._table() + "".join(f"\n{objection}\n" for objection in self._objections())
-
-    def _objections(self) -> list[str]:
-        return [] if self.rates is None else objections(self.rates, chosen=self.args.chooses)
-
-    def _opening(self) -> str:
-        """Returns what is shown before the first step; empty where nothing was chosen."""
-        return self._table() if self.args.chooses and self.rates is not None else ""
-
-    def _table(self) -> str:
-        assert self.rates is not None
-        notes = []
-        if self._averages is not None:
-            notes.append(f"The head is new: {self._averages}, which it reads, is made an average.")
-        frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
-        if frozen:
-            count = sum(1 for _ in self.model.parameters())
-            notes.append(f"{len(frozen)} of {count} parameters stay as they are.")
-        rule, steps = self.args.update_rule or "", self.plan.steps
-        return tabulated(self.rates, self.plan.mechanism, steps, rule, self._schedule, notes)
-
-    @property
-    def _schedule(self) -> str:
-        return SchedulerType(self.args.lr_scheduler_type).value
-
-    def _make_ready(self) -> None:
-        """Makes the parts of a run for the model as it is now, and chooses rates.
-
-        Anew: ``model_init`` may have made another, and parameters may have been frozen since.
-        """
-        if is_sharded(self.model):
-            return
-        self._make_parts()
-        self.publisher.adapter = self.private_run.adapter(self.plan.steps)
-        self._choose_rates()
-
-    def _start_run(self, ledger: Ledger) -> None:
-        args = self.args
-        if not is_sharded(self.model):
-            self._spread_model()
+    def _start_run(self) -> None:
+        """Starts the mechanism, on weights that are now where they are to be trained."""
+        self._spread_model()
         if is_sharded(self.model):
             reshard(self.model)
             self.private_run = self._make_run()
-            if args.chooses and self.rates is not None:
-                self._use_rates(self.rates)
-        run = self.private_run
-        generators = self._known_streams
-        noise = generators.noise if generators else noise_generator(args.device, args.secure_noise)
-        run.start(ledger, noise)
+            if self.args.chooses and self.rates is not None:
+                self.private_run.use_rates(self.rates.by_name)
+        run, args, known = self.private_run, self.args, self._known_streams
+        assert self.ledger is not None
+        run.start(
+            self.ledger, known.noise if known else noise_generator(args.device, args.secure_noise)
+        )
         if self.rates is not None:
             run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
-
-    def _spread_model(self) -> None:
-        """Gives every process the weights of the first, or its share of them."""
-        sharding, model = self._sharding, self.model
-        if sharding is not None:
-            device = self.args.device
-            shard_(model, device, mesh_of(device, sharding.replicas), *sharding[:2])
-        elif self.args.world_size > 1:
-            take_from_first_(model, self.args.device)
 
     def _examine(self, loader: DataLoader[Any]) -> None:
         """Tries collator, losses and gradients on a few examples, before the first release."""
@@ -776,18 +611,9 @@ class DPGrapeMixin(_Host):
                 self.model.train()
                 run.stay_in_step(step, batch)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Spreads the weights first, where that is asked for and nothing was trained yet."""
-        if self._sharding is not None and not is_sharded(self.model):
-            self._spread_model()
-        return super().evaluation_loop(*args, **kwargs)
-
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""
-        with (
-            failing_together(self.private_run.abandon),
-            explaining_bad_data(self.train_dataset, "Fetching a batch"),
-        ):
+        with self._handling_data("Fetching a batch"):
             return super().get_batch_samples(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -806,37 +632,29 @@ class DPGrapeMixin(_Host):
         The original would differentiate one loss averaged over the batch. Returns 0 instead of the
         training loss, which is an un-noised function of the data.
         """
-        with (
-            failing_together(self.private_run.abandon),
-            explaining_bad_data(self.train_dataset, "Computing the gradients of a batch"),
-        ):
-            return self._release(model, inputs)
-
-    def _release(self, model: nn.Module, inputs: LogicalBatch) -> Tensor:
-        if self.releases_left() <= 0:  # a callback may have overruled StopAtBudget
-            raise PrivacyError(
+        with self._handling_data("Computing the gradients of a batch"):
+            require(
+                self.releases_left() > 0,  # a callback may have overruled StopAtBudget
                 f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
-                "Take out the callback that resets control.should_training_stop."
+                "Take out the callback that resets control.should_training_stop.",
             )
-        model.train()
-        done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
+            model.train()
+            done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
         self._private_norm = done.norm
         if not self.args.log_unnoised_statistics:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
 
-    # ---- Training Utilities ----
-
     @contextmanager
-    def _keeping_state(self, resumes: bool) -> Iterator[None]:
-        """Keeps the state that belongs to the weights where a run is refused before it starts."""
-        ledger, model, state = self.ledger, self.model, self.state
-        try:
+    def _handling_data(self, doing: str) -> Iterator[None]:
+        """Has all processes fail if one does, and says what to look at in the training data."""
+        with (
+            failing_together(self.private_run.abandon),
+            explaining_bad_data(self.train_dataset, doing),
+        ):
             yield
-        except BaseException:
-            if self.ledger is ledger and self.model is model and not resumes:
-                self.state = state
-            raise
+
+    # ---- Training Utilities ----
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Reports the norm of the private gradient; clipping again would be wrong."""
@@ -905,32 +723,6 @@ class DPGrapeMixin(_Host):
         if self._known_streams is not None:
             super()._load_rng_state(checkpoint)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Has every process take part where the state is spread over all."""
-        if not is_sharded(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        assert self.optimizer is not None
-        assert self.lr_scheduler is not None
-        state = self.optimizer.state_dict()
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads of whole weights the rows that this process has, where they are spread."""
-        if is_sharded(self.model):
-            load_rows_(self.model, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        """Loads as ``_load_from_checkpoint`` does, where weights are spread."""
-        if is_sharded(self.model):
-            load_rows_(self.model, str(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
-
     # ---- Saving & Serialization ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -948,10 +740,16 @@ class DPGrapeMixin(_Host):
                 "save_model() after a train() that was refused: nothing was trained, and a model "
                 "that was saved before would be overwritten. Train first."
             )
+        require(
+            self.args.save_as != "adapter"
+            or (self.publisher.adapter is not None and self.private_run.optimizer is not None),
+            "save_as='adapter' before train(): there is no change of the model yet that could be "
+            "saved. Train first.",
+        )
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
-        if is_sharded(self.model):
-            self._gathered = gathered_weights(self.model)  # by all: a host may call _save in one
+        if self._saves_adapter or is_sharded(self.model):
+            self._gathered = gathered_weights(self.model)  # by all: only the first one saves
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -961,23 +759,16 @@ class DPGrapeMixin(_Host):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Saves as the original does, with the ledger and the card beside the weights."""
-        publisher, run, updates = self.publisher, self.private_run, self.state.global_step
-        folder = publisher.folder if output_dir is None else Path(output_dir)
-        if state_dict is None and (self._saves_adapter or is_sharded(self.model)):
-            state_dict = self._gathered or gathered_weights(self.model)
-        require(
-            not self._saves_adapter
-            or (publisher.adapter is not None and run.optimizer is not None),
-            "save_as='adapter' before train(): there is no change of the model yet that could be "
-            "saved. Train first.",
-        )
         if not self.args.should_save:
             return
+        publisher, updates = self.publisher, self.state.global_step
+        folder = publisher.folder if output_dir is None else Path(output_dir)
+        weights = self._gathered if state_dict is None else state_dict
         if self._saves_adapter:
-            publisher.save(updates, folder, changes=run.changes(), weights=state_dict)
+            publisher.save(updates, folder, changes=self.private_run.changes(), weights=weights)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
             return
-        super()._save(output_dir, state_dict)
+        super()._save(output_dir, weights)
         if self.ledger is not None:
             publisher.record(updates, folder)
 

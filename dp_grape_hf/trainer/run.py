@@ -6,31 +6,19 @@ them. A Trainer drives it, and so do the memory planner and the benchmarks.
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from statistics import mode
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
-from dp_grape_hf.choosing import (
-    Noise,
-    Rates,
-    is_pretrained,
-    measure,
-    push_of_signal,
-    walk_of_noise,
-)
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
@@ -82,7 +70,6 @@ from dp_grape_hf.sharding import most_of_any, reshard
 
 Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
-_READ = 5  # batches of inputs that rates are measured on
 
 
 class Outcome(NamedTuple):
@@ -107,6 +94,7 @@ class Run:
         **engine_options: of the per-sample engine, beside those that the arguments have.
 
     Attributes:
+        rate_factors, gradient_factors: parameter name -> factor, where it is not 1.
         per_sample: computes losses and per-sample gradients, of examples.
         schedule: the projections at capture; None without any.
         released: those after the release; None without any.
@@ -130,14 +118,14 @@ class Run:
         public_inputs: Batches | None = None,
         **engine_options: Any,
     ) -> None:
-        self._args, self._model = args, model
+        self.args, self.model = args, model
         self.per_sample = _per_sample(args, model, loss, engine_options)
         if observer is not None:
             self.per_sample.observer = observer
         self._stepping = self.per_sample  # from ``start`` on it is watched
         self.trainable = self.per_sample.trainable
         self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
-        self._rate_factors, self._gradient_factors = (
+        self.rate_factors, self.gradient_factors = (
             factors_by_name(option, getattr(args, option) or {}, self.trainable)
             for option in ("learning_rate_factors", "gradient_factors")
         )
@@ -160,7 +148,7 @@ class Run:
             UnsupportedModelError: as in ``PerSampleEngine.stay_in_step``.
         """
         self.per_sample.stay_in_step(batch, self.projectors_at(number))
-        reshard(self._model)
+        reshard(self.model)
         self.idle = {n: v[:1] if isinstance(v, Tensor) else v for n, v in batch.items()}
 
     def start(
@@ -176,18 +164,16 @@ class Run:
             noise_generator: the secret stream of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
-        method = METHODS[self._args.method]
+        method = METHODS[self.args.method]
         if method.private and not method.zeroth_order:
             coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
-            tolerance = tolerance_for(self._model)
-            automatic = self._args.clipping == Clipping.AUTOMATIC
-            bound = self._args.max_grad_norm
+            tolerance = tolerance_for(self.model)
+            automatic = self.args.clipping == Clipping.AUTOMATIC
+            bound = self.args.max_grad_norm
             assert bound is not None
             shortest = STABILITY if automatic else bound
             self._stepping = WatchedEngine(self.per_sample, tolerance, shortest, coins)
-        self.mechanism = _mechanism(
-            self._args, self._stepping, ledger, noise_generator, noise_slice
-        )
+        self.mechanism = _mechanism(self.args, self._stepping, ledger, noise_generator, noise_slice)
         self.signal = Signal(ledger.mechanism.bands)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -207,8 +193,8 @@ class Run:
             new: whether it was just made, before its scheduler.
         """
         if new:
-            factors = {self.trainable[n]: factor for n, factor in self._rate_factors.items()}
-            scale_rates(optimizer, factors, chosen=self._args.chooses)
+            factors = {self.trainable[n]: factor for n, factor in self.rate_factors.items()}
+            scale_rates(optimizer, factors, chosen=self.args.chooses)
         elif isinstance(optimizer, ZerothOrderSGD) and isinstance(
             self.per_sample, ZerothOrderEngine
         ):
@@ -219,60 +205,13 @@ class Run:
             if (projection := self.released or measured) is not None:
                 _save_with(optimizer, projection)
 
-    def rates(
-        self,
-        output: tuple[str, nn.Module],
-        batches: Batches,
-        std: float,
-        bands: Sequence[float],
-        schedule: Sequence[float],
-    ) -> Rates:
-        """Returns the rates that the noise allows, or what it does at given ones.
-
-        The model is in evaluation mode.
-
-        Args:
-            output: name and module of the layer that logits come from.
-            batches: makes inputs that are no example's.
-            std: of the noise in each number of a release, before it is correlated.
-            bands: the coefficients that it is correlated with; 1 alone for independent noise.
-            schedule: what the rate is multiplied by at each step.
-        """
-        args = self._args
-        assert args.update_rule is not None
-        assert args.max_grad_norm is not None
-        stds = {n: std / self._gradient_factors.get(n, 1.0) for n in self.trainable}
-        rule, settings = args.update_rule, _rule_settings(args)
-        walks = {s: walk_of_noise(rule, settings, s, schedule, bands) for s in set(stds.values())}
-        released = math.sqrt(np.square(released_noise(bands, len(schedule))).mean())
-        projectors = self.projectors_at(0)  # a state that is loaded later brings its own
-        given = None
-        if args.learning_rate is not None and not args.chooses:
-            given = {n: args.learning_rate * self._rate_factors.get(n, 1.0) for n in stds}
-        return measure(
-            self._model,
-            output,
-            islice(batches(), _READ),
-            {
-                n: Noise(self.trainable[n], s * released, walks[s], projectors.get(n))
-                for n, s in stds.items()
-            },
-            most=args.max_grad_norm,
-            push=lambda size: push_of_signal(rule, settings, size, schedule),
-            steps=sum(schedule),
-            rates=given,
-            fresh=not is_pretrained(self._model),
-            factors=self._rate_factors,
-            gradient_factors=self._gradient_factors,
-        )
-
-    def use_rates(self, by_name: Mapping[str, float]) -> float:
-        """Makes optimizers with these rates, by parameter name; returns that of most."""
+    def use_rates(self, by_name: Mapping[str, float]) -> None:
+        """Makes optimizers with these rates, by parameter name; that of most is the arguments'."""
         cls, options = self.optimizer_cls_and_kwargs
         most = mode(by_name.values())
         self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
-        self._rate_factors = {n: rate / most for n, rate in by_name.items() if rate != most}
-        return most
+        self.rate_factors = {n: rate / most for n, rate in by_name.items() if rate != most}
+        self.args.learning_rate = most
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
         """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
@@ -286,15 +225,15 @@ class Run:
         best: MiniLM's head alone, TREC at epsilon 2, has 78.0 % with Adam, 76.2 with correlated
         noise (6 seeds each), and with momentum 79.4 and 81.7.
         """
-        assert self._args.update_rule is not None
-        if 2 in UPDATE_RULES[self._args.update_rule].moments.values():
+        assert self.args.update_rule is not None
+        if 2 in UPDATE_RULES[self.args.update_rule].moments.values():
             return 1
         placed = {} if self.schedule is None else self.schedule.placements
         numbers = sum(
             p.numel() * (placed[n].rank / placed[n].rows if n in placed else 1)
             for n, p in self.trainable.items()
         )
-        weights = sum(p.numel() * p.dtype.itemsize for p in self._model.parameters())
+        weights = sum(p.numel() * p.dtype.itemsize for p in self.model.parameters())
         return max(1, int(weights / 2 / (4 * max(1, numbers))))
 
     @property
@@ -349,20 +288,18 @@ class Run:
         loss = torch.zeros((), device=self.per_sample.device)
         missing = 0
         if self.idle is not None:
-            reshard(self._model)
+            reshard(self.model)
             missing = most_of_any(len(batch), loss.device) - len(batch)
         for physical in batch:
             loss += self.mechanism.accumulate(prepare(physical)).sum()
         for _ in range(missing):
             self._keep_in_step()
         if self.idle is not None:
-            reshard(self._model)
+            reshard(self.model)
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
         observer.made(RELEASED, private_grads)
-        norm = self.signal.add(
-            private_grads, self.mechanism.independent_std, self._gradient_factors
-        )
+        norm = self.signal.add(private_grads, self.mechanism.independent_std, self.gradient_factors)
         with observer.phase(UPDATE):
             self._hand_over(number, private_grads)
         return Outcome(norm, loss)
@@ -370,7 +307,7 @@ class Run:
     def _keep_in_step(self) -> None:
         """Runs the model as often as a physical batch does, for nothing."""
         assert self.idle is not None
-        passes = 2 if self._args.grad_sample_mode == GradSampleMode.GHOST else 1
+        passes = 2 if self.args.grad_sample_mode == GradSampleMode.GHOST else 1
         ignored: list[Any] = [lambda found: None] * passes
         self._stepping.stream(self.idle, self.projectors, *ignored)
 
@@ -404,8 +341,8 @@ class Run:
 
     def keep_updates_apart(self) -> None:
         """Keeps updates in float32 beside weights of fewer bits, if the arguments ask for it."""
-        if self._args.float32_updates and isinstance(self.optimizer, ProjectedOptimizer):
-            self._low_rank = LowRankUpdates(self._model, self.optimizer)
+        if self.args.float32_updates and isinstance(self.optimizer, ProjectedOptimizer):
+            self._low_rank = LowRankUpdates(self.model, self.optimizer)
 
     def merge_(self) -> None:
         """Moves updates that are kept apart into the weights."""
@@ -421,7 +358,7 @@ class Run:
         Raises:
             PrivacyError: the changes of this model have no low rank, or PEFT cannot save them.
         """
-        args = self._args
+        args = self.args
         if args.save_as != "adapter":
             return None
         for name in self.ranks:
@@ -433,7 +370,7 @@ class Run:
                     "the model in float32, or save_as='model'."
                 )
         every = args.projection_update_steps
-        adapter = Adapter.of(self._model, self.trainable.values(), self.ranks)
+        adapter = Adapter.of(self.model, self.trainable.values(), self.ranks)
         adapter.require_smaller(self.ranks, periods=1 if every is None else -(-steps // every))
         return adapter
 
@@ -525,11 +462,12 @@ def _optimizer(
         **common,
         "rule": args.update_rule,
         "keep_changes": args.save_as == "adapter",
-        **_rule_settings(args),
+        **rule_settings(args),
     }
 
 
-def _rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
+def rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
+    """Returns the settings of the update rule."""
     assert args.update_rule is not None
     settings: dict[str, dict[str, Any]] = {
         "adam": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},

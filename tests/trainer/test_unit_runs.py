@@ -280,7 +280,7 @@ def test_data_that_changed_is_read_again_or_refused(tmp_path: Path) -> None:
     assert trainer._units.num_examples == len(rows)
     rows.append(points(1).examples[0] | {"user": "late"})
     with pytest.raises(
-        PrivacyError, match="length of train_dataset has changed since privacy_unit_column"
+        PrivacyError, match=r"privacy_unit_column=.user. says of train_dataset has changed"
     ):
         trainer.train()
 

@@ -1,0 +1,197 @@
+"""What a Trainer does otherwise where several processes train, or share the weights (FSDP2).
+
+A host would wrap the model in DDP, which averages ``p.grad``, or shard it after the optimizer was
+made, reduce gradients by FSDP's hooks and write checkpoints of its own kind. So it takes each run
+for one of plain processes, and what is spread is spread, saved and loaded here.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from dp_grape_hf.arguments import METHODS
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.sharding import is_sharded, load_rows_, mesh_of, shard_, take_from_first_
+
+if TYPE_CHECKING:
+    _Host = Trainer
+else:  # the host is the other base of the class that is made
+    _Host = object
+
+
+class ShardingMixin(_Host):
+    """Keeps DDP and FSDP of the host away, and spreads weights where that is asked for."""
+
+    model: nn.Module
+    _sharding: Sharding | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
+        self._sharding = sharding_of(self.args)
+        with nullcontext() if self._sharding is None else _hidden_from_host(self.args):
+            super().create_accelerator_and_postprocess()
+        accelerator = weakref.proxy(self.accelerator)  # a cycle would keep the model alive
+        self.accelerator.prepare_model = partial(
+            Accelerator.prepare_model, accelerator, evaluation_mode=True
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves a model that is to be sharded where it is."""
+        if self._sharding is None:
+            super()._move_model_to_device(model, device)
+
+    def _spread_model(self) -> None:
+        """Gives every process the weights of the first, or its share of them."""
+        if is_sharded(self.model):
+            return
+        device = self.args.device
+        if self._sharding is not None:
+            layers, reshard_after_forward, replicas = self._sharding
+            shard_(self.model, device, mesh_of(device, replicas), layers, reshard_after_forward)
+        elif self.args.world_size > 1:
+            take_from_first_(self.model, device)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Spreads the weights first, where that is asked for and nothing was trained yet."""
+        if self._sharding is not None:
+            self._spread_model()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Has every process take part where the state is spread over all."""
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        state = self.optimizer.state_dict()
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads of whole weights the rows that this process has, where they are spread."""
+        if is_sharded(self.model):
+            load_rows_(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Loads as ``_load_from_checkpoint`` does, where weights are spread."""
+        if is_sharded(self.model):
+            load_rows_(self.model, str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+
+# ---- What is asked for ----
+
+
+# By which accelerate launch asks for them.
+_ASKS_FOR_FSDP = "ACCELERATE_USE_FSDP"
+_ASKS_FOR_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_NOT_SPLIT = ("tp_size", "cp_size", "sp_size")
+
+
+class Sharding(NamedTuple):
+    """How weights are to be spread over processes (FSDP2)."""
+
+    layers: Collection[str] | None  # classes; None: those that the model names
+    reshard_after_forward: bool
+    replicas: int  # groups of processes, each of which has all weights
+
+
+def sharding_of(args: Any) -> Sharding | None:
+    """Returns how ``fsdp_config``, or the launcher, wants weights to be sharded, if it does.
+
+    Args:
+        args: a ``DPGrapeArguments``.
+
+    Raises:
+        PrivacyError: for what a private run does not have; with what to do.
+    """
+    settings, parallel, row = args.fsdp_plugin_args, args.parallelism_config, METHODS[args.method]
+    if settings is None and not _asked(_ASKS_FOR_FSDP):
+        if parallel is not None:
+            raise PrivacyError(
+                "parallelism_config shards weights only with fsdp=True (accelerate launch "
+                "--use_fsdp --fsdp_version 2). Set it, or leave parallelism_config out."
+            )
+        return None
+    by_launcher = os.environ.get("FSDP_VERSION", 1)
+    version = int(by_launcher if settings is None else settings.get("fsdp_version", 1))
+    if version != 2:
+        raise PrivacyError(
+            f"FSDP of {version=} is not supported, which makes other parameters of the model's. "
+            'Set fsdp_config={"version": 2}, or accelerate launch --fsdp_version 2.'
+        )
+    plugin = FullyShardedDataParallelPlugin(**settings or {})
+    if parallel is None and _asked(_ASKS_FOR_PARALLELISM):
+        parallel = ParallelismConfig()
+    sizes = {} if parallel is None else {n: getattr(parallel, n) or 1 for n in _NOT_SPLIT}
+    split = {name: size for name, size in sizes.items() if size > 1}
+    for what, (found, advice) in {
+        "cpu_offload": (
+            type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+            "Take more processes, or smaller physical batches",
+        ),
+        "mixed_precision_policy": (
+            plugin.mixed_precision_policy is not None,
+            "Set bf16=True, which is what it is without fsdp, or load the model in bfloat16",
+        ),
+        "activation_checkpointing": (
+            plugin.activation_checkpointing,
+            "Set the Trainer's gradient_checkpointing=True instead",
+        ),
+        "auto_wrap_policy": (
+            plugin.min_num_params,
+            'Name the classes of layers by fsdp_config={"transformer_layer_cls_to_wrap": [...]}',
+        ),
+        f"parallelism_config with {split}": (
+            split,
+            "It would spread one example over processes. Leave dp_replicate_size and dp_shard_size",
+        ),
+        f"method={args.method!r}": (
+            row.zeroth_order or not row.private,
+            "Choose a private method with gradients, or start plain processes",
+        ),
+        f"engine={args.engine!r}": (args.engine != "layerwise", "Leave it at 'layerwise'"),
+    }.items():
+        if found:
+            raise PrivacyError(f"{what} with fsdp is not supported. {advice}.")
+    return Sharding(
+        plugin.transformer_cls_names_to_wrap,
+        bool(plugin.reshard_after_forward),
+        (parallel.dp_replicate_size or 1) if parallel is not None else 1,
+    )
+
+
+@contextmanager
+def _hidden_from_host(args: Any) -> Iterator[None]:
+    """Has a host take a run with sharded weights for one of plain processes."""
+    given = args.fsdp_plugin_args, args.parallelism_config
+    names = (_ASKS_FOR_FSDP, _ASKS_FOR_PARALLELISM)
+    variables = {name: os.environ.pop(name) for name in names if name in os.environ}
+    args.fsdp_plugin_args = args.parallelism_config = None
+    try:
+        yield
+    finally:
+        args.fsdp_plugin_args, args.parallelism_config = given
+        os.environ.update(variables)
+
+
+def _asked(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
