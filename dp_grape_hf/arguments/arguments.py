@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
@@ -16,6 +16,7 @@ from transformers.trainer_utils import SchedulerType
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
 from dp_grape_hf.arguments.methods import METHODS
 from dp_grape_hf.arguments.refusals import (
+    REFUSED_IF_SET,
     reason_against_bands,
     refuse_contradictions,
     refuse_host_options,
@@ -379,6 +380,9 @@ class DPGrapeArguments(_Host):
         },
     )
 
+    refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET
+    """Name of an option of the host -> why it is refused, and what to do instead."""
+
     def __post_init__(self) -> None:
         """Fills in defaults and refuses what would void the guarantee."""
         self._read_numbers()
@@ -394,37 +398,27 @@ class DPGrapeArguments(_Host):
             self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
         if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
-        if (
-            self.expected_batch_size is None
-            and self.gradient_accumulation_steps == 1
-            and self.chooses
-        ):
-            return  # chosen when N is known
-        if self.expected_batch_size is None:
-            self.expected_batch_size = (
-                self.per_device_train_batch_size
-                * self.gradient_accumulation_steps
-                * self.world_size
-            )
-        elif self.gradient_accumulation_steps != 1:
+        accumulated = self.gradient_accumulation_steps != 1
+        if self.expected_batch_size is not None and accumulated:
             raise PrivacyError(
                 f"expected_batch_size={self.expected_batch_size!r} and "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps!r} both set the "
                 "size of the logical batch. Leave gradient_accumulation_steps at 1: the logical "
                 "batch is split into physical batches of per_device_train_batch_size by itself."
             )
-        self.gradient_accumulation_steps = 1
-        if self.logical_batch_size < 1:
-            raise PrivacyError(
-                f"expected_batch_size={self.logical_batch_size}, the product of "
-                f"per_device_train_batch_size={self.per_device_train_batch_size!r}, "
-                "gradient_accumulation_steps and the number of processes, must be at least 1."
+        if self.expected_batch_size is None and (accumulated or not self.chooses):
+            self.expected_batch_size = (
+                self.per_device_train_batch_size
+                * self.gradient_accumulation_steps
+                * self.world_size
             )
-
-    @property
-    def chooses(self) -> bool:
-        """Whether what is not given is chosen, by the noise of the run (``choosing``)."""
-        return self._chooses
+            if self.expected_batch_size < 1:
+                raise PrivacyError(
+                    f"expected_batch_size={self.expected_batch_size}, the product of "
+                    f"per_device_train_batch_size={self.per_device_train_batch_size!r}, "
+                    "gradient_accumulation_steps and the number of processes, must be at least 1."
+                )
+            self.gradient_accumulation_steps = 1
 
     def suit_fresh_weights(self) -> None:
         """Chooses rule, rank, schedule and noise anew, for weights that are not pretrained.
@@ -493,28 +487,29 @@ class DPGrapeArguments(_Host):
         principal = self.projection == PRINCIPAL
         if self.projection_update_steps is None and not principal:
             self.projection_update_steps = UPDATE_STEPS
-        self._chooses = (
+        # Whether what is not given is chosen, by the noise of the run (``choosing``).
+        self.chooses = (
             self.learning_rate is None
             and row.private
             and not row.zeroth_order
             and self.noise_multiplier != 0
         )
-        if self.noise is None and (not self._chooses or reason_against_bands(self)):
+        if self.noise is None and (not self.chooses or reason_against_bands(self)):
             self.noise = INDEPENDENT
-        if self.learning_rate is None and not self._chooses:
+        if self.learning_rate is None and not self.chooses:
             self.learning_rate = HOST_RATE
         defaults = {
             "update_rule": row.update_rule,
             "projection_rank": RANK,
             "lr_scheduler_type": SchedulerType.LINEAR.value,
         }
-        chosen = self._chosen(pretrained=True) if self._chooses else {}
+        chosen = self._chosen(pretrained=True) if self.chooses else {}
         self._open = {name for name in chosen if getattr(self, name) is None}
         for name, value in (defaults | chosen).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.clipping is None:
-            scaled = self._chooses and self.max_grad_norm is None and not row.norm_estimates
+            scaled = self.chooses and self.max_grad_norm is None and not row.norm_estimates
             self.clipping = (Clipping.AUTOMATIC if scaled else Clipping.FLAT).value
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0
@@ -532,15 +527,22 @@ class DPGrapeArguments(_Host):
         return found
 
     def _read_factors(self) -> None:
+        """Takes mappings of factors, which the command line gives as JSON."""
         for name in ("learning_rate_factors", "gradient_factors"):
             asked: Any = getattr(self, name)
             if asked is None:
                 continue
-            wrong = PrivacyError(
-                f"{name}={asked!r} must map name patterns to factors that are positive and "
-                'finite, like {"classifier": 20}.'
-            )
-            setattr(self, name, _mapping(asked, wrong, _is_factor))
+            try:
+                found = json.loads(asked) if isinstance(asked, str) else dict(asked)
+                good = bool(found) and all(_is_factor(*item) for item in found.items())
+            except (ValueError, TypeError, AttributeError):
+                good = False
+            if not good:
+                raise PrivacyError(
+                    f"{name}={asked!r} must map name patterns to factors that are positive and "
+                    'finite, like {"classifier": 20}.'
+                )
+            setattr(self, name, found)
 
     def _set_not_private(self) -> None:
         """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
@@ -561,20 +563,9 @@ class DPGrapeArguments(_Host):
             setattr(self, name, value)
 
 
-def _mapping(asked: Any, wrong: Exception, good: Callable[[Any], bool]) -> dict[str, Any]:
-    """Returns a mapping, which the command line gives as JSON; raises ``wrong`` if it is not so."""
-    try:
-        found = json.loads(asked) if isinstance(asked, str) else dict(asked)
-        holds = bool(found) and all(good(value) for value in found.values())
-    except (ValueError, TypeError, AttributeError):
-        raise wrong from None
-    if not holds or not all(type(name) is str for name in found):
-        raise wrong
-    return found
-
-
-def _is_factor(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+def _is_factor(pattern: Any, value: Any) -> bool:
+    number = type(value) in (int, float) and 0 < value <= sys.float_info.max
+    return type(pattern) is str and number
 
 
 def accepts_short_names(cls: _Class) -> _Class:

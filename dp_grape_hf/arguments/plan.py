@@ -102,7 +102,7 @@ class PrivacyPlan:
         self._args, self._public_dataset, self._most_bands = args, public_dataset, most_bands
         self._earlier = earlier
         self._spent_before = [] if earlier is None else earlier.releases
-        self._units = "examples" if args.privacy_unit_column is None else "units"
+        unit = "example" if args.privacy_unit_column is None else "unit"
         num_samples = args.num_samples or dataset_size
         given = args.max_steps if args.max_steps > 0 else None
         if args.expected_batch_size is None:  # of a trainer's own copy of the arguments
@@ -112,12 +112,12 @@ class PrivacyPlan:
         if batch > num_samples:
             raise PrivacyError(
                 f"The expected batch size {batch} is larger than the {num_samples} training "
-                f"{self._units}. Lower expected_batch_size, or per_device_train_batch_size and "
+                f"{unit}s. Lower expected_batch_size, or per_device_train_batch_size and "
                 "gradient_accumulation_steps, whose product with the number of processes it is."
             )
         delta = args.target_delta
         if args.private and delta is not None:
-            refuse_large_delta(delta, num_samples, self._units.removesuffix("s"))
+            refuse_large_delta(delta, num_samples, unit)
         epoch = expected_steps_per_epoch(batch / num_samples)
         self.steps = given or math.ceil(args.num_train_epochs * epoch)
         self._mechanism = self._asked(num_samples)
@@ -332,14 +332,11 @@ class PrivacyPlan:
         """Has the ledger say what was chosen; call it before the ledger is started."""
         self._mechanism = replace(self._mechanism, chosen=chosen)
 
-    def use_noise_of(self, ledger: Ledger) -> None:
+    def use_noise_of(self, mechanism: Mechanism) -> None:
         """Takes over the noise that the first process found or resumed: it alone adds any."""
-        self._use_noise(ledger.mechanism)
-
-    def _use_noise(self, of: Mechanism) -> None:
         before, banded = self._mechanism, self._args.noise != INDEPENDENT
-        coefficients = of.coefficients if banded else None
-        self._mechanism = self._with_noise(of.noise_multiplier, coefficients)
+        coefficients = mechanism.coefficients if banded else None
+        self._mechanism = self._with_noise(mechanism.noise_multiplier, coefficients)
         if self._mechanism != before:
             self._curve = self._curve and self._curve_after(self._spent_before)
 
@@ -350,9 +347,9 @@ class PrivacyPlan:
         """
         target, found = self._args.target_epsilon, self._mechanism
         if target is not None:
-            self._use_noise(recorded)
+            self.use_noise_of(recorded)
             if self._curve is None or self._curve.epsilon(self.steps) > target:
-                self._use_noise(found)
+                self.use_noise_of(found)
 
     def _require_same_runs_before(self, copy: Path, recorded: Ledger) -> None:
         if recorded.earlier != self._spent_before:
@@ -368,15 +365,14 @@ class PrivacyPlan:
 
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
         """Returns epsilon for all that a ledger counts, earlier runs included."""
-        steps = ledger.steps if ledger else 0
-        if ledger is None:
-            private = self._earlier is None or not self._earlier.not_private_reasons
-        else:
+        steps, counted, own = 0, 0, self._mechanism
+        private = self._earlier is None or not self._earlier.not_private_reasons
+        if ledger is not None:
+            steps, counted, own = ledger.steps, ledger.runs[-1].accounted.steps, ledger.mechanism
             private = ledger.private
         epsilon = math.inf
         if private and self._curve is not None:
-            epsilon = self._curve.epsilon(ledger.runs[-1].accounted.steps if ledger else 0)
-        own = self._mechanism if ledger is None else ledger.mechanism
+            epsilon = self._curve.epsilon(counted)
         return PrivacySpent(epsilon, self._args.target_delta, steps, own)
 
     def releases_left(self, ledger: Ledger | None) -> float:

@@ -70,15 +70,10 @@ def refuse_contradictions(args: Any) -> None:
             f"target_epsilon={args.target_epsilon!r}. Debug with "
             "noise_multiplier=..., on public data; the ledger then says not private."
         )
-    if args.clipping == Clipping.AUTOMATIC and math.isinf(args.max_grad_norm):
+    if math.isinf(args.max_grad_norm) and (args.private or args.clipping == Clipping.AUTOMATIC):
         raise PrivacyError(
-            f"clipping={args.clipping!r} scales gradients to max_grad_norm="
-            f"{args.max_grad_norm!r}; give a finite C, or clipping='flat'."
-        )
-    if args.private and math.isinf(args.max_grad_norm):
-        raise PrivacyError(
-            f"max_grad_norm={args.max_grad_norm!r} leaves nothing to calibrate the noise to; "
-            "give a finite C, or noise_multiplier=0."
+            f"max_grad_norm={args.max_grad_norm!r} leaves nothing to calibrate the noise to, or to "
+            "scale gradients to; give a finite C, or noise_multiplier=0 and clipping='flat'."
         )
 
 
@@ -167,16 +162,17 @@ def _refuse_adapter(args: Any) -> None:
             "only where gradients are projected at capture has every update of a weight low rank. "
             f"Choose method='dp_grape' with a projection, {instead}"
         )
-    if args.weight_decay:
-        raise PrivacyError(
-            f"save_as='adapter' with weight_decay={args.weight_decay!r}: decay changes weights in "
-            f"all directions, which no adapter of low rank holds. Set weight_decay=0, {instead}"
-        )
-    if args.load_best_model_at_end:
-        raise PrivacyError(
-            f"save_as='adapter' with load_best_model_at_end={args.load_best_model_at_end!r}: the "
-            f"adapter is that of the last step. Leave it at False, {instead}"
-        )
+    for name, reason in (
+        (
+            "weight_decay",
+            "decay changes weights in all directions, which no adapter of low rank holds",
+        ),
+        ("load_best_model_at_end", "the adapter is that of the last step"),
+    ):
+        if value := getattr(args, name):
+            raise PrivacyError(
+                f"save_as='adapter' with {name}={value!r}: {reason}. Leave it out, {instead}"
+            )
 
 
 def reason_against_bands(args: Any) -> str | None:
@@ -287,7 +283,7 @@ def refuse_host_options(args: Any) -> None:
     Raises:
         PrivacyError: with the option, its value, the reason and what to do.
     """
-    for name, reason in REFUSED_IF_SET.items():
+    for name, reason in args.refused_if_set.items():
         if getattr(args, name):
             raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
     if not args.skip_memory_metrics:

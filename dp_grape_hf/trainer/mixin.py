@@ -567,7 +567,7 @@ class DPGrapeMixin(ShardingMixin):
         )
         self.publisher.use(self.model)
         self.publisher.ledger = self.ledger
-        self.plan.use_noise_of(self.ledger)
+        self.plan.use_noise_of(self.ledger.mechanism)
         if self._known_streams is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         if self.args.log_unnoised_statistics:

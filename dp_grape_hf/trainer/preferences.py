@@ -31,7 +31,7 @@ from dp_grape_hf.per_sample import (
     evaluating,
     side_by_side,
 )
-from dp_grape_hf.trainer.sft import TRLMixin, refuse_set
+from dp_grape_hf.trainer.sft import TRLMixin
 
 _COUPLES = "the load-balancing loss of experts averages over the tokens of the batch; set it to 0.0"
 _OF_PAIRS = {
@@ -109,10 +109,7 @@ class DPGrapeRewardConfig(DPGrapeArguments, RewardConfig):  # type: ignore[misc]
         PrivacyError: also for activation offloading.
     """
 
-    def __post_init__(self) -> None:
-        """Refuses what belongs to this host, and then what belongs to all."""
-        refuse_set(self, REFUSED_OF_REWARDS)
-        super().__post_init__()
+    refused_if_set = DPGrapeArguments.refused_if_set | REFUSED_OF_REWARDS
 
 
 class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
@@ -148,6 +145,7 @@ class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):  # type: ignore[misc]
             load-balancing loss of experts.
     """
 
+    refused_if_set = DPGrapeArguments.refused_if_set | REFUSED_OF_DPO
     router_aux_loss_coef: float | None = field(
         default=0.0,
         metadata={"help": "Must be 0: the load-balancing loss of experts averages over the batch."},
@@ -155,7 +153,6 @@ class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Refuses what belongs to this host, and then what belongs to all."""
-        refuse_set(self, REFUSED_OF_DPO)
         given: Any = self.loss_type
         names = [given] if isinstance(given, str) else given
         if unknown := [name for name in names if name not in PREFERENCES]:
@@ -168,7 +165,7 @@ class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):  # type: ignore[misc]
                 f"f_divergence_type={self.f_divergence_type!r} is refused: its loss is not known "
                 "to this package. Leave it at 'reverse_kl'."
             )
-        self.router_aux_loss_coef = 0.0  # None would stand for what the model's config says
+        self.router_aux_loss_coef = self.router_aux_loss_coef or 0.0  # None: as the model has it
         super().__post_init__()
 
 

@@ -164,17 +164,29 @@ class Run:
             noise_generator: the secret stream of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
-        method = METHODS[self.args.method]
-        if method.private and not method.zeroth_order:
-            coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
-            tolerance = tolerance_for(self.model)
-            automatic = self.args.clipping == Clipping.AUTOMATIC
-            bound = self.args.max_grad_norm
-            assert bound is not None
-            shortest = STABILITY if automatic else bound
-            self._stepping = WatchedEngine(self.per_sample, tolerance, shortest, coins)
-        self.mechanism = _mechanism(self.args, self._stepping, ledger, noise_generator, noise_slice)
+        args, row, distributed = self.args, METHODS[self.args.method], group_size() > 1
         self.signal = Signal(ledger.mechanism.bands)
+        if not row.private and not row.zeroth_order:
+            self.mechanism = BatchGradient(self.per_sample, ledger=ledger, distributed=distributed)
+            return
+        if row.private and not row.zeroth_order:
+            self._stepping = self._watched()
+        units = args.privacy_unit_column is not None
+        self.mechanism = PrivateMechanism(
+            UnitEngine(self._stepping) if units else self._stepping,
+            ledger=ledger,
+            noise_generator=noise_generator,
+            distributed=distributed,
+            noise_slice=noise_slice,
+        )
+
+    def _watched(self) -> WatchedEngine:
+        """Returns the engine, which now and then looks at a row once more, alone."""
+        args = self.args
+        assert args.max_grad_norm is not None
+        shortest = STABILITY if args.clipping == Clipping.AUTOMATIC else args.max_grad_norm
+        coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
+        return WatchedEngine(self.per_sample, tolerance_for(self.model), shortest, coins)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns an optimizer of all that is trained, and takes it."""
@@ -394,29 +406,6 @@ class Run:
 
 
 # ---- The parts, of the arguments ----
-
-
-def _mechanism(
-    args: DPGrapeArguments,
-    per_sample: PerSampleEngine,
-    ledger: Ledger,
-    noise_generator: torch.Generator,
-    noise_slice: int | None,
-) -> Engine:
-    """Returns what a method releases by: the mechanism, or the batch's gradient without privacy."""
-    distributed = group_size() > 1
-    row = METHODS[args.method]
-    if not row.private and not row.zeroth_order:
-        return BatchGradient(per_sample, ledger=ledger, distributed=distributed)
-    if args.privacy_unit_column is not None:
-        per_sample = UnitEngine(per_sample)
-    return PrivateMechanism(
-        per_sample,
-        ledger=ledger,
-        noise_generator=noise_generator,
-        distributed=distributed,
-        noise_slice=noise_slice,
-    )
 
 
 def _per_sample(

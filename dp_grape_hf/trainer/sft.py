@@ -9,7 +9,6 @@ Needs ``pip install 'dp_grape_hf[sft]'``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -38,13 +37,6 @@ REFUSED_IF_SET = {
 """Name of an option of ``SFTConfig`` -> why it is refused, and what to do instead."""
 
 
-def refuse_set(args: Any, reasons: Mapping[str, str]) -> None:
-    """Refuses options of a host that are set, with the reason why."""
-    for name, reason in reasons.items():
-        if getattr(args, name):
-            raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
-
-
 @accepts_short_names
 @dataclass(repr=False)
 class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
@@ -59,6 +51,7 @@ class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
             activation offloading and a load-balancing loss of experts.
     """
 
+    refused_if_set = DPGrapeArguments.refused_if_set | REFUSED_IF_SET
     router_aux_loss_coef: float | None = field(
         default=0.0,
         metadata={"help": "Must be 0: the load-balancing loss of experts averages over the batch."},
@@ -66,7 +59,6 @@ class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Refuses what belongs to this host, and then what belongs to all."""
-        refuse_set(self, REFUSED_IF_SET)
         if self.loss_type not in (None, "nll", "chunked_nll"):
             raise PrivacyError(
                 f"loss_type={self.loss_type!r} is refused: training uses the mean cross-entropy of "
@@ -74,7 +66,7 @@ class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
                 "returns one loss per sample."
             )
         self.loss_type = "nll"  # older versions of TRL patch the model for chunks
-        self.router_aux_loss_coef = 0.0  # None would stand for what the model's config says
+        self.router_aux_loss_coef = self.router_aux_loss_coef or 0.0  # None: as the model has it
         super().__post_init__()
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
 
 
@@ -58,14 +57,10 @@ class DPGrapeSeq2SeqTrainingArguments(DPGrapeArguments, Seq2SeqTrainingArguments
         PrivacyError: also for ``sortish_sampler``.
     """
 
-    def __post_init__(self) -> None:
-        """Refuses what belongs to this host, and then what belongs to all."""
-        if self.sortish_sampler:
-            raise PrivacyError(
-                f"sortish_sampler={self.sortish_sampler!r} is refused: batches are Poisson draws, "
-                "in which each example enters independently. Leave it at False."
-            )
-        super().__post_init__()
+    refused_if_set = DPGrapeArguments.refused_if_set | {
+        "sortish_sampler": "batches are Poisson draws, in which each example enters independently; "
+        "leave it at False",
+    }
 
 
 class DPGrapeSeq2SeqTrainer(DPGrapeMixin, Seq2SeqTrainer):
