@@ -600,14 +600,9 @@ class DPGrapeTrainingArguments(DPGrapeArguments, TrainingArguments):
     ``eps``, ``delta`` and ``num_train_epochs`` are enough: without ``learning_rate`` all else that
     is not given is chosen (``dp_grape_hf.choosing``). Each field says in its metadata what it is:
     ``HfArgumentParser`` shows that for ``--help``, and the page of ``dp_grape_hf/arguments`` has
-    all. Other than in the host, ``max_grad_norm`` bounds the gradient of each sample, an epoch has
-    1/q steps, and ``optim`` is the method's; see ``DPGrapeArguments``.
+    all. What is other than in the host, and refused, is said of ``DPGrapeArguments``.
 
     >>> args = DPGrapeTrainingArguments(output_dir="out", eps=6.0, delta=1e-5, report_to="none")
     >>> args.target_epsilon, args.chooses, args.clipping
     (6.0, True, 'automatic')
-
-    Raises:
-        PrivacyError: if a value is out of range, two values contradict each other, or an option
-            would void the guarantee.
     """

@@ -251,10 +251,7 @@ class PrivacyPlan:
     ) -> None:
         """Refuses processes whose draws and sums would not fit together; a collective call.
 
-        Args:
-            dataset_size: the length of this process's training dataset.
-            updates: how many updates the weights contain.
-            trainable: parameter name -> parameter.
+        ``updates`` is how many the weights contain.
         """
         facts: dict[str, object] = asdict(self.mechanism)
         # They follow from the others, and may depend on the kind of processor in the last digit.

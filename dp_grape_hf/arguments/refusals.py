@@ -47,14 +47,7 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
 
 
 def refuse_contradictions(args: Any) -> None:
-    """Refuses arguments of which each is valid, but not all together.
-
-    Args:
-        args: a ``DPGrapeArguments`` whose values are in range, and filled in.
-
-    Raises:
-        PrivacyError: naming the arguments, their values and what to do.
-    """
+    """Refuses arguments of which each is in range, and filled in, but not all go together."""
     _refuse_promise(args)
     _refuse_method(args)
     _refuse_units(args)
@@ -275,14 +268,7 @@ UPLOADING_TRACKERS = {
 
 
 def refuse_host_options(args: Any) -> None:
-    """Refuses options of the Hugging Face Trainer under which the guarantee would not hold.
-
-    Args:
-        args: a ``DPGrapeArguments`` before the host has seen it.
-
-    Raises:
-        PrivacyError: with the option, its value, the reason and what to do.
-    """
+    """Refuses options of the host, before it has seen them, that would void the guarantee."""
     for name, reason in args.refused_if_set.items():
         if getattr(args, name):
             raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
@@ -320,14 +306,7 @@ def refuse_host_options(args: Any) -> None:
 
 
 def refuse_machine(args: Any) -> None:
-    """Refuses what the launcher and the environment ask for.
-
-    Args:
-        args: a ``DPGrapeArguments`` that the host has completed.
-
-    Raises:
-        PrivacyError: with what was found and what to do.
-    """
+    """Refuses what the launcher and the environment ask for, once the host has completed it."""
     _refuse_uploading_trackers(args.report_to)
     if args.mixed_precision == "fp16":
         raise PrivacyError(
@@ -350,11 +329,7 @@ def refuse_machine(args: Any) -> None:
 
 
 def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
-    """Refuses trackers that would log gradients, or send checkpoints past the allow-list.
-
-    Raises:
-        PrivacyError: with the tracker, what makes it upload, and what to do.
-    """
+    """Refuses trackers that would log gradients, or send checkpoints past the allow-list."""
     trackers = [trackers] if isinstance(trackers, str) else trackers or []
     watched = os.environ.get("WANDB_WATCH")
     if "wandb" in trackers and watched in ("all", "gradients"):

@@ -16,7 +16,8 @@ of it, and has two bounds: what noise adds to weights over the run, and how far 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -183,7 +184,7 @@ def measure(
     before = _features(model, layer, inputs)
 
     def drift(by_name: Mapping[str, float]) -> float:
-        with _Moved({n: (own, own.walk * by_name[n]) for n, own in body.items()}):
+        with _moved_by_noise({n: own.walk * by_name[n] for n, own in body.items()}, body):
             after = _features(model, layer, inputs)
         moved, known = after - after.mean(0), before - before.mean(0)
         found = float((moved - known).norm() / known.norm().clamp(min=1e-30))
@@ -281,26 +282,22 @@ def _features(model: nn.Module, layer: nn.Module, inputs: list[Mapping[str, Any]
     return torch.cat(seen)
 
 
-class _Moved:
-    """Adds noise to weights for a while."""
-
-    def __init__(self, moves: Mapping[str, tuple[Noise, float]]) -> None:
-        self._moves = moves
-        self._kept: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for name, (own, std) in self._moves.items():
-            weight = own.parameter
-            self._kept[name] = weight.detach().to("cpu", copy=True)
-            move = (torch.randn(own.shape, generator=generator) * std).to(weight.device)
-            if own.projector is None:
+@contextmanager
+def _moved_by_noise(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[None]:
+    """Adds noise to weights for a while: parameter name -> its standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    kept: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, std in stds.items():
+            weight, projector = noise[name].parameter, noise[name].projector
+            kept[name] = weight.detach().to("cpu", copy=True)
+            move = (torch.randn(noise[name].shape, generator=generator) * std).to(weight.device)
+            if projector is None:
                 weight.add_(move.to(weight.dtype))
             else:
-                own.projector.add_lifted_(weight, move, 1.0)
-
-    @torch.no_grad()
-    def __exit__(self, *error: object) -> None:
-        for name, (own, _) in self._moves.items():
-            own.parameter.copy_(self._kept[name])
+                projector.add_lifted_(weight, move, 1.0)
+        try:
+            yield
+        finally:
+            for name, weights in kept.items():
+                noise[name].parameter.copy_(weights)

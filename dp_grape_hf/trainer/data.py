@@ -51,7 +51,7 @@ def loader_of(
         draws: of examples, or of units where there are any.
         dataset: the examples.
         collator: of a physical batch.
-        args: the arguments of the run.
+        args: of the run.
         units: which examples are one privacy unit; None where each is one.
         longest: how many positions the model has, if that is limited.
     """
@@ -141,18 +141,10 @@ _PUBLIC_EXAMPLES = 512
 def public_batches(
     dataset: Any, collator: Callable[[list[Any]], Any], size: int, unused: Collection[str]
 ) -> Batches:
-    """Returns what makes the inputs of a model from a dataset that was declared public.
+    """Returns what makes inputs of ``size`` rows from the first 512 rows of a public dataset.
 
-    Args:
-        dataset: its first 512 examples are used.
-        collator: of a physical batch.
-        size: of a batch.
-        unused: the names of labels, which are left out.
-
-    Raises:
-        PrivacyError: if it cannot be read by index.
+    Names that are ``unused``, those of labels, are left out.
     """
-    check_dataset(dataset)
     examples = range(min(len(dataset), _PUBLIC_EXAMPLES))
 
     def batches() -> Iterator[Inputs]:
@@ -303,13 +295,12 @@ def refuse_training_data(
 ) -> None:
     """Refuses to evaluate on the training data, whose metrics would be logged as they are.
 
+    Unless they are declared public, or un-noised statistics are asked for.
+
     Args:
         dataset: an evaluation data set, or several by name.
-        training_data: the training data set, as it was passed and as it is.
-        args: the arguments of the run.
-
-    Raises:
-        PrivacyError: if they share an object that is neither declared public nor given up.
+        training_data: as it was passed, and as it is.
+        args: of the run.
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     ours = {id(data) for data in training_data if data is not None}

@@ -2,8 +2,9 @@
 
 Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
 places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
-override is found where the original is. There is no arithmetic here: ``run`` makes the parts that a
-method needs and drives a step, ``mechanism`` draws, clips and adds noise, ``ledger`` records, and
+override is found where the original is; ``sharded`` has those for several processes. There is no
+arithmetic here: ``run`` makes the parts that a method needs and drives a step, ``chosen`` finds
+what is trained at which rates, ``mechanism`` draws, clips and adds noise, ``ledger`` records, and
 ``publishing`` saves and uploads. From the training utilities on, something leaves the run.
 """
 
@@ -829,9 +830,8 @@ class DPGrapeMixin(ShardingMixin):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes our card; the original has a column of training losses.
 
-        Takes what ``card.declare`` takes, which is kept for later cards of this trainer:
-        the arguments of the original, and ``metrics``, which appear with a word on whether their
-        data is public (``eval_data_is_public``).
+        Takes what ``declare`` takes, which is kept for later cards of this trainer: the arguments
+        of the original, and ``metrics``.
         """
         public = self.args.eval_data_is_public
         self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
@@ -849,13 +849,7 @@ class DPGrapeMixin(ShardingMixin):
     ) -> Any:
         """Saves the model and publishes it (``Publisher.push``); the original uploads the folder.
 
-        Args:
-            commit_message: as for the original, and so are the next four.
-            blocking: whether to wait for the upload.
-            token: instead of ``hub_token``.
-            revision: instead of ``hub_revision``.
-            private: instead of ``hub_private_repo``.
-            **kwargs: what ``create_model_card`` takes.
+        Its arguments are those of the original, and what ``create_model_card`` takes.
 
         Returns:
             The commit, or a future of it unless ``blocking``; None in all processes but the first.
@@ -888,11 +882,9 @@ class DPGrapeMixin(ShardingMixin):
         """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
 
         With ``save_as="adapter"`` it is the adapter of that step, which is saved in the run's
-        folder first.
-
-        With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as well, and with
-        "all_checkpoints" into a folder of the checkpoint's name: all in one commit. Where that
-        fails, the error is logged, and training goes on.
+        folder first. With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as
+        well, with "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
+        Where that fails, the error is logged, and training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
         weights = gathered_weights(self.model) if self._saves_adapter else None  # by all processes

@@ -138,11 +138,9 @@ class Run:
         self.idle: Inputs | None = None
 
     def stay_in_step(self, number: int, batch: Inputs) -> None:
-        """Runs the model as often as the other processes do from now on (``sharding``).
+        """Runs the model as often as the other processes do from this step on (``sharding``).
 
-        Args:
-            number: of the step that is next.
-            batch: on the device of the model, the same in all processes.
+        The batch is the same in all processes.
 
         Raises:
             UnsupportedModelError: as in ``PerSampleEngine.stay_in_step``.
@@ -326,10 +324,6 @@ class Run:
     def _hand_over(self, number: int, private_grads: dict[str, Tensor]) -> None:
         """Gives the optimizer what was released, projected if that is due only now.
 
-        Args:
-            number: of the step.
-            private_grads: by name, the release.
-
         Guarantee:
             Only private gradients are seen: this is post-processing.
         """
@@ -414,8 +408,13 @@ def _per_sample(
     """Returns what computes losses, and per-sample gradients or their stand-in."""
     row = METHODS[args.method]
     if row.zeroth_order:
-        if row.private:
-            _refuse_low_precision(args.method, model)
+        short = next((n for n, p in model.named_parameters() if p.dtype.itemsize < 4), None)
+        if row.private and short is not None:
+            raise PrivacyError(
+                f"{short} is {model.get_parameter(short).dtype}, and method={args.method!r} "
+                "magnifies the rounding of losses, which depends on batch-mates, beyond what "
+                "clipping bounds. Load the model in float32."
+            )
         return ZerothOrderEngine(
             model,
             loss,
@@ -424,16 +423,6 @@ def _per_sample(
             n_directions=args.n_directions,
         )
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
-
-
-def _refuse_low_precision(method: str, model: nn.Module) -> None:
-    short = next((n for n, p in model.named_parameters() if p.dtype.itemsize < 4), None)
-    if short is not None:
-        raise PrivacyError(
-            f"{short} is {model.get_parameter(short).dtype}, and {method=} magnifies the rounding "
-            "of losses, which depends on batch-mates, beyond what clipping bounds. Load the model "
-            "in float32."
-        )
 
 
 def _optimizer(

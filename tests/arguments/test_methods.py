@@ -4,6 +4,7 @@ Shapes: N examples, B samples in a batch, m x n a weight.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from itertools import product
@@ -53,6 +54,7 @@ PLAIN = {"per_device_train_batch_size": 24}
 """Arguments of a run that is not private, on all of ``points`` at every step."""
 
 Weights = dict[str, Tensor]
+Update = Callable[[int, Weights], Weights]
 
 
 def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
@@ -69,6 +71,14 @@ def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
     )
     trainer.train()
     return watch.weights
+
+
+def assert_same_steps(
+    found: Iterable[Weights], expected: Iterable[Weights], **tolerance: float
+) -> None:
+    """Compares weights after every step."""
+    for one, other in zip(found, expected, strict=True):
+        assert_same_weights(one, other, **tolerance)
 
 
 def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> Weights:
@@ -160,8 +170,7 @@ def galore(start: Weights, rank: int, every: int, steps: int) -> Iterable[Weight
 def test_galore_is_its_definition(tmp_path: Path) -> None:
     found = run(tmp_path, "galore", **PLAIN, max_steps=7)
     expected = list(galore(found[0], rank=2, every=3, steps=7))
-    for actual, wanted in zip(found[1:], expected, strict=True):
-        assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
+    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
 
 
 def public_galore(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -202,14 +211,7 @@ def test_galore_is_the_public_implementation(
 def test_dp_galore_without_noise_and_clipping_is_galore(tmp_path: Path) -> None:
     plain = run(tmp_path / "a", "galore", **PLAIN, max_steps=7)
     private = run(tmp_path / "b", "dp_galore", **EXACT, max_steps=7)
-    for actual, expected in zip(private, plain, strict=True):
-        assert_same_weights(actual, expected, atol=1e-5, rtol=1e-4)
-
-
-def drawn_noise(seed: int, std: float, shapes: list[torch.Size]) -> list[Tensor]:
-    """Returns what a generator of that seed adds to values of these shapes, in this order."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.empty(shape).normal_(0, std, generator=generator) for shape in shapes]
+    assert_same_steps(private, plain, atol=1e-5, rtol=1e-4)
 
 
 def noisy_sum(weights: Weights, noise: list[Tensor], max_grad_norm: float) -> Weights:
@@ -225,9 +227,7 @@ def noisy_sum(weights: Weights, noise: list[Tensor], max_grad_norm: float) -> We
     }
 
 
-def definition(
-    start: Weights, steps: int, seed: int, update: Callable[[int, Weights], Weights]
-) -> Iterable[Weights]:
+def definition(start: Weights, steps: int, seed: int, update: Update) -> Iterable[Weights]:
     """Yields the weights after each step of a private method: clip to 0.5, sigma = 2, update."""
     weights = dict(start)
     generator = torch.Generator().manual_seed(seed)
@@ -254,31 +254,18 @@ def noisy_run(folder: Path, method: str, **changes: Any) -> list[Weights]:
     return run(folder, method, **settings)
 
 
-def test_dp_sgd_is_its_definition(tmp_path: Path) -> None:
-    found = noisy_run(tmp_path, "dp_sgd")
-
-    def update(step: int, private_grads: Weights) -> Weights:
-        return {name: 1e-2 * gradient for name, gradient in private_grads.items()}
-
-    for actual, wanted in zip(found[1:], definition(found[0], 5, 8, update), strict=True):
-        assert_same_weights(actual, wanted, atol=1e-6, rtol=1e-5)
+def descent() -> Update:
+    return lambda step, private_grads: {n: 1e-2 * g for n, g in private_grads.items()}
 
 
-def test_dp_adam_is_its_definition(tmp_path: Path) -> None:
-    found = noisy_run(tmp_path, "dp_adam")
-    moments = {name: Moments() for name in found[0]}
-
-    def update(step: int, private_grads: Weights) -> Weights:
-        return {name: moments[name].update(g) for name, g in private_grads.items()}
-
-    for actual, wanted in zip(found[1:], definition(found[0], 5, 8, update), strict=True):
-        assert_same_weights(actual, wanted, atol=1e-5, rtol=1e-4)
+def adam() -> Update:
+    moments: dict[str, Moments] = defaultdict(Moments)
+    return lambda step, private_grads: {n: moments[n].update(g) for n, g in private_grads.items()}
 
 
-def test_dp_galore_is_its_definition(tmp_path: Path) -> None:
+def along_singular_vectors() -> Update:
     """The subspace is that of the private gradient."""
-    found = noisy_run(tmp_path, "dp_galore")
-    moments = {name: Moments() for name in found[0]}
+    moments: dict[str, Moments] = defaultdict(Moments)
     bases: Weights = {}
 
     def update(step: int, private_grads: Weights) -> Weights:
@@ -290,13 +277,11 @@ def test_dp_galore_is_its_definition(tmp_path: Path) -> None:
             for n, g in private_grads.items()
         }
 
-    for actual, wanted in zip(found[1:], definition(found[0], 5, 8, update), strict=True):
-        assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
+    return update
 
 
-def test_d2p2_is_its_definition(tmp_path: Path) -> None:
+def along_random_directions() -> Update:
     """SGD along the random projection of the private gradient."""
-    found = noisy_run(tmp_path, "d2p2")
 
     def update(step: int, private_grads: Weights) -> Weights:
         moves = {}
@@ -308,15 +293,30 @@ def test_d2p2_is_its_definition(tmp_path: Path) -> None:
             moves[name] = 1e-2 * gradient
         return moves
 
-    for actual, wanted in zip(found[1:], definition(found[0], 5, 8, update), strict=True):
-        assert_same_weights(actual, wanted, atol=1e-6, rtol=1e-5)
+    return update
+
+
+@pytest.mark.parametrize(
+    ("method", "update", "atol", "rtol"),
+    [
+        ("dp_sgd", descent, 1e-6, 1e-5),
+        ("dp_adam", adam, 1e-5, 1e-4),
+        ("dp_galore", along_singular_vectors, 2e-5, 1e-4),
+        ("d2p2", along_random_directions, 1e-6, 1e-5),
+    ],
+)
+def test_a_private_method_is_its_definition(
+    method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path
+) -> None:
+    found = noisy_run(tmp_path, method)
+    expected = definition(found[0], 5, 8, update())
+    assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
 
 
 def test_dp_grape_with_the_identity_is_dp_adam(tmp_path: Path) -> None:
     one = noisy_run(tmp_path / "a", "dp_grape", projection="identity")
     other = noisy_run(tmp_path / "b", "dp_adam")
-    for actual, expected in zip(one, other, strict=True):
-        assert_same_weights(actual, expected)
+    assert_same_steps(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
@@ -377,8 +377,7 @@ def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None
     """With PEFT, if it is LoRA."""
     expected = plain_trainer(tmp_path / "plain", tiny(method), steps=5)
     found = run(tmp_path / "ours", method, **PLAIN, max_steps=5)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_same_weights(actual, wanted, atol=1e-5, rtol=1e-4)
+    assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora")])
@@ -387,8 +386,7 @@ def test_a_private_method_without_noise_and_clipping_is_its_counterpart(
 ) -> None:
     one = run(tmp_path / "a", private, **EXACT, max_steps=5)
     other = run(tmp_path / "b", plain, **PLAIN, max_steps=5)
-    for actual, expected in zip(one, other, strict=True):
-        assert_same_weights(actual, expected, atol=1e-5, rtol=1e-4)
+    assert_same_steps(one, other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", NOT_PRIVATE)
@@ -455,20 +453,17 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
         )
         for size in (24, 5)
     )
-    for actual, expected in zip(split, whole, strict=True):
-        assert_same_weights(actual, expected, atol=2e-4, rtol=1e-3)
+    assert_same_steps(split, whole, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.slow
-@each_method
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
     """Without noise, so that nothing but the method's own state decides."""
     exact = EXACT if METHODS[method].private else PLAIN
     whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
 
 
-@pytest.mark.slow
-@each_method
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
     exact = EXACT if METHODS[method].private else PLAIN
     rate = 0.5 if METHODS[method].update_rule == "sgd" else 3e-2
@@ -723,8 +718,7 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
         trainer.train()
     (*whole, _, _), quarter = releases, releases[2:]
     assert len(whole) == len(quarter) == 2
-    for one, other in zip(whole, quarter, strict=True):
-        assert_same_weights(one, other)
+    assert_same_steps(whole, quarter)
 
 
 def test_other_factors_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,20 @@
 """A tiny language model, its words, and TRL's trainer of it made private."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
+from tests.support.models import build
 from tests.support.trainers import make_trainer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
@@ -84,6 +92,16 @@ def chats(num_samples: int = 24) -> datasets.Dataset:
 QUIET = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
 
 
+def send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows no progress bars of ``map``, and makes sending anything an error."""
+    datasets.disable_progress_bars()
+
+    def send(**kwargs: Any) -> None:
+        raise AssertionError("the run was reported to somebody")
+
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", send)
+
+
 def sft(output_dir: Path, **changes: Any) -> Any:
     """Returns a trainer of a tiny Llama on ``prompts``."""
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer  # they need TRL, an optional extra
@@ -96,3 +114,45 @@ def sft(output_dir: Path, **changes: Any) -> Any:
     }
     model = changes.pop("model", None) or llama()
     return make_trainer(output_dir, model=model, **settings | QUIET | changes)
+
+
+# ---- Pairs ----
+
+
+def pairs(num_pairs: int = 12, seed: int = 0, **columns: list[Any]) -> datasets.Dataset:
+    """Returns prompts with two answers of different lengths."""
+    chosen, rejected = (prompts(num_pairs + s, seed=seed + s).to_list() for s in (0, 1))
+    rows = [
+        {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]}
+        for a, b in zip(chosen, rejected[1:], strict=True)
+    ]
+    found = datasets.Dataset.from_list(rows)
+    for name, values in columns.items():
+        found = found.add_column(name, values)
+    return found
+
+
+def policy(kind: str, seed: int = 0) -> Any:
+    """Returns the model of a trainer on pairs, by its kind."""
+    made = llama().config
+    if kind == "reward":
+        made.num_labels = 1
+    cls = LlamaForCausalLM if kind == "dpo" else LlamaForSequenceClassification
+    return build(cls, lambda **changes: made, {}, seed)
+
+
+def on_pairs(kind: str, output_dir: Path, **changes: Any) -> Any:
+    """Returns a trainer of a tiny Llama on ``pairs``: ``dpo`` or ``reward``."""
+    from dp_grape_hf import DPGrapeDPOTrainer, DPGrapeRewardTrainer  # they need TRL
+
+    cls: Any = {"dpo": DPGrapeDPOTrainer, "reward": DPGrapeRewardTrainer}[kind]
+    own = {name: changes.pop(name) for name in ("ref_model",) if name in changes}
+    if kind == "dpo" and "peft_config" not in changes:
+        own.setdefault("ref_model", policy(kind, seed=1))
+    settings = {"model": policy(kind), "train_dataset": pairs(), "processing_class": tokenizer()}
+    return make_trainer(
+        output_dir,
+        cls=partial(cls, **own),  # type: ignore[arg-type]
+        arguments=cls.arguments_class,
+        **{**settings, **QUIET, **changes},
+    )

@@ -10,6 +10,7 @@ import torch
 from dp_grape_hf import principal_adapter
 from dp_grape_hf.projections import principal
 from recipes.models.zoo import QUANTISED, quantised
+from tests.support.marks import slow_but
 from tests.support.models import only, without_dropout
 from tests.support.trainers import (
     EXACT,
@@ -54,9 +55,8 @@ def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.Monk
     assert {name for name in moved if "mlp" in name or "self_attn" in name} == moved
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # its base is gone
-@pytest.mark.parametrize("how", QUANTISED)
+@pytest.mark.parametrize("how", slow_but(("nf4",), QUANTISED))
 def test_it_trains_beside_weights_in_few_bits(how: str, tmp_path: Path) -> None:
     base = quantised(llama(), how)
     model, watch = principal_adapter(base, 2), Watch()

@@ -28,6 +28,7 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
+from tests.support.marks import slow_but
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
@@ -87,8 +88,7 @@ def make_or_refuse(given_values: dict[str, Any]) -> None:
         assert value == value, "not a number is no value of any argument"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("target_epsilon",), NAMES))
 def test_a_wild_value_is_taken_or_refused_by_name_and_value(name: str) -> None:
     for value in EDGES:
         make_or_refuse({name: value})
@@ -283,8 +283,7 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", BAD_DATA)
+@pytest.mark.parametrize("fault", slow_but(("one None", "too long"), BAD_DATA))
 def test_bad_data_is_refused_and_described(fault: str) -> None:
     make, expected = BAD_DATA[fault]
     assert expected in train_or_refuse(make())

@@ -77,9 +77,10 @@ def test_noise_in_the_weights_is_as_predicted(tmp_path: Path) -> None:
 # ---- What a run counts ----
 
 
-def test_a_run_takes_turns_and_its_ledger_says_what_it_counts(tmp_path: Path) -> None:
+def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, cls=RecordingTrainer, accountant="least")
     trainer.train()
+    trainer.save_model()
     own, ledger = trainer.plan.mechanism, Ledger.load(tmp_path / LEDGER_NAME)
     bands = len(own.bands)
     assert bands > 1
@@ -97,6 +98,9 @@ def test_a_run_takes_turns_and_its_ledger_says_what_it_counts(tmp_path: Path) ->
     )
     assert 0.98 * 8.0 < ledger.epsilon() <= 8.0
     assert len(assert_turns(trainer.draws, bands)) > MANY / 2
+    checks = verify(tmp_path)
+    assert all(check.status != "MISMATCH" for check in checks), checks
+    assert f"banded, {bands} steps" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -250,17 +254,6 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
         sizes.append({p.name: p.stat().st_size for p in folder.iterdir()})
     assert sizes[0].keys() == sizes[1].keys()
     assert sizes[0]["optimizer.pt"] == pytest.approx(sizes[1]["optimizer.pt"], abs=64)
-
-
-def test_what_is_published_verifies(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path)
-    trainer.train()
-    trainer.save_model()
-    checks = verify(tmp_path)
-    assert all(check.status != "MISMATCH" for check in checks), checks
-    card = (tmp_path / "README.md").read_text()
-    bands = len(trainer.plan.mechanism.bands)
-    assert f"banded, {bands} steps" in card
 
 
 # ---- Refused ----

@@ -29,6 +29,7 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from tests.support.marks import slow_but
 from tests.support.trainers import (
     FEATURES,
     Examples,
@@ -248,9 +249,10 @@ def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: 
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.slow
 @needs_dev_full
-@pytest.mark.parametrize("name", [LIVE, "model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "name", slow_but(("optimizer.pt",), [LIVE, "model.safetensors", "optimizer.pt"])
+)
 def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,11 +388,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "value"),
-    [*((method, float("nan")) for method in METHODS), ("flat", float("inf"))],
-)
+@pytest.mark.parametrize("method", slow_but(("flat",), METHODS))
+@pytest.mark.parametrize("value", slow_but(("nan",), [float("nan"), float("inf")]))
 def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
     method: str, value: float, tmp_path: Path
 ) -> None:

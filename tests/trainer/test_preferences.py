@@ -1,7 +1,6 @@
 """TRL's training on preferences made private: a pair of texts is one example."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +8,23 @@ import datasets
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import PREFERENCES, make_engine
 from dp_grape_hf.per_sample.layerwise.rules import RULES
 from dp_grape_hf.per_sample.losses.pairs import by_halves, side_by_side
-from tests.support.models import build
+from tests.support.marks import slow_but
 from tests.support.oracles import dense, projectors_for, relative_error
-from tests.support.sft import QUIET, llama, prompts, tokenizer
+from tests.support.sft import on_pairs, pairs, send_nothing
 from tests.support.trainers import (
-    EXACT,
     Watch,
     assert_same_weights,
-    make_trainer,
     weights_of,
 )
 
-trl = pytest.importorskip("trl", reason="TRL is an optional extra")
+pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
-
-from dp_grape_hf import (  # noqa: E402  (they need TRL)
-    DPGrapeDPOConfig,
-    DPGrapeDPOTrainer,
-    DPGrapeRewardConfig,
-    DPGrapeRewardTrainer,
-)
-from dp_grape_hf.trainer.preferences import REFUSED_OF_DPO, REFUSED_OF_REWARDS  # noqa: E402
 
 # TRL sets the old name of the option by default, and transformers says so.
 pytestmark = [
@@ -48,51 +36,7 @@ each_kind = pytest.mark.parametrize("kind", ["dpo", "reward"])
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No progress bars of ``map``; sending anything is an error."""
-    datasets.disable_progress_bars()
-
-    def send(**kwargs: Any) -> None:
-        raise AssertionError("the run was reported to somebody")
-
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", send)
-
-
-def pairs(num_pairs: int = 12, seed: int = 0, **columns: list[Any]) -> datasets.Dataset:
-    """Returns prompts with two answers of different lengths."""
-    chosen, rejected = (prompts(num_pairs + s, seed=seed + s).to_list() for s in (0, 1))
-    rows = [
-        {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]}
-        for a, b in zip(chosen, rejected[1:], strict=True)
-    ]
-    found = datasets.Dataset.from_list(rows)
-    for name, values in columns.items():
-        found = found.add_column(name, values)
-    return found
-
-
-def policy(kind: str, seed: int = 0) -> Any:
-    made = llama().config
-    if kind == "reward":
-        made.num_labels = 1
-    cls = LlamaForCausalLM if kind == "dpo" else LlamaForSequenceClassification
-    return build(cls, lambda **changes: made, {}, seed)
-
-
-def trainer_of(kind: str, output_dir: Path, **changes: Any) -> Any:
-    cls, arguments = {
-        "dpo": (DPGrapeDPOTrainer, DPGrapeDPOConfig),
-        "reward": (DPGrapeRewardTrainer, DPGrapeRewardConfig),
-    }[kind]
-    own = {name: changes.pop(name) for name in ("ref_model",) if name in changes}
-    if kind == "dpo" and "peft_config" not in changes:
-        own.setdefault("ref_model", policy(kind, seed=1))
-    settings = {"model": policy(kind), "train_dataset": pairs(), "processing_class": tokenizer()}
-    return make_trainer(
-        output_dir,
-        cls=partial(cls, **own),  # type: ignore[arg-type]
-        arguments=arguments,
-        **{**settings, **QUIET, **changes},
-    )
+    send_nothing(monkeypatch)
 
 
 def batch_of(trainer: Any, rows: tuple[int, ...] = (0, 1, 2, 5)) -> dict[str, Tensor]:
@@ -124,7 +68,7 @@ def one_by_one(trainer: Any, batch: dict[str, Tensor]) -> Any:
 def test_the_gradient_of_a_pair_is_that_of_trls_loss_for_it_alone(
     kind: str, engine: str, rank: int | None, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(kind, tmp_path)
+    trainer = on_pairs(kind, tmp_path)
     batch, model = batch_of(trainer), trainer.model.eval()
     losses, expected = one_by_one(trainer, batch)
     projectors = projectors_for(model, rank)
@@ -158,7 +102,7 @@ def test_a_pair_of_equal_texts_trains_wherever_it_stands(
 ) -> None:
     """Its gradient is zero but for rounding, which no two computations have alike."""
     settings: dict[str, Any] = {"per_device_train_batch_size": size, "bf16": low, "max_steps": 2}
-    trainer = trainer_of(kind, tmp_path, train_dataset=some_equal(which), **settings)
+    trainer = on_pairs(kind, tmp_path, train_dataset=some_equal(which), **settings)
     trainer.train()
     assert trainer.ledger.steps == 2
 
@@ -176,7 +120,7 @@ def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
 
     monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
     settings: dict[str, Any] = {"per_device_train_batch_size": size, "self_check": True}
-    trainer = trainer_of(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
+    trainer = on_pairs(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
         trainer.train()
     assert trainer.ledger.steps == 0
@@ -186,7 +130,7 @@ def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
 def test_every_loss_is_that_of_trl_for_each_pair(losses: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
     settings["loss_weights"] = [0.5, 2.0] if " " in losses else None
-    trainer = trainer_of("dpo", tmp_path, loss_type=losses.split(), **settings)
+    trainer = on_pairs("dpo", tmp_path, loss_type=losses.split(), **settings)
     batch = batch_of(trainer)
     trainer.model.eval()
     with torch.no_grad():
@@ -201,9 +145,7 @@ def test_the_loss_of_rewards_knows_margins_and_centering(
 ) -> None:
     columns = {"margin": [0.1 * i for i in range(12)]} if margins else {}
     data = pairs(12, **columns)
-    trainer = trainer_of(
-        "reward", tmp_path, train_dataset=data, center_rewards_coefficient=centering
-    )
+    trainer = on_pairs("reward", tmp_path, train_dataset=data, center_rewards_coefficient=centering)
     batch = batch_of(trainer)
     assert ("margin" in batch) is margins
     trainer.model.eval()
@@ -214,11 +156,10 @@ def test_the_loss_of_rewards_knows_margins_and_centering(
 # ---- Runs ----
 
 
-@pytest.mark.slow
-@each_kind
+@pytest.mark.parametrize("kind", slow_but(("reward",), ["dpo", "reward"]))
 def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_path: Path) -> None:
     watch = Watch()
-    trainer = trainer_of(kind, tmp_path, callbacks=[watch], eval_dataset=pairs(4, seed=7))
+    trainer = on_pairs(kind, tmp_path, callbacks=[watch], eval_dataset=pairs(4, seed=7))
     assert trainer.plan.mechanism.num_samples == 12
     reference = weights_of(trainer.ref_model) if kind == "dpo" else {}
     before = weights_of(trainer.model)
@@ -241,39 +182,9 @@ def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_
 
 
 @pytest.mark.slow
-@each_kind
-def test_without_noise_and_projection_it_trains_as_the_original(kind: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
-    settings |= {"disable_tqdm": True, "use_cpu": True, **QUIET}
-    cls, arguments = {
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "reward": (trl.RewardTrainer, trl.RewardConfig),
-    }[kind]
-    args = arguments(
-        str(tmp_path / "plain"),
-        per_device_train_batch_size=12,
-        max_grad_norm=0.0,
-        dataloader_pin_memory=False,
-        **settings,
-    )
-    own = {"ref_model": policy(kind, seed=1)} if kind == "dpo" else {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
-        plain = cls(
-            policy(kind), args=args, train_dataset=pairs(), processing_class=tokenizer(), **own
-        )
-    plain.train()
-    everything = {**EXACT, "per_device_train_batch_size": 12}
-    private = trainer_of(kind, tmp_path, projection="identity", **everything, **settings)
-    private.train()
-    expected = weights_of(plain.model)
-    assert_same_weights(weights_of(private.model), expected, atol=2e-4, rtol=1e-3)
-
-
-@pytest.mark.slow
 def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> None:
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    trainer = trainer_of("dpo", tmp_path, peft_config=lora)
+    trainer = on_pairs("dpo", tmp_path, peft_config=lora)
     assert trainer.ref_model is None
     with torch.no_grad():
         for name, weight in trainer.model.named_parameters():
@@ -291,8 +202,8 @@ def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> Non
 
 def test_what_the_reference_says_may_be_computed_before(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precompute_ref_log_probs": True}
-    before = trainer_of("dpo", tmp_path / "before", **settings)
-    batch, expected = batch_of(before), batch_of(trainer_of("dpo", tmp_path / "then"))
+    before = on_pairs("dpo", tmp_path / "before", **settings)
+    batch, expected = batch_of(before), batch_of(on_pairs("dpo", tmp_path / "then"))
     assert batch.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(batch[name], value, rtol=1e-4, atol=1e-4)
@@ -302,7 +213,7 @@ def test_what_the_reference_says_may_be_computed_before(tmp_path: Path) -> None:
 
 
 def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path: Path) -> None:
-    trainer = trainer_of("reward", tmp_path, train_dataset=pairs(12, margin=[0.5] * 12))
+    trainer = on_pairs("reward", tmp_path, train_dataset=pairs(12, margin=[0.5] * 12))
     rows = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
     found = side_by_side(rows, 3)
     assert found["input_ids"].shape[:2] == (3, 2)
@@ -314,45 +225,10 @@ def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path: Path) -> None:
 
 # ---- Arguments ----
 
-OPTIONS = [
-    *(("dpo", name) for name in REFUSED_OF_DPO),
-    *(("reward", name) for name in REFUSED_OF_REWARDS),
-]
-
-
-@pytest.mark.parametrize(("kind", "option"), OPTIONS)
-def test_an_option_that_voids_the_guarantee_is_refused(
-    kind: str, option: str, tmp_path: Path
-) -> None:
-    numbers = ("label_smoothing_factor", "router_aux_loss_coef", "ld_alpha")
-    value = 0.1 if option in numbers else True
-    with pytest.raises(PrivacyError, match=rf"{option}={value!r} is refused"):
-        trainer_of(kind, tmp_path, **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("loss_type", ["sigmoid", "aot_unpaired"]), ("f_divergence_type", "js_divergence")],
-)
-def test_a_loss_that_is_not_one_of_pairs_is_refused(
-    option: str, value: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(PrivacyError, match=f"{option}=.* is refused"):
-        trainer_of("dpo", tmp_path, **{option: value})
-
 
 @each_kind
 def test_another_loss_or_public_data_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="has a loss of its own"):
-        trainer_of(kind, tmp_path, compute_loss_func=lambda outputs, labels: outputs)
+        on_pairs(kind, tmp_path, compute_loss_func=lambda outputs, labels: outputs)
     with pytest.raises(PrivacyError, match="public_dataset was given"):
-        trainer_of(kind, tmp_path, public_dataset=pairs(4, seed=9), projection="principal")
-
-
-@each_kind
-def test_the_loss_of_the_host_is_refused_on_training_batches(kind: str, tmp_path: Path) -> None:
-    trainer = trainer_of(kind, tmp_path)
-    batch = trainer.data_collator([trainer.train_dataset[0]])
-    trainer.model.train()
-    with pytest.raises(PrivacyError, match="training mode"):
-        trainer.compute_loss(trainer.model, batch)
+        on_pairs(kind, tmp_path, public_dataset=pairs(4, seed=9), projection="principal")

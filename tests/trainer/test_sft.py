@@ -1,30 +1,23 @@
-"""TRL's ``SFTTrainer`` made private: the same releases, its preparation of data, its evaluation."""
+"""TRL's ``SFTTrainer`` made private: its preparation of data, its evaluation."""
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 import torch
 
 import dp_grape_hf
-from dp_grape_hf import DPGrapeTrainer, PrivacyError
-from dp_grape_hf.mechanism import Streams
-from tests.support.sft import QUIET, WORDS, chats, llama, prompts, sft, tokenizer
+from dp_grape_hf import PrivacyError
+from tests.support.sft import WORDS, chats, llama, prompts, send_nothing, sft
 from tests.support.trainers import (
-    EXACT,
     Watch,
     assert_same_weights,
-    make_trainer,
     weights_of,
 )
 
-trl = pytest.importorskip("trl", reason="TRL is an optional extra")
+pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
-
-from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: E402  (needs TRL)
-from dp_grape_hf.trainer.sft import REFUSED_IF_SET  # noqa: E402
 
 # TRL sets the old name of the option by default, and transformers says so.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
@@ -32,59 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is depr
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No progress bars of ``map``; sending anything is an error."""
-    datasets.disable_progress_bars()
-
-    def send(**kwargs: Any) -> None:
-        raise AssertionError("the run was reported to somebody")
-
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", send)
+    send_nothing(monkeypatch)
 
 
 # ---- Training ----
-
-
-@pytest.mark.slow
-def test_releases_are_those_of_the_plain_private_trainer(tmp_path: Path) -> None:
-    """The same tokens, labels, coins and noise: the same weights, bit by bit."""
-    first = sft(tmp_path / "sft", known_streams=Streams.known())
-    rows, collator = first.train_dataset, first.data_collator
-    assert rows[0]["labels"].count(-100) == 2  # the prompt
-    first.train()
-    second = make_trainer(
-        tmp_path / "plain",
-        cls=DPGrapeTrainer,
-        model=llama(),
-        train_dataset=rows.select_columns(["input_ids", "labels"]),
-        data_collator=collator,
-        known_streams=Streams.known(),
-    )
-    second.train()
-    assert first.ledger.steps == second.ledger.steps == 4
-    assert_same_weights(weights_of(first.model), weights_of(second.model))
-
-
-@pytest.mark.slow
-def test_without_noise_and_projection_it_trains_as_the_original(tmp_path: Path) -> None:
-    """All completions have as many words, so that the mean over words is the mean of the means."""
-    settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
-    settings |= {"disable_tqdm": True, "use_cpu": True, **QUIET}
-    model = llama()
-    args = trl.SFTConfig(
-        str(tmp_path / "plain"),
-        per_device_train_batch_size=24,
-        max_grad_norm=0.0,
-        dataloader_pin_memory=False,
-        **settings,
-    )
-    data, words = prompts(words=3), tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
-        plain = trl.SFTTrainer(model, args, train_dataset=data, processing_class=words)
-    plain.train()
-    private = sft(tmp_path, train_dataset=data, projection="identity", **EXACT | settings)
-    private.train()
-    assert_same_weights(weights_of(private.model), weights_of(model), atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("completions_only", [False, None])
@@ -175,16 +119,6 @@ def test_nothing_of_the_training_data_is_logged(tmp_path: Path) -> None:
     assert names == allowed | {f"eval_{name}" for name in evaluated}
 
 
-def test_the_loss_of_the_host_is_refused_on_training_batches(tmp_path: Path) -> None:
-    trainer = sft(tmp_path)
-    batch = trainer.data_collator([trainer.train_dataset[0]])
-    trainer.model.train()
-    with pytest.raises(PrivacyError, match="training mode"):
-        trainer.compute_loss(trainer.model, batch)
-    trainer.model.eval()
-    assert trainer.compute_loss(trainer.model, batch) > 0
-
-
 @pytest.mark.parametrize("prepared", [True, False])
 def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Path) -> None:
     data = prompts()
@@ -196,36 +130,6 @@ def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Pa
 
 
 # ---- Arguments ----
-
-REFUSED = [
-    *((name, 0.1 if "coef" in name else True) for name in REFUSED_IF_SET),
-    ("loss_type", "dft"),
-    ("use_liger_kernel", True),
-    ("fp16", True),
-    ("train_sampling_strategy", "batch_rebalance"),
-    ("neftune_noise_alpha", 5.0),
-]
-
-
-@pytest.mark.parametrize(("option", "value"), REFUSED)
-def test_an_option_that_voids_the_guarantee_is_refused(
-    option: str, value: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(PrivacyError, match=rf"{option}={value!r} is refused"):
-        sft(tmp_path, **{option: value})
-
-
-def test_short_names_work(tmp_path: Path) -> None:
-    args = DPGrapeSFTConfig(str(tmp_path), eps=3.0, delta=1e-5, r=4, F=7, use_cpu=True, **QUIET)
-    assert (args.target_epsilon, args.projection_rank, args.projection_update_steps) == (3.0, 4, 7)
-    with pytest.raises(PrivacyError, match="same quantity"):
-        DPGrapeSFTConfig(str(tmp_path), eps=3.0, target_epsilon=2.0)
-
-
-def test_arguments_of_the_original_are_refused(tmp_path: Path) -> None:
-    args = trl.SFTConfig(str(tmp_path), use_cpu=True, **QUIET)
-    with pytest.raises(PrivacyError, match="SFTConfig; pass a DPGrapeSFTConfig"):
-        DPGrapeSFTTrainer(llama(), args, train_dataset=prompts(), processing_class=tokenizer())
 
 
 def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

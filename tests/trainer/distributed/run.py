@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainer
 from dp_grape_hf.arguments import METHODS
-from dp_grape_hf.distributed import from_first, sum_over_processes_
+from dp_grape_hf.distributed import from_first, group_size, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Streams
@@ -144,38 +145,32 @@ def trained(
 # ---- The same release as one process ----
 
 
-def equal(folder: Path) -> Any:
-    return trained(folder / "equal-2", eval_dataset=points(7), eval_strategy="epoch", **RUN)
+EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
+    "equal": lambda: RUN | {"eval_dataset": points(7), "eval_strategy": "epoch"},
+    "equal_roberta": lambda: ROBERTA | roberta(),
+    "equal_principal": lambda: PRINCIPAL | roberta(),
+    "equal_chosen": lambda: CHOSEN | roberta(),
+    "equal_banded": lambda: BANDED,
+    "uneven": lambda: UNEVEN,
+    "users": lambda: USERS,
+}
 
 
-def equal_roberta(folder: Path) -> Any:
-    return trained(folder / "equal-roberta-2", **ROBERTA, **roberta())
+def equal(name: str, folder: Path) -> Any:
+    return trained(folder / f"{name}-{group_size()}", **EQUAL[name]())
 
 
-def equal_principal(folder: Path) -> Any:
-    return trained(folder / "equal-principal-2", **PRINCIPAL, **roberta())
-
-
-def equal_chosen(folder: Path) -> Any:
-    return trained(folder / "equal-chosen-2", **CHOSEN, **roberta())
-
-
-def equal_banded(folder: Path) -> Any:
-    return trained(folder / "equal-banded-2", **BANDED)
-
-
-def uneven(folder: Path) -> Any:
-    return trained(folder / f"uneven-{dist.get_world_size()}", **UNEVEN)
-
-
-def users(folder: Path) -> Any:
-    return trained(folder / "users-2", **USERS)
+def named(function: Callable[[str, Path], Any], name: str) -> Callable[[Path], Any]:
+    """Returns the scenario that is one run of several."""
+    scenario = partial(function, name)
+    scenario.__name__ = name  # type: ignore[attr-defined]
+    return scenario
 
 
 def every_method(folder: Path) -> Any:
     return {
         method: trained(
-            folder / f"{method}-{dist.get_world_size() if dist.is_initialized() else 1}",
+            folder / f"{method}-{group_size()}",
             method=method,
             model=tiny(method),
             **METHOD,
@@ -374,25 +369,14 @@ def sums(folder: Path) -> Any:
 
 SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
     2: [
-        *(
-            equal,
-            equal_roberta,
-            equal_principal,
-            equal_chosen,
-            equal_banded,
-            uneven,
-            users,
-            every_method,
-            noise,
-            initial,
-        ),
-        *(private_bytes, plain_bytes),
+        *(named(equal, name) for name in EQUAL),
+        *(every_method, noise, initial, private_bytes, plain_bytes),
         *(save, resume, resume_with_default_batch_size),
         *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
         *(other_data, other_users, other_arguments),
         *(decided, sums, adapter),
     ],
-    3: [uneven, resume, sums],
+    3: [named(equal, "uneven"), resume, sums],
 }
 """World size -> what is done, in this order."""
 

@@ -309,19 +309,13 @@ def broken_data(folder: Path) -> Any:
     make_trainer(folder / "broken", known_streams=Streams.known(0), **settings).train()
 
 
-def _named(name: str) -> Callable[[Path], Any]:
-    scenario = partial(equal, name)
-    scenario.__name__ = name  # type: ignore[attr-defined]
-    return scenario
-
-
 SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
     "two": [
-        *map(_named, RUNS),
+        *(run.named(equal, name) for name in RUNS),
         *(adapter, loaded_by_the_first, autocast, rounded, spread, audited, save, resume),
         *(bytes_of_a_step, broken_data),
     ],
-    "three": [_named("opt"), _named("llama, uneven"), resume],
+    "three": [run.named(equal, "opt"), run.named(equal, "llama, uneven"), resume],
     "four": [hybrid],
     "killed": [killed],
 }

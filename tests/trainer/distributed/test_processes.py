@@ -46,17 +46,14 @@ from tests.trainer.distributed.processes import (
     seen,
 )
 from tests.trainer.distributed.run import (
-    BANDED,
-    CHOSEN,
+    EQUAL,
     NOISE_ALONE,
-    PRINCIPAL,
     ROBERTA,
-    RUN,
     SAVED,
     SCENARIOS,
     STOPPED_AT,
-    UNEVEN,
     USERS,
+    equal,
     every_method,
     main_of,
     roberta,
@@ -81,13 +78,7 @@ def one(folder: Path) -> dict[str, Any]:
     torch.save(saved["noise"], folder / "noise.pt")
     return {
         "saved": saved,
-        "equal": trained(folder / "equal", **RUN),
-        "equal_roberta": trained(folder / "equal-roberta", **ROBERTA, **roberta()),
-        "equal_principal": trained(folder / "equal-principal", **PRINCIPAL, **roberta()),
-        "equal_chosen": trained(folder / "equal-chosen", **CHOSEN, **roberta()),
-        "equal_banded": trained(folder / "equal-banded", **BANDED),
-        "uneven": trained(folder / "uneven", **UNEVEN),
-        "users": trained(folder / "users", **USERS),
+        **{name: equal(name, folder) for name in EQUAL},
         "every_method": every_method(folder),
     }
 
@@ -119,10 +110,7 @@ def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    ["equal", "equal_roberta", "equal_principal", "equal_chosen", "equal_banded", "users"],
-)
+@pytest.mark.parametrize("run", [name for name in EQUAL if name != "uneven"])
 def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
     assert_same_runs(results(two, run), one[run])
 

@@ -1,0 +1,184 @@
+"""What holds of the trainers of all hosts, those of transformers and those of TRL."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
+
+from dp_grape_hf import DPGrapeSeq2SeqTrainer, DPGrapeTrainer, PrivacyError
+from dp_grape_hf.mechanism import Streams
+from tests.support.marks import slow_but
+from tests.support.seq2seq import bart, sentences, seq2seq
+from tests.support.sft import QUIET, llama, on_pairs, pairs, policy, prompts, sft, tokenizer
+from tests.support.trainers import EXACT, assert_same_weights, make_trainer, weights_of
+
+trl = pytest.importorskip("trl", reason="TRL is an optional extra")
+
+from dp_grape_hf import DPGrapeDPOTrainer, DPGrapeRewardTrainer, DPGrapeSFTTrainer  # noqa: E402
+from dp_grape_hf.trainer import preferences  # noqa: E402
+from dp_grape_hf.trainer import sft as of_sft  # noqa: E402
+
+# TRL sets the old name of the option by default, and transformers says so.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+
+HOSTS: dict[str, Callable[..., Any]] = {
+    "seq2seq": seq2seq,
+    "sft": sft,
+    "dpo": partial(on_pairs, "dpo"),
+    "reward": partial(on_pairs, "reward"),
+}
+"""What makes a private trainer in a folder, with some changes."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress bars of ``map``, and nothing is sent."""
+    datasets.disable_progress_bars()
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
+
+
+# ---- Training ----
+
+PREPARED = {
+    "seq2seq": (bart, lambda rows: rows),
+    "sft": (llama, lambda rows: rows.select_columns(["input_ids", "labels"])),
+}
+"""The model of a host, and what a plain trainer takes of the rows that the host prepares."""
+
+
+@pytest.mark.parametrize("host", slow_but(("seq2seq",), PREPARED))
+def test_releases_are_those_of_the_plain_private_trainer(host: str, tmp_path: Path) -> None:
+    """The same rows, coins and noise: the same weights, bit by bit."""
+    model, taken = PREPARED[host]
+    first = HOSTS[host](tmp_path / "host", known_streams=Streams.known())
+    rows, collator = first.train_dataset, first.data_collator
+    first.train()
+    second = make_trainer(
+        tmp_path / "plain",
+        model=model(),
+        train_dataset=taken(rows),
+        data_collator=collator,
+        known_streams=Streams.known(),
+    )
+    second.train()
+    assert first.ledger.steps == second.ledger.steps == 4
+    assert_same_weights(weights_of(first.model), weights_of(second.model))
+
+
+def _of_pairs(kind: str) -> dict[str, Any]:
+    reference = {"ref_model": policy(kind, seed=1)} if kind == "dpo" else {}
+    return {"model": policy(kind), "train_dataset": pairs(), **reference}
+
+
+ORIGINALS: dict[str, tuple[Any, Any, Callable[[], dict[str, Any]]]] = {
+    "seq2seq": (
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        lambda: {"model": bart(), "train_dataset": sentences()},
+    ),
+    "sft": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        lambda: {"model": llama(), "train_dataset": prompts(words=3)},
+    ),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, partial(_of_pairs, "dpo")),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, partial(_of_pairs, "reward")),
+}
+"""A host, its arguments, and what it trains.
+
+A host divides by the words of a batch: all texts to learn have as many.
+"""
+
+
+@pytest.mark.parametrize("host", slow_but(("seq2seq",), ORIGINALS))
+def test_without_noise_and_projection_it_trains_as_the_original(host: str, tmp_path: Path) -> None:
+    cls, arguments, parts = ORIGINALS[host]
+    settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
+    settings |= {"disable_tqdm": True, "use_cpu": True, **QUIET}
+    own = parts()
+    size = {"per_device_train_batch_size": len(own["train_dataset"])}
+    args = arguments(
+        str(tmp_path / "plain"),
+        max_grad_norm=0.0,
+        dataloader_pin_memory=False,
+        **size | settings,
+    )
+    reading = {} if host == "seq2seq" else {"processing_class": tokenizer()}
+    plain = cls(args=args, **own, **reading)
+    plain.train()
+    exact = EXACT | settings | size
+    private = HOSTS[host](tmp_path / "private", projection="identity", **parts() | exact)
+    private.train()
+    expected = weights_of(plain.model)
+    assert_same_weights(weights_of(private.model), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("host", ["sft", "dpo", "reward"])
+def test_the_loss_of_the_host_is_refused_on_training_batches(host: str, tmp_path: Path) -> None:
+    trainer = HOSTS[host](tmp_path)
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    trainer.model.train()
+    with pytest.raises(PrivacyError, match="training mode"):
+        trainer.compute_loss(trainer.model, batch)
+    if host == "sft":  # of pairs it wants what the reference says
+        assert trainer.compute_loss(trainer.model.eval(), batch) > 0
+
+
+# ---- Arguments ----
+
+
+@pytest.mark.parametrize(
+    ("cls", "other"),
+    [
+        (DPGrapeTrainer, TrainingArguments),
+        (DPGrapeSeq2SeqTrainer, DPGrapeTrainer.arguments_class),
+        (DPGrapeSFTTrainer, trl.SFTConfig),
+        (DPGrapeDPOTrainer, trl.DPOConfig),
+        (DPGrapeRewardTrainer, trl.RewardConfig),
+    ],
+)
+def test_each_trainer_takes_its_own_arguments_by_short_names(
+    cls: Any, other: Any, tmp_path: Path
+) -> None:
+    own = cls.arguments_class
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    settings |= QUIET
+    args = own(**settings, eps=3.0, delta=1e-5, r=4, F=7)
+    assert (args.target_epsilon, args.projection_rank, args.projection_update_steps) == (3.0, 4, 7)
+    with pytest.raises(PrivacyError, match="same quantity"):
+        own(**settings, eps=3.0, target_epsilon=2.0)
+    budget = {"eps": 3.0, "delta": 1e-5} if "DPGrape" in other.__name__ else {}
+    with pytest.raises(PrivacyError, match=f"{other.__name__}; pass a {own.__name__}"):
+        cls(args=other(**settings, **budget))
+
+
+NUMBERS = ("label_smoothing_factor", "router_aux_loss_coef", "ld_alpha")
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "seq2seq": [(name, True) for name in ("sortish_sampler", "fp16", "auto_find_batch_size")],
+    "sft": [
+        *((name, 0.1 if name in NUMBERS else True) for name in of_sft.REFUSED_IF_SET),
+        ("loss_type", "dft"),
+        ("use_liger_kernel", True),
+        ("fp16", True),
+        ("train_sampling_strategy", "batch_rebalance"),
+        ("neftune_noise_alpha", 5.0),
+    ],
+    "dpo": [
+        *((name, 0.1 if name in NUMBERS else True) for name in preferences.REFUSED_OF_DPO),
+        ("loss_type", ["aot_unpaired"]),
+        ("f_divergence_type", "js_divergence"),
+    ],
+    "reward": [(name, 0.1 if name in NUMBERS else True) for name in preferences.REFUSED_OF_REWARDS],
+}
+
+
+@pytest.mark.parametrize("host", REFUSED)
+def test_options_that_void_the_guarantee_are_refused(host: str, tmp_path: Path) -> None:
+    for option, value in REFUSED[host]:
+        with pytest.raises(PrivacyError) as refusal:
+            HOSTS[host](tmp_path, **{option: value})
+        assert f"{option}={value!r} is refused" in str(refusal.value)
