@@ -75,7 +75,7 @@ class PrivacyPlan:
     """What the arguments mean for a dataset of a given size.
 
     Args:
-        args: the arguments of the run.
+        args: the arguments of the run; a batch size that is to be chosen is filled in.
         dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
             declares another; with an ``args.privacy_unit_column`` the number of its values.
         earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
@@ -105,7 +105,7 @@ class PrivacyPlan:
         unit = "example" if args.privacy_unit_column is None else "unit"
         num_samples = args.num_samples or dataset_size
         given = args.max_steps if args.max_steps > 0 else None
-        if args.expected_batch_size is None:  # of a trainer's own copy of the arguments
+        if args.expected_batch_size is None:
             passes = args.num_train_epochs
             args.expected_batch_size = batch_and_steps(num_samples, passes, steps=given)[0]
         batch = args.logical_batch_size
