@@ -313,12 +313,13 @@ def test_one_example_more_moves_the_sum_by_its_bound(
 # ---- While a run goes on ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
         LaterForSequenceClassification,
-        pytest.param(BankForSequenceClassification, marks=pytest.mark.slow),
-        pytest.param(CountingForSequenceClassification, marks=pytest.mark.slow),
+        BankForSequenceClassification,
+        CountingForSequenceClassification,
     ],
 )
 def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
