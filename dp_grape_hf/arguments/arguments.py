@@ -533,16 +533,16 @@ class DPGrapeArguments(_Host):
             if asked is None:
                 continue
             try:
-                found = json.loads(asked) if isinstance(asked, str) else dict(asked)
-                good = bool(found) and all(_is_factor(*item) for item in found.items())
+                factors = json.loads(asked) if isinstance(asked, str) else dict(asked)
+                good = all(_is_factor(*item) for item in factors.items())
             except (ValueError, TypeError, AttributeError):
-                good = False
-            if not good:
+                factors, good = {}, False
+            if not (factors and good):
                 raise PrivacyError(
                     f"{name}={asked!r} must map name patterns to factors that are positive and "
                     'finite, like {"classifier": 20}.'
                 )
-            setattr(self, name, found)
+            setattr(self, name, factors)
 
     def _set_not_private(self) -> None:
         """Sets sigma to 0 and C to infinity, and refuses to promise anything."""

@@ -23,7 +23,7 @@ from dp_grape_hf.trainer import preferences  # noqa: E402
 from dp_grape_hf.trainer import sft as of_sft  # noqa: E402
 
 # TRL sets the old name of the option by default, and transformers says so.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 
 HOSTS: dict[str, Callable[..., Any]] = {
     "seq2seq": seq2seq,
