@@ -35,10 +35,13 @@ def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
 
 def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
     """What a run spent, and the numbers of its mechanism that a result needs to be read."""
-    own = ("noise_multiplier", "sample_rate", "expected_batch_size", "max_grad_norm")
+    own = (
+        *("noise_multiplier", "sample_rate", "expected_batch_size", "max_grad_norm"),
+        *("adjacency", "privacy_unit", "chosen"),
+    )
     return {
         **{name: getattr(spent, name) for name in ("epsilon", "delta", "steps")},
-        **{name: getattr(spent.mechanism, name) for name in (*own, "adjacency", "privacy_unit")},
+        **{name: getattr(spent.mechanism, name) for name in own},
         "private": spent.private,
     }
 
