@@ -167,7 +167,7 @@ def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) ->
     ("size", "batch", "steps", "epsilon", "most"),
     [
         (1024, 64, 200, 1.0, 1.0),
-        (2644, 256, 100, 8.0, 0.69),
+        pytest.param(2644, 256, 100, 8.0, 0.69, marks=pytest.mark.slow),
         pytest.param(50_000, 1024, 2000, 6.0, 0.77, marks=pytest.mark.slow),
     ],
 )

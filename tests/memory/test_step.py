@@ -105,8 +105,13 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
             )
             for name in COMPARED
         ),
-        ("opt", Setting(DP_GRAPE, 8, gradient_checkpointing=True)),
-        pytest.param("opt", Setting(DP_GRAPE, 8, dtype=torch.bfloat16), marks=SLOW),
+        *(
+            pytest.param("opt", setting, marks=SLOW)
+            for setting in (
+                Setting(DP_GRAPE, 8, gradient_checkpointing=True),
+                Setting(DP_GRAPE, 8, dtype=torch.bfloat16),
+            )
+        ),
         ("roberta", Setting(DP_GRAPE, 8)),
         *(
             pytest.param("roberta", setting, marks=SLOW)

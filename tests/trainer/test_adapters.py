@@ -10,7 +10,6 @@ import torch
 from dp_grape_hf import principal_adapter
 from dp_grape_hf.projections import principal
 from recipes.models.zoo import QUANTISED, quantised
-from tests.support.marks import slow_but
 from tests.support.models import only, without_dropout
 from tests.support.trainers import (
     EXACT,
@@ -56,7 +55,8 @@ def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # its base is gone
-@pytest.mark.parametrize("how", slow_but(("nf4",), QUANTISED))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", QUANTISED)
 def test_it_trains_beside_weights_in_few_bits(how: str, tmp_path: Path) -> None:
     base = quantised(llama(), how)
     model, watch = principal_adapter(base, 2), Watch()

@@ -60,6 +60,7 @@ def assert_turns(draws: list[Any], bands: int) -> dict[Any, int]:
 # ---- What the weights hold ----
 
 
+@pytest.mark.slow
 def test_noise_in_the_weights_is_as_predicted(tmp_path: Path) -> None:
     """A run of empty draws moves weights by noise alone: within 3 % of what is foretold.
 

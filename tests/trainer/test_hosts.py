@@ -50,7 +50,8 @@ PREPARED = {
 """The model of a host, and what a plain trainer takes of the rows that the host prepares."""
 
 
-@pytest.mark.parametrize("host", slow_but(("seq2seq",), PREPARED))
+@pytest.mark.slow
+@pytest.mark.parametrize("host", PREPARED)
 def test_releases_are_those_of_the_plain_private_trainer(host: str, tmp_path: Path) -> None:
     """The same rows, coins and noise: the same weights, bit by bit."""
     model, taken = PREPARED[host]

@@ -291,7 +291,12 @@ def released(
 @pytest.mark.parametrize(
     ("case", "physical"),
     [
-        *(pytest.param(case, 16, id=f"{case}-16") for case in CASES),
+        *(
+            pytest.param(
+                case, 16, id=f"{case}-16", marks=pytest.mark.slow if case.name in IN_FOURS else ()
+            )
+            for case in CASES
+        ),
         *(pytest.param(case, 4, id=f"{case}-4") for case in CASES if case.name in IN_FOURS),
     ],
 )

@@ -415,9 +415,8 @@ def _assert_resumes_without_undercounting(
         assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
 
 
-@pytest.mark.parametrize(
-    "moment", slow_but(("after a release is recorded, before it is made",), MOMENTS)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
