@@ -281,8 +281,7 @@ class ReleasedProjection(_Saved):
     Args:
         shapes: as in ``ProjectionSchedule``, and so are all others; with ``svd`` those with
             ``min(m, n) <= rank``, which have no more singular vectors, stay unprojected too.
-        family: ``svd``, or a name in ``PROJECTIONS``.
-        settings: of ``ProjectionSchedule``; ``svd`` has no use for the seed.
+        family: ``svd``, which has no use for the seed, or a name in ``PROJECTIONS``.
 
     Raises:
         PrivacyError: for an unknown family, or rank or update_steps below 1.

@@ -515,7 +515,6 @@ BF16 = Setting(dtype=torch.bfloat16, gradient_checkpointing=True)
         pytest.param(ROBERTA_LARGE, 128, Setting(batch_size=40), 11.0, id="roberta-large"),
         pytest.param(OPT["1.3b"], 512, Setting(batch_size=8), 16.5, id="opt-1.3b"),
         pytest.param(OPT["6.7b"], 512, replace(BF16, batch_size=8), 17.5, id="opt-6.7b"),
-        pytest.param(OPT["13b"], 512, BF16, 47.0, id="opt-13b on 48 GiB"),
         pytest.param(OPT["30b"], 512, BF16, 79.0, id="opt-30b on 80 GiB"),
         pytest.param(OPT["13b"], 512, replace(BF16, processes=2), 23.0, id="opt-13b on 2 x 24"),
     ],
