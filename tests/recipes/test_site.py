@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -133,7 +133,7 @@ def test_the_reference_has_every_option_with_its_help(site: Site) -> None:
     folder, pages = site
     html = pages[folder / "reference/arguments/index.html"]
     said = " ".join("".join(html.prose).split())
-    for option in DPGrapeTrainingArguments.__dataclass_fields__.values():
+    for option in fields(DPGrapeTrainingArguments):
         if option.name in DPGrapeTrainingArguments.__mro__[1].__annotations__:
             assert option.name in html.ids
             assert option.metadata["help"].split(". ")[0] in said, option.name
