@@ -62,13 +62,13 @@ def own_gradients(
     return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
 
 
-def projectors_for(model: nn.Module, rank: int | None) -> dict[str, Projector]:
-    """Returns a projector of that rank for each weight that is projected; none without a rank."""
+def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[str, Projector]:
+    """Returns Gaussian projectors of the default targets; none where the rank is None."""
     if rank is None:
         return {}
     names = default_targets(model)
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
-    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=0).at(0)
+    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
 
 
 def dense(

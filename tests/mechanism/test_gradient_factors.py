@@ -19,6 +19,7 @@ from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
 from dp_grape_hf.mechanism.noise import grid_of
 from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
 from dp_grape_hf.per_sample.gradients import Factored, SparseRows
+from recipes.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,
@@ -30,11 +31,7 @@ from tests.support.mechanism import (
     split,
 )
 from tests.support.networks import MODELS, flat
-from tests.support.oracles import (
-    projectors_for,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import relative_error, single_sample_gradients
 
 # Some are of small tensors, some of large ones, some of tied ones; all others have 1.
 FACTORS: dict[str, dict[str, float]] = {

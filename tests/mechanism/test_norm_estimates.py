@@ -21,11 +21,12 @@ from dp_grape_hf.mechanism.streams import derived_generator
 from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
 from dp_grape_hf.per_sample import gradients as forms
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
+from recipes.models.matrix import projectors_for
 from tests.support.gradients import COLS, FORMS, ROWS, B, materialised
 from tests.support.mechanism import Given, joint_norm, make_private, released, sample_norms, split
 from tests.support.models import only
 from tests.support.networks import MODELS, flat
-from tests.support.oracles import Largest, projectors_for, relative_error, single_sample_gradients
+from tests.support.oracles import Largest, relative_error, single_sample_gradients
 
 K = 5
 

@@ -22,6 +22,7 @@ from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_eng
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.per_sample.losses.heads import next_tokens, tokens
 from dp_grape_hf.projections import ProjectionSchedule, default_targets
+from recipes.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,
@@ -34,7 +35,7 @@ from tests.support.mechanism import (
     split,
 )
 from tests.support.models import FIRST_WORD, IGNORED, LABELS, PAD, VOCABULARY, Batch, only
-from tests.support.oracles import projectors_for, single_sample_gradients
+from tests.support.oracles import single_sample_gradients
 
 INF, NAN = math.inf, math.nan
 

@@ -25,9 +25,10 @@ from dp_grape_hf.per_sample import UNIT_OF_ROW, Dense, UnitEngine, ZerothOrderEn
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.units import UnitSum
 from dp_grape_hf.projections import DIRECTION
+from recipes.models.matrix import projectors_for
 from tests.support.mechanism import make_private, released
 from tests.support.models import only, row
-from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 from tests.support.trainers import (
     OWNERS,
     SIZES,

@@ -18,9 +18,10 @@ from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
 from dp_grape_hf.per_sample import make_engine
 from dp_grape_hf.projections import ProjectionSchedule, Projector, Side
+from recipes.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
-from tests.support.oracles import assert_gradients_equal, projectors_for, single_sample_gradients
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 Projectors = Mapping[str, Projector]
 RANK = 4

@@ -11,14 +11,10 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradient
 from dp_grape_hf.per_sample import ENGINES, make_engine
 from dp_grape_hf.per_sample.engine import batch_size_of
 from dp_grape_hf.projections import Projector, Side
+from recipes.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import HEADS, HIDDEN, TYPICAL, Case, only, texts
-from tests.support.oracles import (
-    assert_exact,
-    projectors_for,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import assert_exact, relative_error, single_sample_gradients
 from tests.support.trainers import examples_of, make_trainer
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)

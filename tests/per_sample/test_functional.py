@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.per_sample import Gradients, make_engine
 from dp_grape_hf.per_sample.functional import outside_vmap
 from dp_grape_hf.projections import Projector, Side
-from tests.support.oracles import Largest, dense, relative_error, single_sample_gradients
+from recipes.models.matrix import dense
+from tests.support.oracles import Largest, relative_error, single_sample_gradients
 
 B, T, N = 3, 5, 6  # samples, positions, features
 ROWS = 7  # of a table

@@ -15,15 +15,9 @@ from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import Dense, make_engine
 from dp_grape_hf.per_sample.functorch import vmap_safe
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
+from recipes.models.matrix import dense, projectors_for
 from tests.support.models import VOCABULARY, Batch, only
-from tests.support.oracles import (
-    Largest,
-    assert_exact,
-    dense,
-    projectors_for,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import Largest, assert_exact, relative_error, single_sample_gradients
 
 
 def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:

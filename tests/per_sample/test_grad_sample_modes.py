@@ -24,15 +24,11 @@ from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.layerwise.capture import Pass
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector
+from recipes.models.matrix import projectors_for
 from tests.support.mechanism import make_private, sample_norms, split
 from tests.support.models import only
 from tests.support.networks import MODELS, B, Twice, flat, total
-from tests.support.oracles import (
-    assert_gradients_equal,
-    projectors_for,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients
 
 each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 

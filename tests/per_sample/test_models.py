@@ -19,8 +19,10 @@ from recipes.models.matrix import (
     CONDITIONS,
     ENGINE_NAMES,
     cell,
+    dense,
     main,
     own_gradients,
+    projectors_for,
     render,
     whole_error,
     worst_error,
@@ -28,7 +30,7 @@ from recipes.models.matrix import (
 from recipes.models.zoo import FAMILIES, WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, Batch, Row, row
-from tests.support.oracles import assert_gradients_equal, dense, projectors_for, relative_error
+from tests.support.oracles import assert_gradients_equal, relative_error
 
 B, RANK = 4, 4
 TOLERANCE = 1e-4  # relative, float32; differences among choices lose a digit or two

@@ -20,9 +20,9 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule
+from recipes.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
-from tests.support.oracles import projectors_for
 from tests.support.trainers import (
     FEATURES,
     WIDTH,

@@ -24,10 +24,11 @@ from dp_grape_hf.per_sample import ZerothOrderEngine, loss_for
 from dp_grape_hf.projections import DIRECTION, Directions
 from dp_grape_hf.projections import directions as directions_module
 from dp_grape_hf.projections.seeds import projection_seed_for
+from recipes.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import IGNORED, TYPICAL, Batch, Case, only
-from tests.support.oracles import projectors_for, single_sample_gradients
+from tests.support.oracles import single_sample_gradients
 
 SEED, MU = 7, 1e-3
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.per_sample import make_engine
+from recipes.models.matrix import dense, projectors_for
 from recipes.paper import opt
 from recipes.paper.experiment import accuracy, main, parse
 from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
@@ -33,13 +34,7 @@ from recipes.paper.opt_tasks import (
 )
 from tests.support.mechanism import ROUNDING, joint_norm, make_private, released
 from tests.support.models import FIRST_WORD, PAD, only
-from tests.support.oracles import (
-    assert_gradients_equal,
-    dense,
-    projectors_for,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients
 from tests.support.questions import ROWS, examples, save_model_and_questions, varied
 
 SIZES = {"train": 5, "dev": 3, "test": 4}

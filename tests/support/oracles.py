@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.per_sample import Gradients, LossFunction, loss_for, per_sample_gradients
-from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.models.matrix import worst_error
+from dp_grape_hf.projections import Projector
+from recipes.models.matrix import dense, worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 
@@ -40,15 +40,6 @@ def single_sample_gradients(
             projector = projectors.get(name)
             found[name].append(projector.project(gradient) if projector else gradient)
     return torch.stack(losses).detach(), {name: torch.stack(g) for name, g in found.items()}
-
-
-def dense(gradients: Gradients, batch_size: int) -> dict[str, Tensor]:
-    """Returns the gradients (B, ...), read off ``weighted_sum`` with one-hot factors."""
-    one_hot = torch.eye(batch_size)
-    return {
-        name: torch.stack([gradient.weighted_sum(factors) for factors in one_hot])
-        for name, gradient in gradients.items()
-    }
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -93,15 +84,6 @@ def assert_exact(
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     assert_gradients_equal(gradients, expected)
     return gradients
-
-
-def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[str, Projector]:
-    """Returns Gaussian projectors of the default targets; none where the rank is None."""
-    if rank is None:
-        return {}
-    names = default_targets(model)
-    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
-    return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
 
 
 class Largest(TorchDispatchMode):

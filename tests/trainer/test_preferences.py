@@ -14,8 +14,9 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample import PREFERENCES, make_engine
 from dp_grape_hf.per_sample.layerwise.rules import RULES
 from dp_grape_hf.per_sample.losses.pairs import by_halves, side_by_side
+from recipes.models.matrix import dense, projectors_for
 from tests.support.marks import slow_but
-from tests.support.oracles import dense, projectors_for, relative_error
+from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing
 from tests.support.trainers import (
     Watch,

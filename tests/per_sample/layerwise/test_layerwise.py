@@ -16,12 +16,11 @@ from dp_grape_hf.per_sample import Dense, loss_for
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
+from recipes.models.matrix import dense, projectors_for
 from tests.support.models import CASES, HEADS, Case, only
 from tests.support.oracles import (
     assert_exact,
     assert_gradients_equal,
-    dense,
-    projectors_for,
     relative_error,
     single_sample_gradients,
 )
