@@ -21,7 +21,7 @@ Model and data may lie in folders; with a small model and few steps, a CPU will 
 
 The questions that are scored count as public: no epsilon covers them.
 
-Shapes: B examples, O options of each, T tokens of the longest row, K of the longest answer.
+Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class AnswerScorer(nn.Module):
     """A causal language model that says how likely the answers of a batch are.
 
     All options of an example are in its row of the batch, so that their gradients are one gradient
-    before it is clipped. The vocabulary head runs only where an answer's tokens are predicted.
-    Whatever else it is asked for (its output embeddings, to checkpoint, to generate), the language
-    model is.
+    before it is clipped; options of one token each take one reading of the text. The vocabulary
+    head runs only where an answer's tokens are predicted. Whatever else it is asked for (its output
+    embeddings, to checkpoint, to generate), the language model is.
 
     Args:
         language_model: a causal language model of transformers, in an adapter of PEFT or without.
@@ -120,38 +120,33 @@ class AnswerScorer(nn.Module):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        answer_mask: Tensor | None = None,
+        answers: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Returns ``scores`` (B, O), the mean log-probabilities of the answers' tokens, float32.
 
         Args:
-            input_ids: (B, O, T), padded on the left: all rows end with the last token of an answer.
-            attention_mask: (B, O, T), 0 for padding.
-            answer_mask: (B, O, K), which of the last columns are an answer's, at least one. Without
-                it ``input_ids`` are texts, (B, T), of which all is one.
+            input_ids: (B, O, T) of each option, or (B, 1, T) of all: padded on the left, without
+                the last token of the answer.
+            attention_mask: of the same shape, 0 for padding.
+            answers: (B, O, K) ids, the last of which comes behind ``input_ids``; before shorter
+                answers, ``IGNORE_INDEX``. Without it ``input_ids`` are texts, (B, T), of which all
+                is one.
         """
-        if answer_mask is None or attention_mask is None:
-            input_ids = input_ids[:, None]
+        if answers is None or attention_mask is None:
+            input_ids, answers = input_ids[:, None, :-1], input_ids[:, None, 1:]
             attention_mask = torch.ones_like(input_ids)
-            answer_mask = attention_mask[..., 1:].bool()
-        ids, mask, answers = (x.flatten(0, 1) for x in (input_ids, attention_mask, answer_mask))
-        last = answers.shape[1]
-        seen = mask[:, :-1]  # the last token is only predicted
+        ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
+        last = answers.shape[-1]
         more = {}
         if self._takes_positions:
-            more["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)
+            more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         outputs = self.language_model(
-            input_ids=ids[:, :-1],
-            attention_mask=seen,
-            logits_to_keep=last,
-            use_cache=False,
-            **more,
+            input_ids=ids, attention_mask=mask, logits_to_keep=last, use_cache=False, **more
         )
-        logits = outputs.logits[:, -last:]  # (B O, K, vocabulary)
-        targets = ids[:, -last:].masked_fill(~answers, IGNORE_INDEX)
-        losses = cross_entropy(logits.flatten(0, 1), targets.flatten()).view_as(targets)
-        scores = -losses.sum(1) / answers.sum(1)
-        return {"scores": scores.unflatten(0, input_ids.shape[:2])}
+        logits = outputs.logits[:, -last:].unflatten(0, input_ids.shape[:2])
+        logits = logits.expand(-1, answers.shape[1], -1, -1)  # (B, O, K, vocabulary)
+        losses = cross_entropy(logits.flatten(0, 2), answers.flatten()).view_as(answers)
+        return {"scores": -losses.sum(-1) / (answers != IGNORE_INDEX).sum(-1)}
 
 
 def choice_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:

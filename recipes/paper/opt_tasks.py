@@ -6,7 +6,7 @@ each of which is an answer to the same prompt; a question for text has one answe
 
 To add a task, add a function that reads a row of its data, and a row in ``TASKS``.
 
-Shapes: B examples, O options of each, T tokens of the longest row, K of the longest answer.
+Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dp_grape_hf.per_sample import IGNORE_INDEX
 from recipes.paper.data import load_split
 
 Row = Mapping[str, Any]
@@ -173,15 +174,17 @@ class Encoder:
         return self._cut(self._ids(question.prompt))
 
     def example(self, question: Question) -> Example:
-        """Returns a row of ids for each option, how many of them are the answer, and the label.
+        """Returns ids to read for each option, the ids of the answers, and the label.
 
-        An answer's tokens are those that the text has more with it than without.
+        An answer's tokens are those that the text has more with it than without. The last one is
+        only predicted: options of one token are all predicted from the same text, which is there
+        once.
 
         Raises:
             ValueError: if an answer has no token, or leaves no room for the prompt.
         """
         before = len(self._ids(question.prompt))
-        rows, lengths = [], []
+        texts, answers = [], []
         for option in question.options:
             ids = self._ids(question.prompt + option)
             row, length = self._cut(ids), len(ids) - before
@@ -190,9 +193,11 @@ class Encoder:
                     f"The answer {option!r} takes {length} of the {len(row)} tokens of its row, "
                     f"with max_length={self.max_length}; the prompt needs some, and so does it."
                 )
-            rows.append(row)
-            lengths.append(length)
-        return {"input_ids": rows, "answer_lengths": lengths, "labels": question.label}
+            texts.append(row[:-1])
+            answers.append(row[-length:])
+        if all(text == texts[0] for text in texts):
+            texts = texts[:1]
+        return {"input_ids": texts, "answers": answers, "labels": question.label}
 
     def _ids(self, text: str) -> list[int]:
         # Of spaces only: the line break at its end is the part of an answer that says it is over.
@@ -208,11 +213,11 @@ def first_tokens(tokenizer: Any, bos_token_id: int | None) -> tuple[int, ...]:
 
 
 def left_padded(
-    rows: Sequence[Sequence[int]], pad: int, multiple: int = 1, more: int = 0
+    rows: Sequence[Sequence[int]], pad: int, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Returns ids (N, T) and their mask; T is a multiple of ``multiple``, and ``more`` over it."""
-    longest = max(len(row) for row in rows) - more
-    width = -(-longest // multiple) * multiple + more
+    """Returns ids (N, T) and their mask; T is a multiple of ``multiple``."""
+    longest = max(len(row) for row in rows)
+    width = -(-longest // multiple) * multiple
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
@@ -223,24 +228,23 @@ def left_padded(
 
 @dataclass(frozen=True)
 class Collator:
-    """Puts examples into one batch, padded on the left: all answers end in the last column.
+    """Puts examples into one batch, padded on the left: all answers end behind the last column.
 
     Args:
         pad: the id of the padding.
-        multiple: what the number of columns that the model sees is a multiple of; it does not see
-            the last one, which is only predicted.
+        multiple: what the number of columns is a multiple of.
     """
 
     pad: int
     multiple: int = 8
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Returns ids and mask (B, O, T), the last columns' answer mask (B, O, K), labels (B,)."""
-        rows = [row for example in examples for row in example["input_ids"]]
-        lengths = torch.tensor([n for example in examples for n in example["answer_lengths"]])
-        ids, mask = left_padded(rows, self.pad, self.multiple, more=1)
-        most = int(lengths.max())  # K
-        answers = torch.arange(most)[None] >= most - lengths[:, None]
-        tensors = {"input_ids": ids, "attention_mask": mask, "answer_mask": answers}
+        """Returns ids and mask (B, O or 1, T), answers (B, O, K) behind them, labels (B,)."""
+        texts = [text for example in examples for text in example["input_ids"]]
+        ids, mask = left_padded(texts, self.pad, self.multiple)
+        answers = [answer for example in examples for answer in example["answers"]]
+        most = max(map(len, answers))  # K
+        padded = [[IGNORE_INDEX] * (most - len(answer)) + answer for answer in answers]
+        tensors = {"input_ids": ids, "attention_mask": mask, "answers": torch.tensor(padded)}
         batch = {name: x.unflatten(0, (len(examples), -1)) for name, x in tensors.items()}
         return {**batch, "labels": torch.tensor([example["labels"] for example in examples])}

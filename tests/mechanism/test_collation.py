@@ -61,7 +61,7 @@ def question(length: int, i: int) -> Example:
 
 def options(length: int, i: int) -> Example:
     rows = [ids(length + k, i + k) for k in range(2)]
-    return {"input_ids": rows, "answer_lengths": [1 + i % 2, 2], "labels": i % 2}
+    return {"input_ids": rows, "answers": [ids(1 + i % 2, i), ids(2, i)], "labels": i % 2}
 
 
 def numbers(length: int, i: int) -> Example:

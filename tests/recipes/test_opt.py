@@ -1,9 +1,11 @@
 """Causal language models on questions: prompts, tokens, splits, scores, and what one example moves.
 
-Shapes: B examples, O options of each, T tokens of the longest row, K of the longest answer.
+Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.per_sample import IGNORE_INDEX, make_engine
 from recipes.models.matrix import dense, projectors_for
 from recipes.paper import opt
 from recipes.paper.experiment import accuracy, main, parse
@@ -134,9 +136,7 @@ def test_an_answer_is_the_last_tokens_of_its_row(task: str, folder: Path) -> Non
     question = TASKS[task].read(ROWS[task])
     example = encoder.example(question)
     assert example["labels"] == question.label
-    for option, row, length in zip(
-        question.options, example["input_ids"], example["answer_lengths"], strict=True
-    ):
+    for option, (row, length) in zip(question.options, whole_rows(example), strict=True):
         assert row[0] == 0
         assert encoder.tokenizer.decode(row[1:-length]) == question.prompt
         assert encoder.tokenizer.decode(row[-length:]) == option
@@ -148,17 +148,16 @@ def test_spaces_at_the_ends_of_a_text_are_cut_off_and_line_breaks_stay(folder: P
     decode = encoder.tokenizer.decode
     question = Question("  Answer: ", (" 5\n ",))
     assert decode(encoder.prompt(question)[1:]) == "Answer:"
-    assert decode(encoder.example(Question("  Answer:", (" 5\n",)))["input_ids"][0][1:]) == (
-        "Answer: 5\n"
-    )
+    [(row, _)] = whole_rows(encoder.example(Question("  Answer:", (" 5\n",))))
+    assert decode(row[1:]) == "Answer: 5\n"
 
 
 def test_a_long_text_loses_its_beginning_but_not_its_first_token(folder: Path) -> None:
     whole, cut = encoder_of(folder, max_length=500), encoder_of(folder, max_length=12)
     question = TASKS["SQuAD"].read(ROWS["SQuAD"])
     long, short = whole.example(question), cut.example(question)
-    assert short["input_ids"][0] == [0, *long["input_ids"][0][-11:]]
-    assert short["answer_lengths"] == long["answer_lengths"]
+    assert short["input_ids"][0] == [0, *long["input_ids"][0][-10:]]  # the last one is predicted
+    assert short["answers"] == long["answers"]
     assert cut.prompt(question) == [0, *whole.prompt(question)[-11:]]
 
 
@@ -178,32 +177,44 @@ def test_rows_begin_with_what_the_tokenizer_puts_there_unless_told(folder: Path)
     assert first_tokens(tokenizer, 0) == (0,)
 
 
+def test_options_of_one_token_share_their_text(folder: Path) -> None:
+    encoder, question = encoder_of(folder), Question("Ice is", ("!", "?"), 1)
+    example = encoder.example(question)
+    assert example["input_ids"] == [encoder.prompt(question)]
+    assert [len(answer) for answer in example["answers"]] == [1, 1]
+
+
 def test_a_batch_is_padded_on_the_left() -> None:
     batch = Collator(pad=1, multiple=2)(
         [
-            {"input_ids": [[5, 6, 7, 8], [5, 6, 9]], "answer_lengths": [2, 1], "labels": 0},
-            {"input_ids": [[5, 6], [5, 7]], "answer_lengths": [1, 1], "labels": 1},
+            {"input_ids": [[5, 6, 7], [5, 6]], "answers": [[7, 8], [9]], "labels": 0},
+            {"input_ids": [[5], [6]], "answers": [[6], [7]], "labels": 1},
         ]
     )
-    assert batch["input_ids"].tolist() == [  # 4 columns are seen, and the fifth is predicted
-        [[1, 5, 6, 7, 8], [1, 1, 5, 6, 9]],
-        [[1, 1, 1, 5, 6], [1, 1, 1, 5, 7]],
+    assert batch["input_ids"].tolist() == [
+        [[1, 5, 6, 7], [1, 1, 5, 6]],
+        [[1, 1, 1, 5], [1, 1, 1, 6]],
     ]
     assert torch.equal(batch["attention_mask"].bool(), batch["input_ids"] != 1)
-    assert batch["answer_mask"].tolist() == [
-        [[True, True], [False, True]],
-        [[False, True], [False, True]],
-    ]
+    none = IGNORE_INDEX
+    assert batch["answers"].tolist() == [[[7, 8], [none, 9]], [[none, 6], [none, 7]]]
     assert batch["labels"].tolist() == [0, 1]
 
 
 # ---- Losses and gradients ----
 
 
+def whole_rows(example: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
+    """Yields all tokens of each option, and how many of them are the answer."""
+    answers = example["answers"]
+    for text, answer in zip(cycle(example["input_ids"]), answers, strict=False):
+        yield text + answer[-1:], len(answer)
+
+
 def by_hand(model: AnswerScorer, example: dict[str, Any]) -> Tensor:
     """Returns the scores (O,) of one example, each row alone and without padding."""
     scores = []
-    for row, length in zip(example["input_ids"], example["answer_lengths"], strict=True):
+    for row, length in whole_rows(example):
         ids = torch.tensor([row])
         logits = model.language_model(ids, attention_mask=torch.ones_like(ids)).logits[0]
         chosen = functional.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
@@ -211,17 +222,18 @@ def by_hand(model: AnswerScorer, example: dict[str, Any]) -> Tensor:
     return torch.stack(scores)
 
 
+@pytest.mark.parametrize("longest", [3, 1])
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama"])
 @torch.no_grad()
-def test_scores_are_mean_log_probabilities_of_the_answers(name: str) -> None:
-    model, some = scorer(name), examples([4, 9, 6], options=2)
+def test_scores_are_mean_log_probabilities_of_the_answers(name: str, longest: int) -> None:
+    model, some = scorer(name), examples([4, 9, 6], options=2, longest=longest)
     batch = Collator(PAD)(some)
     labels = batch.pop("labels")
     seen: list[int] = []
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     outputs = model(**batch)
-    assert seen == [3]  # K: the vocabulary's head sees no other position
+    assert seen == [longest]  # K: the vocabulary's head sees no other position
     expected = torch.stack([by_hand(model, example) for example in some])
     torch.testing.assert_close(outputs["scores"], expected)
     torch.testing.assert_close(
@@ -235,11 +247,18 @@ def test_scores_are_mean_log_probabilities_of_the_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "loss"),
-    [("opt", 3, choice_loss), ("opt", 1, answer_loss), ("llama", 3, choice_loss)],
+    ("name", "options", "longest", "loss"),
+    [
+        ("opt", 3, 3, choice_loss),
+        ("opt", 2, 1, choice_loss),
+        ("opt", 1, 3, answer_loss),
+        ("llama", 3, 3, choice_loss),
+    ],
 )
-def test_gradients_are_those_of_each_example_alone(name: str, options: int, loss: Any) -> None:
-    model, batch = scorer(name), Collator(PAD)(examples([4, 9, 6], options))
+def test_gradients_are_those_of_each_example_alone(
+    name: str, options: int, longest: int, loss: Any
+) -> None:
+    model, batch = scorer(name), Collator(PAD)(examples([4, 9, 6], options, longest=longest))
     projectors = projectors_for(model, 3)
     assert projectors
     assert not any("embed" in weight or "lm_head" in weight for weight in projectors)

@@ -79,11 +79,9 @@ def examples(
     found = []
     for i, length in enumerate(lengths):
         prompt, answers = text(length), [text(1 + (i + o) % longest) for o in range(options)]
+        texts = [prompt + answer[:-1] for answer in answers]
+        shared = longest == 1  # options of one token are all predicted from the prompt
         found.append(
-            {
-                "input_ids": [prompt + answer for answer in answers],
-                "answer_lengths": [len(answer) for answer in answers],
-                "labels": i % options,
-            }
+            {"input_ids": texts[:1] if shared else texts, "answers": answers, "labels": i % options}
         )
     return found
