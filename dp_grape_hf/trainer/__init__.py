@@ -1,10 +1,10 @@
 """The Trainer of transformers, private.
 
 ``mixin`` is the loop: the overrides of the host, top to bottom, but for those of ``sharded``, which
-spread weights over processes. ``run`` has the parts of a run, made once, and the one step that
-they take together; ``chosen`` finds its rates, and what it trains. ``trainers``, ``sft`` and
-``preferences`` name the classes. Those of ``sft`` and ``preferences`` need TRL and are imported
-when they are asked for.
+spread weights over processes, and of ``saving``. ``run`` has the parts of a run, made once, and the
+one step that they take together; ``chosen`` finds its rates, and what it trains. ``trainers``,
+``sft`` and ``preferences`` name the classes. Those of ``sft`` and ``preferences`` need TRL and are
+imported when they are asked for.
 """
 
 from importlib import import_module

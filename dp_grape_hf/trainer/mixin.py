@@ -2,10 +2,10 @@
 
 Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
 places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
-override is found where the original is; ``sharded`` has those for several processes. There is no
-arithmetic here: ``run`` makes the parts that a method needs and drives a step, ``chosen`` finds
-what is trained at which rates, ``mechanism`` draws, clips and adds noise, ``ledger`` records, and
-``publishing`` saves and uploads. From the training utilities on, something leaves the run.
+override is found where the original is; ``sharded`` has those for several processes, ``saving``
+those that save and upload. There is no arithmetic here: ``run`` makes the parts that a method needs
+and drives a step, ``chosen`` finds what is trained at which rates, ``mechanism`` draws, clips and
+adds noise, and ``ledger`` records. From the training utilities on, something leaves the run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import (
@@ -68,8 +66,7 @@ from dp_grape_hf.per_sample import (
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Batches, synthetic_batches
-from dp_grape_hf.publishing import Publisher, declare
-from dp_grape_hf.sharding import gathered_weights, is_sharded, reshard
+from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     OnlyPrivateLogs,
@@ -100,13 +97,14 @@ from dp_grape_hf.trainer.data import (
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
+from dp_grape_hf.trainer.saving import SavingMixin
 from dp_grape_hf.trainer.seams import require_seams
 from dp_grape_hf.trainer.sharded import ShardingMixin
 
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(ShardingMixin):
+class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Makes the training of a ``transformers.Trainer`` behind it differentially private.
 
     Args:
@@ -142,23 +140,18 @@ class DPGrapeMixin(ShardingMixin):
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
     args: DPGrapeArguments
     plan: PrivacyPlan
-    private_run: Run
-    ledger: Ledger | None = None  # made when training starts
     observer: Observer | None = None
     """Looks on at the steps of runs that are made from now on."""
     rates: Rates | None = None
     """Learning rates by parameter name, and what noise alone does at these."""
     _averages: str | None = None  # the layer that was made an average, for a new head
-    _for_resuming: bool = False  # while all weights are saved
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _public_dataset: Any = None
     _private_norm: Tensor = torch.zeros(())
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
-    _refused: bool = False  # whether the last train() was, before it released anything
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
-    _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
 
     def __init__(
         self,
@@ -198,7 +191,7 @@ class DPGrapeMixin(ShardingMixin):
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
-        require_seams(super())
+        require_seams(super(ShardingMixin, self))
         if args.chooses:
             args = copy(args)  # what is chosen is filled in there
         super().__init__(  # by name, as hosts of TRL have others in between
@@ -231,12 +224,6 @@ class DPGrapeMixin(ShardingMixin):
             self.plan = PrivacyPlan(args, self._dataset_size, earlier, public, most)
             self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._add_callbacks()
-
-    @cached_property
-    def publisher(self) -> Publisher:
-        """Saves and publishes the model, with its ledger and its card."""
-        texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        return Publisher(self.ledger, str(self.args.output_dir), self.model, texts)
 
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
@@ -724,59 +711,6 @@ class DPGrapeMixin(ShardingMixin):
         if self._known_streams is not None:
             super()._load_rng_state(checkpoint)
 
-    # ---- Saving & Serialization ----
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Moves what is kept beside the weights into them first, in every process.
-
-        With ``save_as="adapter"`` an adapter is saved, but a checkpoint, which is to be resumed
-        from to the bit, holds the weights as they are.
-
-        Raises:
-            PrivacyError: an adapter is asked for, and nothing was trained yet; or ``train()`` was
-                refused: what is saved there already stays as it was.
-        """
-        if self._refused:
-            raise PrivacyError(
-                "save_model() after a train() that was refused: nothing was trained, and a model "
-                "that was saved before would be overwritten. Train first."
-            )
-        require(
-            self.args.save_as != "adapter"
-            or (self.publisher.adapter is not None and self.private_run.optimizer is not None),
-            "save_as='adapter' before train(): there is no change of the model yet that could be "
-            "saved. Train first.",
-        )
-        self.private_run.merge_()
-        before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
-        if self._saves_adapter or is_sharded(self.model):
-            self._gathered = gathered_weights(self.model)  # by all: only the first one saves
-        try:
-            super().save_model(output_dir, _internal_call)
-        finally:
-            self._for_resuming, self._gathered = before, None
-
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
-        """Saves as the original does, with the ledger and the card beside the weights."""
-        if not self.args.should_save:
-            return
-        publisher, updates = self.publisher, self.state.global_step
-        folder = publisher.folder if output_dir is None else Path(output_dir)
-        weights = self._gathered if state_dict is None else state_dict
-        if self._saves_adapter:
-            publisher.save(updates, folder, changes=self.private_run.changes(), weights=weights)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
-            return
-        super()._save(output_dir, weights)
-        if self.ledger is not None:
-            publisher.record(updates, folder)
-
-    @property
-    def _saves_adapter(self) -> bool:
-        return self.args.save_as == "adapter" and not self._for_resuming
-
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -807,115 +741,6 @@ class DPGrapeMixin(ShardingMixin):
     def releases_left(self) -> float:
         """Returns how many more releases the budget allows; infinite without a target epsilon."""
         return self.plan.releases_left(self.ledger)
-
-    # ---- Hub Integration ----
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes or opens the repository, which only ``hub`` uploads to.
-
-        Raises:
-            PrivacyError: as ``Publisher.require_one_adapter``.
-        """
-        self.publisher.require_one_adapter()
-        if not self.is_world_process_zero():
-            return
-        args = self.args
-        self.hub_model_id = self.publisher.open(  # type: ignore[assignment]
-            args.hub_model_id or self.publisher.folder.absolute().name,
-            token=token if token is not None else args.hub_token,
-            private=private if private is not None else args.hub_private_repo,
-        )
-        self.push_in_progress = None  # of the original, which has nothing to push
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes our card; the original has a column of training losses.
-
-        Takes what ``declare`` takes, which is kept for later cards of this trainer: the arguments
-        of the original, and ``metrics``.
-        """
-        public = self.args.eval_data_is_public
-        self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
-        if self.is_world_process_zero() and self.ledger is not None:
-            self.publisher.write_card(self.state.global_step)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Saves the model and publishes it (``Publisher.push``); the original uploads the folder.
-
-        Its arguments are those of the original, and what ``create_model_card`` takes.
-
-        Returns:
-            The commit, or a future of it unless ``blocking``; None in all processes but the first.
-
-        Raises:
-            PrivacyError: nothing was trained, or what was saved may not be published.
-            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
-        """
-        if self.ledger is None:
-            raise PrivacyError(
-                "push_to_hub() before train(): there is no ledger yet, so no card could say what "
-                "was spent. Train first."
-            )
-        # on_push_begin is not called: a tracker of the host's uploads its log then.
-        if self.publisher.repository is None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self.create_model_card(**kwargs)
-        self._finish_current_push()
-        return self.publisher.push(
-            commit_message or "End of training",
-            token=token,
-            revision=revision if revision is not None else self.args.hub_revision,
-            background=not blocking,
-        )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
-
-        With ``save_as="adapter"`` it is the adapter of that step, which is saved in the run's
-        folder first. With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as
-        well, with "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
-        Where that fails, the error is logged, and training goes on.
-        """
-        strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
-        weights = gathered_weights(self.model) if self._saves_adapter else None  # by all processes
-        if not self.is_world_process_zero() or strategy is HubStrategy.END:
-            return
-        copies = {
-            HubStrategy.CHECKPOINT: ("last-checkpoint",),
-            HubStrategy.ALL_CHECKPOINTS: (folder.name,),
-        }
-        try:
-            if self.publisher.repository is None:
-                self.init_hf_repo()
-            if self.publisher.busy and not self.args.hub_always_push:
-                return
-            if self._saves_adapter:
-                folder = self.publisher.folder
-                self._save(str(folder), weights)
-            self.publisher.push(
-                f"Training in progress, step {self.state.global_step}",
-                folder,
-                copies=copies.get(strategy, ()),
-                revision=self.args.hub_revision,
-                background=True,
-            )
-        except Exception as error:
-            advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
-            logger.exception("%s was not published (%r). %s", folder, error, advice)
-
-    def _finish_current_push(self) -> None:
-        """Waits for the uploads in the background."""
-        self.publisher.wait()
 
     # ---- Hyperparameter Search ----
 

@@ -116,10 +116,11 @@ def test_the_table_is_what_the_mixins_replace() -> None:
     assert len(set(SEAMS)) == len(SEAMS)
 
 
+@pytest.mark.parametrize("name", ["training_step", "_load_best_model", "_push_from_checkpoint"])
 def test_a_host_that_lost_a_seam_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name = "training_step"
+    """Whichever of the mixins replaces it."""
     monkeypatch.setattr(Trainer, f"{name}_of_another_name", getattr(Trainer, name), raising=False)
     monkeypatch.delattr(Trainer, name)
     with pytest.raises(PrivacyError, match=rf"{transformers.__version__} has no {name}\(\), which"):

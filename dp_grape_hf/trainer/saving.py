@@ -1,0 +1,212 @@
+"""What a Trainer does otherwise where the model of a private run is saved or uploaded.
+
+A host would save weights without a word of what was spent, and upload whole folders, with what is
+not private in them. Here ledger and card are beside the weights, and only ``publishing`` uploads.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy
+
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.publishing import Publisher, declare
+from dp_grape_hf.sharding import gathered_weights, is_sharded
+from dp_grape_hf.trainer.run import Run
+
+if TYPE_CHECKING:
+    _Host = Trainer
+else:  # the host is the other base of the class that is made
+    _Host = object
+
+logger = logging.getLogger(__name__)
+
+
+class SavingMixin(_Host):
+    """Saves and publishes what a run may show, and nothing else."""
+
+    args: DPGrapeArguments
+    model: nn.Module
+    private_run: Run
+    ledger: Ledger | None = None  # made when training starts
+    _refused: bool = False  # whether the last train() was, before it released anything
+    _for_resuming: bool = False  # while all weights are saved
+    _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Saves and publishes the model, with its ledger and its card."""
+        texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return Publisher(self.ledger, str(self.args.output_dir), self.model, texts)
+
+    # ---- Saving & Serialization ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Moves what is kept beside the weights into them first, in every process.
+
+        With ``save_as="adapter"`` an adapter is saved, but a checkpoint, which is to be resumed
+        from to the bit, holds the weights as they are.
+
+        Raises:
+            PrivacyError: an adapter is asked for, and nothing was trained yet; or ``train()`` was
+                refused: what is saved there already stays as it was.
+        """
+        if self._refused:
+            raise PrivacyError(
+                "save_model() after a train() that was refused: nothing was trained, and a model "
+                "that was saved before would be overwritten. Train first."
+            )
+        require(
+            self.args.save_as != "adapter"
+            or (self.publisher.adapter is not None and self.private_run.optimizer is not None),
+            "save_as='adapter' before train(): there is no change of the model yet that could be "
+            "saved. Train first.",
+        )
+        self.private_run.merge_()
+        before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
+        if self._saves_adapter or is_sharded(self.model):
+            self._gathered = gathered_weights(self.model)  # by all: only the first one saves
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._for_resuming, self._gathered = before, None
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Saves as the original does, with the ledger and the card beside the weights."""
+        if not self.args.should_save:
+            return
+        publisher, updates = self.publisher, self.state.global_step
+        folder = publisher.folder if output_dir is None else Path(output_dir)
+        weights = self._gathered if state_dict is None else state_dict
+        if self._saves_adapter:
+            publisher.save(updates, folder, changes=self.private_run.changes(), weights=weights)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            return
+        super()._save(output_dir, weights)
+        if self.ledger is not None:
+            publisher.record(updates, folder)
+
+    @property
+    def _saves_adapter(self) -> bool:
+        return self.args.save_as == "adapter" and not self._for_resuming
+
+    # ---- Hub Integration ----
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes or opens the repository, which only ``hub`` uploads to.
+
+        Raises:
+            PrivacyError: as ``Publisher.require_one_adapter``.
+        """
+        self.publisher.require_one_adapter()
+        if not self.is_world_process_zero():
+            return
+        args = self.args
+        self.hub_model_id = self.publisher.open(  # type: ignore[assignment]
+            args.hub_model_id or self.publisher.folder.absolute().name,
+            token=token if token is not None else args.hub_token,
+            private=private if private is not None else args.hub_private_repo,
+        )
+        self.push_in_progress = None  # of the original, which has nothing to push
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes our card; the original has a column of training losses.
+
+        Takes what ``declare`` takes, which is kept for later cards of this trainer: the arguments
+        of the original, and ``metrics``.
+        """
+        public = self.args.eval_data_is_public
+        self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
+        if self.is_world_process_zero() and self.ledger is not None:
+            self.publisher.write_card(self.state.global_step)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves the model and publishes it (``Publisher.push``); the original uploads the folder.
+
+        Its arguments are those of the original, and what ``create_model_card`` takes.
+
+        Returns:
+            The commit, or a future of it unless ``blocking``; None in all processes but the first.
+
+        Raises:
+            PrivacyError: nothing was trained, or what was saved may not be published.
+            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
+        """
+        if self.ledger is None:
+            raise PrivacyError(
+                "push_to_hub() before train(): there is no ledger yet, so no card could say what "
+                "was spent. Train first."
+            )
+        # on_push_begin is not called: a tracker of the host's uploads its log then.
+        if self.publisher.repository is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        return self.publisher.push(
+            commit_message or "End of training",
+            token=token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            background=not blocking,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
+
+        With ``save_as="adapter"`` it is the adapter of that step, which is saved in the run's
+        folder first. With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as
+        well, with "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
+        Where that fails, the error is logged, and training goes on.
+        """
+        strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
+        weights = gathered_weights(self.model) if self._saves_adapter else None  # by all processes
+        if not self.is_world_process_zero() or strategy is HubStrategy.END:
+            return
+        copies = {
+            HubStrategy.CHECKPOINT: ("last-checkpoint",),
+            HubStrategy.ALL_CHECKPOINTS: (folder.name,),
+        }
+        try:
+            if self.publisher.repository is None:
+                self.init_hf_repo()
+            if self.publisher.busy and not self.args.hub_always_push:
+                return
+            if self._saves_adapter:
+                folder = self.publisher.folder
+                self._save(str(folder), weights)
+            self.publisher.push(
+                f"Training in progress, step {self.state.global_step}",
+                folder,
+                copies=copies.get(strategy, ()),
+                revision=self.args.hub_revision,
+                background=True,
+            )
+        except Exception as error:
+            advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
+            logger.exception("%s was not published (%r). %s", folder, error, advice)
+
+    def _finish_current_push(self) -> None:
+        """Waits for the uploads in the background."""
+        self.publisher.wait()
