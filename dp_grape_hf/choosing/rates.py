@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -267,16 +267,24 @@ def _root_mean_square(part: Mapping[str, Noise]) -> float:
     return math.sqrt(total / sum(own.parameter.numel() for own in part.values())) or 1.0
 
 
+class _Shown(Exception):
+    """Ends a pass that has shown what it was for: the logits of large vocabularies take long."""
+
+
 @torch.no_grad()
 def _features(model: nn.Module, layer: nn.Module, inputs: list[Mapping[str, Any]]) -> Tensor:
     """Returns what a layer is given, (rows, n), float32."""
     seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
-    )
+
+    def show(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
+        raise _Shown
+
+    hook = layer.register_forward_pre_hook(show)
     try:
         for batch in inputs:
-            on_inputs(model, batch)
+            with suppress(_Shown):
+                on_inputs(model, batch)
     finally:
         hook.remove()
     return torch.cat(seen)
