@@ -10,6 +10,7 @@ from dp_grape_hf.choosing.hopeless import objections
 from dp_grape_hf.choosing.parts import (
     average_at_first,
     body_share,
+    even_out,
     is_pretrained,
     output_layer,
     rule_and_rank,
@@ -27,6 +28,7 @@ __all__ = [
     "batch_and_steps",
     "body_share",
     "described",
+    "even_out",
     "is_pretrained",
     "measure",
     "objections",

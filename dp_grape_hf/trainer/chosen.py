@@ -23,6 +23,7 @@ from dp_grape_hf.choosing import (
     average_at_first,
     body_share,
     described,
+    even_out,
     is_pretrained,
     measure,
     output_layer,
@@ -54,7 +55,7 @@ def choose_parts(
         unused: parameters that were frozen because they take no part in the loss.
 
     Returns:
-        The name of the layer that was made an average, for a new head.
+        What was done for the head, in words; None for nothing.
 
     Raises:
         PrivacyError: if the model cannot be run on these inputs.
@@ -69,17 +70,28 @@ def choose_parts(
             frozen: list[str] = []
             if args.method == "dp_grape" and is_pretrained(model) and not by_user:
                 frozen = train_matrices_only(model, name)
-            averages = None
+            done = None
             if args.save_as != "adapter" and not hasattr(model, "peft_config"):
-                averages = average_at_first(model, layer, next(iter(inputs())))
-            return frozen, averages, body_share(model, name)
+                done = _help_head(model, layer, inputs)
+            return frozen, done, body_share(model, name)
 
-    frozen, averages, factors = from_first(decide)
+    frozen, done, factors = from_first(decide)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if args.gradient_factors is None and factors:
         args.gradient_factors = dict(factors)
-    return averages
+    return done
+
+
+def _help_head(model: Any, layer: nn.Module, inputs: Batches) -> str | None:
+    """Changes what a head reads where that helps it; returns what was done."""
+    if not is_pretrained(model):
+        return None
+    if (name := average_at_first(model, layer, next(iter(inputs())))) is not None:
+        return f"The head is new: {name}, which it reads, is made an average."
+    if (name := even_out(model, layer, islice(inputs(), _READ))) is not None:
+        return f"What the head reads has one size now, by {name}; the head is divided by it."
+    return None
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
@@ -155,18 +167,16 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
     )
 
 
-def table_of(rates: Rates, run: Run, plan: PrivacyPlan, averages: str | None) -> str:
+def table_of(rates: Rates, run: Run, plan: PrivacyPlan, done: str | None) -> str:
     """Returns tables of a run as it will begin.
 
     Args:
         rates: by parameter name, and what noise alone does at these.
         run: its parts.
         plan: its numbers.
-        averages: the layer that was made an average, for a new head.
+        done: what was done for the head.
     """
-    notes = []
-    if averages is not None:
-        notes.append(f"The head is new: {averages}, which it reads, is made an average.")
+    notes = [] if done is None else [done]
     whole = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in whole):
         notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")

@@ -17,8 +17,12 @@ from transformers import (
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
+    GemmaConfig,
+    GemmaForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
     MPNetConfig,
     RobertaConfig,
     TrainerCallback,
@@ -29,6 +33,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
+    even_out,
     is_pretrained,
     output_layer,
     push_of_signal,
@@ -203,16 +208,7 @@ def test_another_head_is_left_alone(tmp_path: Path) -> None:
     trained.classifier.bias.data.fill_(0.1)
     set_seed(0)
     fresh = BertForSequenceClassification(config())  # no weights that say anything
-    decoder = GPT2ForSequenceClassification(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=2,
-            num_labels=3,
-            pad_token_id=0,
-        )
-    )
+    decoder = GPT2ForSequenceClassification(DECODERS["gpt2"])
     for model, head in (
         (trained, "classifier"),
         (fresh, "classifier"),
@@ -220,6 +216,52 @@ def test_another_head_is_left_alone(tmp_path: Path) -> None:
     ):
         before = {n: p.clone() for n, p in model.named_parameters()}
         assert average_at_first(model.eval(), getattr(model, head), text()) is None
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+DECODERS = {
+    "gpt2": GPT2Config(
+        vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, num_labels=3, pad_token_id=0
+    ),
+    "llama": LlamaConfig(**SHAPE, pad_token_id=0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_a_decoders_head_reads_gets_one_size_and_the_model_stays_as_it_is(
+    name: str, dtype: torch.dtype
+) -> None:
+    set_seed(0)
+    model = trained(AutoModelForSequenceClassification.from_config(DECODERS[name])).to(dtype).eval()
+    norm = model.base_model.ln_f if name == "gpt2" else model.base_model.norm
+    norm.weight[3] *= 40  # of a feature that is large in every text
+    read: list[Tensor] = []
+    model.score.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    batches = [text(4, 8), text(2, 12)]
+    before = [model(**batch).logits for batch in batches]
+    assert even_out(model, model.score, batches) in ("transformer.ln_f", "model.norm")
+    assert all(torch.equal(model(**b).logits, x) for b, x in zip(batches, before, strict=True))
+    sizes = [x.float().flatten(0, 1).square().mean(0).sqrt() for x in (read[0], read[-2])]
+    was, now = (float(size.max() / size.min()) for size in sizes)
+    assert was > 30
+    assert now < 4
+
+
+@torch.no_grad()
+def test_a_norm_is_left_alone_if_that_would_change_what_the_model_computes(tmp_path: Path) -> None:
+    gemma = GemmaConfig(**SHAPE, head_dim=8, num_key_value_heads=2)
+    for model, head in (
+        (pretrained(tmp_path), "classifier"),  # a pooler is in between
+        (trained(GPT2LMHeadModel(DECODERS["gpt2"])), "lm_head"),  # which is the embedding
+        (
+            trained(GemmaForSequenceClassification(gemma)),
+            "score",
+        ),  # its norm multiplies by 1 + weight
+    ):
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        assert even_out(model.eval(), getattr(model, head), [text(1, 8)]) is None
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
