@@ -185,8 +185,7 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
     as what it reads, so they take most of C, and of the noise that logits bear, and say nothing. So
     the norm that makes the features is multiplied by powers of 2, and the head divided by them,
     which leaves its outputs equal to the bit. The size of each is what it has on inputs that are
-    nobody's. SmolLM2-135M, one pass over TREC, epsilon 2: 75.6 %, as they come 70.6; the head
-    alone 71.5, 63.2.
+    nobody's. SmolLM2-135M, one pass, epsilon 2: TREC 75.6 %, as they come 70.6; SST-2 81.6, 61.6.
 
     Args:
         model: in evaluation mode.
