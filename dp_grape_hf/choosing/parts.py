@@ -232,16 +232,15 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
     one = size.square().mean().sqrt() / (size + _LEAST * size.mean())
     factors = (2.0 ** one.log2().round()).to(norm.weight)
 
-    def scale(factors: Tensor) -> None:
-        for own in (norm.weight, getattr(norm, "bias", None)):
-            if own is not None:
-                own.mul_(factors)
-        output.weight.div_(factors)
-
-    scale(factors)
+    scaled = [own for own in (norm.weight, getattr(norm, "bias", None)) if own is not None]
+    kept = [own.clone() for own in (*scaled, output.weight)]
+    for own in scaled:
+        own.mul_(factors)
+    output.weight.div_(factors)
     after = [_first_of(on_inputs(model, batch)) for batch in batches]
     if not all(map(torch.equal, before, after)):
-        scale(1 / factors)
+        for own, was in zip((*scaled, output.weight), kept, strict=True):
+            own.copy_(was)
         return None
     return next(name for name, module in model.named_modules() if module is norm)
 
