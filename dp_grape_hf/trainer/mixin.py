@@ -191,7 +191,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
-        require_seams(super(ShardingMixin, self))
+        require_seams(self)
         if args.chooses:
             args = copy(args)  # what is chosen is filled in there
         super().__init__(  # by name, as hosts of TRL have others in between

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
@@ -23,16 +22,12 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
 from dp_grape_hf.trainer.run import Run
-
-if TYPE_CHECKING:
-    _Host = Trainer
-else:  # the host is the other base of the class that is made
-    _Host = object
+from dp_grape_hf.trainer.seams import Host
 
 logger = logging.getLogger(__name__)
 
 
-class SavingMixin(_Host):
+class SavingMixin(Host):
     """Saves and publishes what a run may show, and nothing else."""
 
     args: DPGrapeArguments

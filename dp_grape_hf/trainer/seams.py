@@ -10,8 +10,17 @@ calls them, and calls them with what the overrides take.
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from dp_grape_hf.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Host
+else:
+
+    class Host:
+        """The last of the bases that are ours: what a class has behind it is the host's."""
+
 
 SEAMS = (
     # Training
@@ -61,15 +70,16 @@ SEAMS = (
 """All methods of ``transformers.Trainer`` that ``DPGrapeMixin`` and its bases override."""
 
 
-def require_seams(host: object) -> None:
+def require_seams(trainer: Host) -> None:
     """Refuses a host that lost a method which is replaced here.
 
     Args:
-        host: what stands behind the mixin, as ``super()`` shows it.
+        trainer: its host is behind all mixins.
 
     Raises:
         PrivacyError: with the version of transformers and the methods.
     """
+    host = super(Host, trainer)
     if missing := [f"{name}()" for name in SEAMS if not callable(getattr(host, name, None))]:
         raise PrivacyError(
             f"The Trainer of transformers {version('transformers')} has no {', '.join(missing)}, "

@@ -13,26 +13,21 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.sharding import is_sharded, load_rows_, mesh_of, shard_, take_from_first_
-
-if TYPE_CHECKING:
-    _Host = Trainer
-else:  # the host is the other base of the class that is made
-    _Host = object
+from dp_grape_hf.trainer.seams import Host
 
 
-class ShardingMixin(_Host):
+class ShardingMixin(Host):
     """Keeps DDP and FSDP of the host away, and spreads weights where that is asked for."""
 
     model: nn.Module
