@@ -174,7 +174,7 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     if isinstance(pooler, nn.Linear) and pooler.in_features == pooler.out_features:
         nn.init.eye_(pooler.weight)
         nn.init.zeros_(pooler.bias)
-    return next(name for name, module in model.named_modules() if module is last)
+    return _name_of(model, last)
 
 
 @torch.no_grad()
@@ -193,11 +193,12 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
         inputs: batches that are no example's.
 
     Returns:
-        The name of the norm; None if no norm makes what the head reads, or others read it too.
+        The name of the norm; None if no norm makes what the head reads, or others read it too, or
+        the weights come from nowhere.
     """
     if not isinstance(output, nn.Linear) or not output.weight.is_floating_point():
         return None
-    if output_embeddings(model) is output:
+    if output_embeddings(model) is output or not is_pretrained(model):
         return None
     made: list[Any] = [None, None]  # the norm that ran last, and what it returned
     found: list[tuple[Any, Tensor]] = []
@@ -207,11 +208,11 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
 
     def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         norm, features, read = *made, args[0]
-        if isinstance(features, Tensor) and features.numel() == read.numel():
-            if features.data_ptr() == read.data_ptr():
-                found.append((norm, read.reshape(-1, read.shape[-1]).float()))
+        same = isinstance(features, Tensor) and features.data_ptr() == read.data_ptr()
+        if same and features.numel() == read.numel():
+            found.append((norm, read.reshape(-1, read.shape[-1]).float()))
 
-    batches = list(inputs)
+    batches, before = list(inputs), []
     hooks: list[Any] = [
         module.register_forward_hook(keep)
         for module in model.modules()
@@ -221,12 +222,13 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
     ]
     hooks.append(output.register_forward_pre_hook(look))
     try:
-        before = [_first_of(on_inputs(model, batch)) for batch in batches]
+        for batch in batches:
+            before.append(_first_of(on_inputs(model, batch)))
+            if len(found) < len(before):
+                return None
     finally:
         for hook in hooks:
             hook.remove()
-    if len(found) < len(batches):
-        return None
     norm = found[0][0]
     size = torch.cat([features for _, features in found]).square().mean(0).sqrt()
     one = size.square().mean().sqrt() / (size + _LEAST * size.mean())
@@ -242,7 +244,11 @@ def even_out(model: Any, output: nn.Module, inputs: Iterable[Mapping[str, Any]])
         for own, was in zip((*scaled, output.weight), kept, strict=True):
             own.copy_(was)
         return None
-    return next(name for name, module in model.named_modules() if module is norm)
+    return _name_of(model, norm)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def _first_of(outputs: Any) -> Tensor:

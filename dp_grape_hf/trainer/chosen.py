@@ -85,8 +85,6 @@ def choose_parts(
 
 def _help_head(model: Any, layer: nn.Module, inputs: Batches) -> str | None:
     """Changes what a head reads where that helps it; returns what was done."""
-    if not is_pretrained(model):
-        return None
     if (name := average_at_first(model, layer, next(iter(inputs())))) is not None:
         return f"The head is new: {name}, which it reads, is made an average."
     if (name := even_out(model, layer, islice(inputs(), _READ))) is not None:
