@@ -494,6 +494,8 @@ class DPGrapeArguments(_Host):
             and not row.zeroth_order
             and self.noise_multiplier != 0
         )
+        # A module whose parameters are clipped apart from all others.
+        self.clipped_apart: str | None = None
         if self.noise is None and (not self.chooses or reason_against_bands(self)):
             self.noise = INDEPENDENT
         if self.learning_rate is None and not self.chooses:

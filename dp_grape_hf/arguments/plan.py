@@ -229,6 +229,7 @@ class PrivacyPlan:
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
             "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,
+            "clipped_apart": args.clipped_apart,
             "gradient_factors": None
             if factors is None
             else json.dumps({pattern: float(factor) for pattern, factor in factors.items()}),

@@ -9,8 +9,7 @@ inputs can be seen without data, and a rate is the largest at which that is bear
 from dp_grape_hf.choosing.hopeless import objections
 from dp_grape_hf.choosing.parts import (
     average_at_first,
-    body_share,
-    even_out,
+    clipped_apart,
     is_pretrained,
     output_layer,
     rule_and_rank,
@@ -26,9 +25,8 @@ __all__ = [
     "Rates",
     "average_at_first",
     "batch_and_steps",
-    "body_share",
+    "clipped_apart",
     "described",
-    "even_out",
     "is_pretrained",
     "measure",
     "objections",

@@ -149,13 +149,12 @@ def measure(
     batches: Iterable[Mapping[str, Any]],
     noise: Mapping[str, Noise],
     *,
-    most: float,
+    most: Mapping[str, float],
     push: Callable[[float], float],
     steps: float,
     rates: Mapping[str, float] | None = None,
     fresh: bool = False,
     factors: Mapping[str, float] | None = None,
-    gradient_factors: Mapping[str, float] | None = None,
 ) -> Rates:
     """Chooses rates, or says what given ones do.
 
@@ -166,15 +165,15 @@ def measure(
         output: name and module of the layer that logits come from.
         batches: inputs that are no example's; a few suffice.
         noise: parameter name -> its noise, of all that is trained.
-        most: the norm of the signal in a release at most, C.
+        most: parameter name -> the norm of the signal in a release at most, of all that it is
+            clipped with.
         push: how far a gradient that stays moves a number, at a rate of 1.
         steps: of the run, each counted as the schedule has it.
         rates: by parameter name, if they are given.
         fresh: whether the weights come from nowhere.
         factors: parameter name -> factor on its rate, which is the user's.
-        gradient_factors: parameter name -> what its gradient is multiplied by before the clip.
     """
-    factors, shares = factors or {}, gradient_factors or {}
+    factors = factors or {}
     inputs = list(batches)
     name, layer = output
     embeds = output_embeddings(model) is layer
@@ -195,8 +194,12 @@ def measure(
 
     found: dict[str, float] = {}
     groups: dict[str, Group] = {}
-    size = float(before.square().sum(1).mean().sqrt())
-    one = _of_fresh(model, noise.values(), most, push, steps) if fresh and rates is None else None
+    projected = (own.projector for own in head.values() if own.projector is not None)
+    read = next((before @ own.matrix.to(before) for own in projected), before)
+    size = float(read.square().sum(1).mean().sqrt())
+    one = None
+    if fresh and rates is None:
+        one = _of_fresh(model, noise.values(), max(most.values()), push, steps)
     for part, title in ((body, "body"), (head, "head")):
         if not part:
             continue
@@ -214,16 +217,14 @@ def measure(
         effect = drift(own_rates) if title == "body" else walk * max(own_rates.values()) * size
         numbers = {n: math.prod(own.shape) for n, own in part.items()}
         squared = sum(numbers[n] * own.std**2 for n, own in part.items())
-        share = min(shares.get(n, 1.0) for n in part)
+        limit = max(most[n] for n in part)
         rate = mode(own_rates.values())
         reach = None
         if title == "head":  # a gradient along what the layer is given
             width = math.sqrt(before.shape[1])
-            reach = max(own_rates.values()) * push(most / share / width) * width * size
+            reach = max(own_rates.values()) * push(limit / width) * width * size
         noise_norm, count = math.sqrt(squared), sum(numbers.values())
-        groups[title] = Group(
-            title, tuple(part), count, rate, noise_norm, most / share, effect, reach
-        )
+        groups[title] = Group(title, tuple(part), count, rate, noise_norm, limit, effect, reach)
     return Rates(found, groups.get("body"), groups.get("head"), fresh)
 
 

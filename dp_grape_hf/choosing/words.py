@@ -38,6 +38,7 @@ def tabulated(
     """
     own = mechanism
     promise = ""
+    apart = "" if own.clipped_apart is None else f", {own.clipped_apart} apart"
     if own.target_epsilon is not None:
         promise = f", epsilon {own.target_epsilon:g} at delta {own.target_delta:g}"
     run = {
@@ -46,7 +47,7 @@ def tabulated(
         "steps": f"{steps}",
         "sigma": f"{own.noise_multiplier:.4g}",
         "noise": "independent" if own.noise is None else f"{own.noise}, {len(own.bands)} steps",
-        "C": f"{own.max_grad_norm:g}, {own.clipping}",
+        "C": f"{own.max_grad_norm:g}, {own.clipping}{apart}",
         "rule": rule,
         "schedule": schedule,
         "P": own.projection_in_words,

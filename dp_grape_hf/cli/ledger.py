@@ -69,6 +69,8 @@ def _mechanism(own: Mechanism) -> str:
         rows["declared public"] = own.public_dataset
     if own.gradient_factors is not None:
         rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
+    if own.clipped_apart is not None:
+        rows["clipped apart"] = f"{own.clipped_apart} and the rest, each to C / √2"
     if own.chosen is not None:
         rows["chosen without the data"] = own.chosen
     return table(rows.items())

@@ -34,7 +34,9 @@ MAY_CHANGE_ON_RESUME = {
 
 # Parameters that the file leaves out where they are None: most runs have none, and their entries,
 # and digests, are as if these did not exist.
-LEFT_OUT_IF_NONE = ("noise", "coefficients", "public_dataset", "gradient_factors", "chosen")
+LEFT_OUT_IF_NONE = (
+    *("noise", "coefficients", "public_dataset", "gradient_factors", "clipped_apart", "chosen"),
+)
 
 # What to say about a parameter whose default is not the same in every run.
 _HINTS = {
@@ -166,6 +168,8 @@ class Mechanism(Record):
     examples no epsilon protects.
     ``gradient_factors`` says, as text, what gradients were multiplied by before the clip and
     divided by after the noise, by patterns of parameters' names.
+    ``clipped_apart`` is a module whose parameters are clipped apart from all others, each of the
+    two parts to C / sqrt(2).
     ``chosen`` says, in words, which rates were chosen without the data, by what, and for which
     schedule.
     """
@@ -198,6 +202,7 @@ class Mechanism(Record):
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
     gradient_factors: str | None = field(default=None, metadata=_FACTORS)
+    clipped_apart: str | None = None
     chosen: str | None = None
 
     def __post_init__(self) -> None:
@@ -205,6 +210,11 @@ class Mechanism(Record):
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
+        )
+        require(
+            None in (self.clipped_apart, self.norm_directions),
+            f"clipped_apart={self.clipped_apart!r} contradicts norm_directions="
+            f"{self.norm_directions!r}: norms are estimated of all parameters jointly.",
         )
 
     @property

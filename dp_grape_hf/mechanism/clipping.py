@@ -14,11 +14,15 @@ knows that distribution, as long as the directions are independent of the data.
 A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient ``g_i``. Norms are
 those of ``f g_i``; what is added up is ``g_i``, and the release multiplies the sum.
 
+The parameters of one module may be clipped apart from all others, each part to ``C / sqrt(2)``, so
+that neither takes C from the other (group-wise clipping; McMahan et al. 2018, He et al. 2023).
+
 Shapes: B samples in the physical batch, k directions.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -113,25 +117,40 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 # ---- Norms ----
 
 
+ByPart = dict[bool, Tensor]
+"""(B,), of what is clipped together; True is the part of the module that is clipped apart."""
+
+
+def in_parts(per_sample_grads: Gradients, apart: str | None) -> dict[bool, Gradients]:
+    """Returns gradients as they are clipped, in one part or two; those of ``apart`` are moved."""
+    own = {n for n in per_sample_grads if apart is not None and n.startswith(f"{apart}.")}
+    moved = {name: per_sample_grads.pop(name) for name in sorted(own)}
+    return {part: some for part, some in ((False, per_sample_grads), (True, moved)) if some}
+
+
 class ExactNorms:
     """The norms of the samples of a physical batch, from one group of parameters after another.
 
     Args:
         gradient_factors: as in ``Gathered.squared_norm``.
+        apart: name of a module whose parameters are clipped apart.
     """
 
-    def __init__(self, gradient_factors: Mapping[str, float] = _NONE) -> None:
-        self._gradient_factors = gradient_factors
-        self._squared: Tensor | float = 0.0
+    def __init__(
+        self, gradient_factors: Mapping[str, float] = _NONE, apart: str | None = None
+    ) -> None:
+        self._gradient_factors, self._apart = gradient_factors, apart
+        self._squared: ByPart = {}
 
     def add(self, per_sample_grads: Gradients) -> None:
         """Takes a group of parameters into account; groups have no parameter in common."""
-        found = Gathered.of(dict(per_sample_grads)).squared_norm(self._gradient_factors)
-        self._squared = self._squared + found
+        for part, some in in_parts(dict(per_sample_grads), self._apart).items():
+            found = Gathered.of(some).squared_norm(self._gradient_factors)
+            self._squared[part] = self._squared.get(part, 0.0) + found
 
-    def joint(self) -> Tensor:
-        """Returns the norms over all groups jointly, (B,), float32; not finite for NaN and Inf."""
-        return torch.as_tensor(self._squared).sqrt()
+    def by_part(self) -> ByPart:
+        """Returns the norms over all groups of each part, float32; not finite for NaN and Inf."""
+        return {part: squared.sqrt() for part, squared in self._squared.items()}
 
 
 class NormDirections:
@@ -205,10 +224,10 @@ class EstimatedNorms:
             squared = _scaled(gradient.rounding().square(), factor**2)
             self._squared_rounding = self._squared_rounding + squared
 
-    def joint(self) -> Tensor:
-        """Returns the estimates, (B,)."""
+    def by_part(self) -> ByPart:
+        """Returns the estimates, of all parameters jointly."""
         products, rounding = map(torch.as_tensor, (self._products, self._squared_rounding))
-        return products.square().mean(1).sqrt() + rounding.sqrt()
+        return {False: products.square().mean(1).sqrt() + rounding.sqrt()}
 
 
 # ---- Factors, and the sum ----
@@ -222,20 +241,23 @@ def add_clipped_sum_(
     max_grad_norm: float,
     automatic: bool = False,
     gradient_factors: Mapping[str, float] = _NONE,
+    apart: str | None = None,
 ) -> None:
     """Adds ``sum_i clip(f g_i, C) / f`` to ``total``, where missing parameters count as zero.
 
     The dictionary of gradients is emptied: each is freed as soon as it is summed. ``automatic``
     clipping also scales up what is shorter than C. ``gradient_factors`` are f, by parameter name,
-    and 1 for those without.
+    and 1 for those without. ``apart`` is the name of a module whose parameters are clipped apart.
 
     Sensitivity:
-        One sample's part, times f, has an L2 norm of at most C, over all parameters jointly; a
-        sample whose norm is not finite has no part.
+        What one sample adds, times f, has an L2 norm of at most C, over all parameters jointly; a
+        sample with a norm that is not finite adds nothing.
     """
-    gathered = Gathered.of(per_sample_grads)
-    norms = gathered.squared_norm(gradient_factors).sqrt()  # (B,)
-    add_weighted_sum_(total, gathered, clip_factors(norms, max_grad_norm, automatic))
+    parts = {part: Gathered.of(some) for part, some in in_parts(per_sample_grads, apart).items()}
+    norms = {part: own.squared_norm(gradient_factors).sqrt() for part, own in parts.items()}
+    factors = factors_of_parts(norms, max_grad_norm, automatic, apart)
+    for part, gathered in parts.items():
+        add_weighted_sum_(total, gathered, factors[part])
 
 
 @dataclass(frozen=True)
@@ -244,6 +266,21 @@ class Factors:
 
     values: Tensor  # of the samples that contribute
     contributing: Tensor | None  # (B,), a mask; None if all samples contribute
+
+
+def factors_of_parts(
+    norms: ByPart, max_grad_norm: float, automatic: bool, apart: str | None
+) -> dict[bool, Factors]:
+    """Returns what clips each part, so that both together have a norm of at most C.
+
+    A sample with a norm that is not finite is out of both.
+    """
+    bound = max_grad_norm if apart is None else max_grad_norm * math.sqrt(0.5)
+    lost = ~torch.stack([own.isfinite() for own in norms.values()]).all(0)
+    return {
+        part: clip_factors(own.masked_fill(lost, math.inf), bound, automatic)
+        for part, own in norms.items()
+    }
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:

@@ -38,8 +38,9 @@ from dp_grape_hf.mechanism.clipping import (
     NormDirections,
     add_clipped_sum_,
     add_weighted_sum_,
-    clip_factors,
     factors_by_name,
+    factors_of_parts,
+    in_parts,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.per_sample import (
@@ -69,9 +70,9 @@ class PrivateMechanism:
     Args:
         per_sample: computes losses and per-sample gradients.
         ledger: where each release is recorded before it is made. What it records is what is done:
-            sigma, C, the constant q N that sums are divided by, the clipping, the gradient factors
-            and the number of directions that norms are estimated from are those of
-            ``ledger.mechanism``.
+            sigma, C, the constant q N that sums are divided by, the clipping, the module that is
+            clipped apart, the gradient factors and the number of directions that norms are
+            estimated from are those of ``ledger.mechanism``.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
         noise_slice: as in ``add_noise_``.
@@ -79,7 +80,8 @@ class PrivateMechanism:
     Clipping:
         ``flat`` clips the norm over all parameters to C. ``automatic`` scales every gradient by
         ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
-        tuned.
+        tuned. The parameters of one module may be clipped apart from the others: each part then
+        has a norm, and ``C / sqrt(2)`` in the place of C.
 
     Attributes:
         gradient_factors: parameter name -> f, which is public; 1 for those that are missing.
@@ -111,7 +113,7 @@ class PrivateMechanism:
     ) -> None:
         own = ledger.mechanism
         self.per_sample = per_sample
-        self._automatic = own.clipping == Clipping.AUTOMATIC
+        self._automatic, self._apart = own.clipping == Clipping.AUTOMATIC, own.clipped_apart
         self.max_grad_norm = own.max_grad_norm
         self.noise_multiplier = own.noise_multiplier
         self.expected_batch_size = own.expected_batch_size
@@ -192,18 +194,20 @@ class PrivateMechanism:
                 norms.add(per_sample_grads)
 
         @cache
-        def factors() -> Factors:
+        def factors() -> dict[bool, Factors]:
             return self._factors(norms, grown)
 
         def add(per_sample_grads: Gradients) -> None:
             with self._clipping(per_sample_grads):
                 again.add(per_sample_grads)
-                add_weighted_sum_(total, Gathered.of(per_sample_grads), factors())
+                self._add_weighted(total, per_sample_grads, factors())
 
         losses = self.per_sample.stream(inputs, self.projectors, measure, add)
-        first, second = norms.joint(), again.joint()
-        same = (second <= grown * first) | ~first.isfinite()  # the latter were left out
-        if not same.all():
+        first, second = norms.by_part(), again.by_part()
+        if any(
+            not ((second[part] <= grown * own) | ~own.isfinite()).all()  # the latter were left out
+            for part, own in first.items()
+        ):
             raise UnsupportedModelError(
                 f"A sample's gradient of {type(self.per_sample.model).__name__} grew when the "
                 "backward pass was repeated, after it was measured: a kernel of the model changes "
@@ -215,21 +219,31 @@ class PrivateMechanism:
 
     def _norms(self) -> ExactNorms | EstimatedNorms:
         if self._directions is None:
-            return ExactNorms(self.gradient_factors)
+            return ExactNorms(self.gradient_factors, self._apart)
         return EstimatedNorms(self._directions, self.gradient_factors)
 
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
-        bound, automatic = self.max_grad_norm, self._automatic
+        bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
             if self._directions is None:
-                add_clipped_sum_(total, per_sample_grads, bound, automatic, self.gradient_factors)
+                factors = self.gradient_factors
+                add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
                 return
             norms = self._norms()
             norms.add(per_sample_grads)
-            add_weighted_sum_(total, Gathered.of(per_sample_grads), self._factors(norms))
+            self._add_weighted(total, per_sample_grads, self._factors(norms))
 
-    def _factors(self, norms: ExactNorms | EstimatedNorms, grown: float = 1.0) -> Factors:
-        return clip_factors(grown * norms.joint(), self.max_grad_norm, self._automatic)
+    def _add_weighted(
+        self, total: dict[str, Tensor], per_sample_grads: Gradients, factors: dict[bool, Factors]
+    ) -> None:
+        for part, some in in_parts(per_sample_grads, self._apart).items():
+            add_weighted_sum_(total, Gathered.of(some), factors[part])
+
+    def _factors(
+        self, norms: ExactNorms | EstimatedNorms, grown: float = 1.0
+    ) -> dict[bool, Factors]:
+        found = {part: grown * own for part, own in norms.by_part().items()}
+        return factors_of_parts(found, self.max_grad_norm, self._automatic, self._apart)
 
     @contextlib.contextmanager
     def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:

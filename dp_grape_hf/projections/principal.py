@@ -33,6 +33,7 @@ Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 _PASSES = 3
 _SHIFT = 1e-7  # of the trace: keeps a block that is hardly reached from being singular
+_LEAST = 0.1  # of the mean energy: directions that public inputs hardly reach are not blown up
 
 
 class Principal(NamedTuple):
@@ -41,6 +42,15 @@ class Principal(NamedTuple):
     directions: Tensor  # (n, r), orthonormal columns, the one of most energy first; float32
     energies: Tensor  # (r,), the mean of (x^T v)^2 over the tokens
     total: float  # the mean of |x|^2
+
+    def evened(self) -> Tensor:
+        """Returns a P, (n, r), with less of the directions that have much energy.
+
+        ``x P`` has about the square roots of the energies. P P^T, which updates meet, is the
+        inverse square root of the second moment, which Adagrad divides by (Duchi et al. 2011).
+        """
+        mean = max(self.total / len(self.directions), 1e-30)
+        return self.directions * (self.energies / mean + _LEAST).pow(-0.25)
 
 
 @torch.no_grad()
@@ -59,7 +69,7 @@ def principal_directions(
     Args:
         model: in evaluation mode. Of a model of transformers the body alone runs, if it has all the
             layers that are asked for.
-        ranks: weight name -> r, below n.
+        ranks: weight name -> r, at most n.
         batches: makes the inputs; their tensors are moved to the device of the weights, and those
             that the model has no name for are left out. Positions that an ``attention_mask`` of the
             same shape leaves out do not count.
@@ -137,19 +147,24 @@ class _Block:
 
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
         self._rank, self._device = rank, device
+        self._whole = rank == width  # the block is the whole space, and M is formed
+        if self._whole:
+            self._begin(torch.eye(width, dtype=torch.float64))
+            return
         size = min(width, 2 * rank + 16)
         random = torch.randn(width, size, generator=projection_generator(seed, 0, name))
-        self._begin(random.double())
+        self._begin(torch.linalg.qr(random.double())[0])
 
-    def _begin(self, spanning: Tensor) -> None:
-        self._basis = torch.linalg.qr(spanning)[0]
+    def _begin(self, basis: Tensor) -> None:
+        self._basis = basis
         self._used = self._basis.to(self._device, torch.float32)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
     def turn(self) -> None:
         """Begins another pass, with the directions that the last one turned the block to."""
-        self._begin(self._shifted()[0])
+        if not self._whole:
+            self._begin(torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""
@@ -162,19 +177,29 @@ class _Block:
         shift = _SHIFT * float(self._total) or 1.0
         return self._image.cpu().double() + shift * self._basis, shift
 
-    def principal(self) -> Principal:
-        """Returns the first r directions, by the Nystroem approximation of ``M + s``."""
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """Returns the first r directions and the sums of their energies.
+
+        By the Nystroem approximation of ``M + s``, unless M is there.
+        """
         image, shift = self._shifted()
         inner = self._basis.T @ image
+        if self._whole:
+            sums, vectors = torch.linalg.eigh((inner + inner.T) / 2)
+            return vectors.flip(1), sums.flip(0) - shift
         factor = torch.linalg.cholesky((inner + inner.T) / 2)
         root = torch.linalg.solve_triangular(factor, image.T, upper=False).T
         left, scales, _ = torch.linalg.svd(root, full_matrices=False)
-        directions = left[:, : self._rank]
+        return left[:, : self._rank], scales[: self._rank].square() - shift
+
+    def principal(self) -> Principal:
+        """Returns the first r directions, with a sign that nothing else depends on."""
+        directions, sums = self._first()
         largest = directions.abs().argmax(0, keepdim=True)
         directions = directions * directions.gather(0, largest).sign()
         count = max(1, self._count)
         return Principal(
             directions.float().contiguous(),
-            ((scales[: self._rank].square() - shift).clamp(min=0) / count).float(),
+            (sums.clamp(min=0) / count).float(),
             float(self._total) / count,
         )

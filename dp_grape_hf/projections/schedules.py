@@ -11,7 +11,7 @@ vectors. At capture it may not, which is why ``svd`` is no entry of ``projector.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -192,7 +192,8 @@ Measure = Callable[[Mapping[str, int]], Mapping[str, Tensor]]
 class PrincipalProjection(_Saved):
     """The projectors of principal directions, measured once, or afresh every F steps.
 
-    P has orthonormal columns along the layer's input (of an embedding, its output).
+    P has orthonormal columns along the layer's input (of an embedding, its output). Weights may be
+    named that keep all coordinates, in the directions and of the sizes that ``measure`` gives them.
 
     Guarantee:
         Whatever ``measure`` looks at, its result meets gradients before they are private: it must
@@ -205,6 +206,7 @@ class PrincipalProjection(_Saved):
         measure: makes the matrices. All ranks call it at the same time, and get the same.
         device: where projectors are used.
         input_dims: parameter name -> its dimension of features, of those where it is not 1.
+        whole: parameter names, of those whose P is square.
 
     Raises:
         PrivacyError: for a rank or update_steps below 1.
@@ -219,8 +221,13 @@ class PrincipalProjection(_Saved):
         measure: Measure,
         device: torch.device | str = "cpu",
         input_dims: Mapping[str, int] | None = None,
+        whole: Collection[str] = (),
     ) -> None:
         placed = placements(shapes, rank, input_dims, of_input=True)
+        for name in whole:
+            dimension = (input_dims or {}).get(name, 1)
+            size = shapes[name][dimension]
+            placed[name] = Placement(Side.RIGHT if dimension else Side.LEFT, size, size)
         super().__init__(placed, update_steps, device)
         self._measure = measure
         self._ranks = {name: place.rank for name, place in placed.items()}

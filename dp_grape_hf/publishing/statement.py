@@ -111,6 +111,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Noise"] = mechanism.noise_in_words
     if mechanism.gradient_factors is not None:
         rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
+    if mechanism.clipped_apart is not None:
+        rows["Clipped apart"] = f"{mechanism.clipped_apart} and the rest, each to C / √2"
     if mechanism.chosen is not None:
         rows["Chosen without the data"] = mechanism.chosen
     if earlier := ledger.composed_runs[:-1]:

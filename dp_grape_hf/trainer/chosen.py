@@ -21,9 +21,8 @@ from dp_grape_hf.choosing import (
     Noise,
     Rates,
     average_at_first,
-    body_share,
+    clipped_apart,
     described,
-    even_out,
     is_pretrained,
     measure,
     output_layer,
@@ -44,7 +43,7 @@ _READ = 5  # batches of inputs that rates are measured on
 def choose_parts(
     model: Any, args: DPGrapeArguments, inputs: Batches, unused: Collection[str]
 ) -> str | None:
-    """Chooses what is trained, where a new head reads, and its share of C.
+    """Chooses what is trained, where a new head reads, and whether it is clipped apart.
 
     A collective call: the first process decides, which alone may have weights.
 
@@ -63,7 +62,7 @@ def choose_parts(
     if not from_first(lambda: is_pretrained(model)):
         args.suit_fresh_weights()
 
-    def decide() -> tuple[list[str], str | None, Mapping[str, float]]:
+    def decide() -> tuple[list[str], str | None, str | None]:
         with keeping_random_state(), evaluating(model):
             name, layer = _output_layer(model, inputs)
             by_user = {n for n, p in model.named_parameters() if not p.requires_grad} - {*unused}
@@ -72,24 +71,16 @@ def choose_parts(
                 frozen = train_matrices_only(model, name)
             done = None
             if args.save_as != "adapter" and not hasattr(model, "peft_config"):
-                done = _help_head(model, layer, inputs)
-            return frozen, done, body_share(model, name)
+                read = average_at_first(model, layer, next(iter(inputs())))
+                done = read and f"The head is new: {read}, which it reads, is made an average."
+            return frozen, done, clipped_apart(model, name)
 
-    frozen, done, factors = from_first(decide)
+    frozen, done, head = from_first(decide)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    if args.gradient_factors is None and factors:
-        args.gradient_factors = dict(factors)
+    if args.gradient_factors is None and args.norm_directions is None:
+        args.clipped_apart = head
     return done
-
-
-def _help_head(model: Any, layer: nn.Module, inputs: Batches) -> str | None:
-    """Changes what a head reads where that helps it; returns what was done."""
-    if (name := average_at_first(model, layer, next(iter(inputs())))) is not None:
-        return f"The head is new: {name}, which it reads, is made an average."
-    if (name := even_out(model, layer, islice(inputs(), _READ))) is not None:
-        return f"What the head reads has one size now, by {name}; the head is divided by it."
-    return None
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
@@ -138,6 +129,7 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
     args, own, schedule = run.args, plan.mechanism, schedule_of(run.args, plan.steps)
     assert args.update_rule is not None
     rule, settings = args.update_rule, rule_settings(args)
+    limit = own.max_grad_norm * (1.0 if own.clipped_apart is None else math.sqrt(0.5))
     std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
     stds = {n: std / run.gradient_factors.get(n, 1.0) for n in run.trainable}
     walks = {s: walk_of_noise(rule, settings, s, schedule, own.bands) for s in set(stds.values())}
@@ -155,13 +147,12 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
             n: Noise(run.trainable[n], s * released, walks[s], projectors.get(n))
             for n, s in stds.items()
         },
-        most=own.max_grad_norm,
+        most={n: limit / run.gradient_factors.get(n, 1.0) for n in stds},
         push=lambda size: push_of_signal(rule, settings, size, schedule),
         steps=sum(schedule),
         rates=given,
         fresh=not is_pretrained(run.model),
         factors=run.rate_factors,
-        gradient_factors=run.gradient_factors,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from statistics import mode
@@ -498,9 +498,14 @@ def _projections(
         inputs = public_inputs or partial(synthetic_batches, model, None, args.projection_seed)
         with _explaining(args):
             next(iter(inputs()))  # refuses a model of which it is not known what it reads
-        measure = partial(_principal, args, model, inputs)
+        whole = _whole(args, trainable)
+        shapes |= {name: tuple(trainable[name].shape) for name in whole}
+        measure = partial(_principal, args, model, inputs, whole)
         dims = feature_dimensions(model)
-        return PrincipalProjection(shapes, measure=measure, input_dims=dims, **settings), None
+        return (
+            PrincipalProjection(shapes, measure=measure, input_dims=dims, whole=whole, **settings),
+            None,
+        )
     settings |= {
         "family": args.projection,
         "seed": args.projection_seed,
@@ -512,17 +517,32 @@ def _projections(
     return None, ReleasedProjection(shapes, **settings)
 
 
+def _whole(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+    """Returns the weight that keeps all coordinates, evened out: that of a head clipped apart.
+
+    Features have most of their energy in a few directions, and a gradient is as long as what the
+    head reads, so these would take most of C and of the noise in logits. A saved adapter has no
+    place for a change that has all ranks.
+    """
+    weight = f"{args.clipped_apart}.weight"
+    return [weight] if weight in trainable and args.save_as != "adapter" else []
+
+
 def _principal(
-    args: DPGrapeArguments, model: nn.Module, inputs: Batches, ranks: Mapping[str, int]
+    args: DPGrapeArguments,
+    model: nn.Module,
+    inputs: Batches,
+    whole: Collection[str],
+    ranks: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """Returns the principal directions by weight name, those of the first process in all of them.
+    """Returns the P by weight name, those of the first process in all of them.
 
     Raises:
         UnsupportedModelError: if the model cannot be run on the inputs.
     """
     with evaluating(model), _explaining(args):
         found = principal_directions(model, ranks, inputs, args.projection_seed)
-    matrices = {name: principal.directions for name, principal in found.items()}
+    matrices = {n: own.evened() if n in whole else own.directions for n, own in found.items()}
     if group_size() > 1:
         for matrix in matrices.values():
             on_device = matrix.to(args.device)

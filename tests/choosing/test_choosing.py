@@ -17,12 +17,9 @@ from transformers import (
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
-    GemmaConfig,
-    GemmaForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
-    LlamaConfig,
     MPNetConfig,
     RobertaConfig,
     TrainerCallback,
@@ -33,7 +30,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
-    even_out,
+    clipped_apart,
     is_pretrained,
     output_layer,
     push_of_signal,
@@ -42,6 +39,7 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.projections import on_inputs
 from tests.support.trainers import Examples
 
 WORDS, WIDTH = 50, 16
@@ -208,7 +206,7 @@ def test_another_head_is_left_alone(tmp_path: Path) -> None:
     trained.classifier.bias.data.fill_(0.1)
     set_seed(0)
     fresh = BertForSequenceClassification(config())  # no weights that say anything
-    decoder = GPT2ForSequenceClassification(DECODERS["gpt2"])
+    decoder = GPT2ForSequenceClassification(DECODER)
     for model, head in (
         (trained, "classifier"),
         (fresh, "classifier"),
@@ -219,50 +217,64 @@ def test_another_head_is_left_alone(tmp_path: Path) -> None:
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-DECODERS = {
-    "gpt2": GPT2Config(
-        vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, num_labels=3, pad_token_id=0
-    ),
-    "llama": LlamaConfig(**SHAPE, pad_token_id=0),
-}
+DECODER = GPT2Config(
+    vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, num_labels=3, pad_token_id=0
+)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", DECODERS)
-def test_what_a_decoders_head_reads_gets_one_size_and_the_model_stays_as_it_is(
-    name: str, dtype: torch.dtype
+def test_a_new_head_is_clipped_apart(tmp_path: Path) -> None:
+    body = pretrained(tmp_path / "body")
+    assert clipped_apart(body, "classifier") == "classifier"
+    body.classifier.requires_grad_(False)
+    head = pretrained(tmp_path / "head")
+    head.bert.requires_grad_(False)
+    set_seed(0)
+    fresh = BertForSequenceClassification(config())
+    vocabulary = trained(GPT2LMHeadModel(DECODER))
+    for model, output in (
+        *((body, "classifier"), (head, "classifier"), (fresh, "classifier")),
+        (vocabulary, "lm_head"),
+    ):
+        assert clipped_apart(model, output) is None
+
+
+@pytest.mark.parametrize("save_as", ["model", "adapter"])
+def test_what_a_head_reads_is_evened_out_unless_an_adapter_is_saved(
+    save_as: str, tmp_path: Path
 ) -> None:
     set_seed(0)
-    model = trained(AutoModelForSequenceClassification.from_config(DECODERS[name])).to(dtype).eval()
-    norm = model.base_model.ln_f if name == "gpt2" else model.base_model.norm
-    norm.weight[3] *= 40  # of a feature that is large in every text
+    model = trained(GPT2ForSequenceClassification(DECODER))
+    model.transformer.ln_f.weight.data[3] *= 40  # of a feature that is large in every text
+    trainer = trainer_for(tmp_path, model, save_as=save_as)
+    assert trainer.plan.mechanism.clipped_apart == "score"
+    projectors = trainer.private_run.projectors_at(0)
+    if save_as == "adapter":
+        assert "score.weight" not in projectors
+        return
     read: list[Tensor] = []
-    model.score.register_forward_pre_hook(lambda module, args: read.append(args[0]))
-    batches = [text(4, 8), text(2, 12)]
-    before = [model(**batch).logits for batch in batches]
-    assert even_out(model, model.score, batches) in ("transformer.ln_f", "model.norm")
-    assert all(torch.equal(model(**b).logits, x) for b, x in zip(batches, before, strict=True))
-    sizes = [x.float().flatten(0, 1).square().mean(0).sqrt() for x in (read[0], read[-2])]
-    was, now = (float(size.max() / size.min()) for size in sizes)
-    assert was > 30
-    assert now < 4
-
-
-@torch.no_grad()
-def test_a_norm_is_left_alone_if_that_would_change_what_the_model_computes(tmp_path: Path) -> None:
-    gemma = GemmaConfig(**SHAPE, head_dim=8, num_key_value_heads=2)
-    for model, head in (
-        (pretrained(tmp_path), "classifier"),  # a pooler is in between
-        (trained(GPT2LMHeadModel(DECODERS["gpt2"])), "lm_head"),  # which is the embedding
-        (
-            trained(GemmaForSequenceClassification(gemma)),
-            "score",
-        ),  # its norm multiplies by 1 + weight
-    ):
-        before = {n: p.clone() for n, p in model.named_parameters()}
-        assert even_out(model.eval(), getattr(model, head), [text(1, 8)]) is None
-        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    model.score.register_forward_pre_hook(lambda module, args: read.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in trainer._public_inputs()():
+            on_inputs(model.eval(), batch)
+    features = torch.cat(read)
+    matrix = projectors["score.weight"].matrix
+    assert matrix.shape == (WIDTH, WIDTH)
+    before, after = (
+        torch.linalg.eigvalsh(given.T @ given / len(given))
+        for given in (features, features @ matrix)
+    )
+    assert before[-1] / before.sum() > 0.9
+    expected = before / (before / before.mean() + 0.1).sqrt()
+    torch.testing.assert_close(after, expected, rtol=1e-2, atol=1e-4)
+    trainer._choose_rates()
+    assert trainer.rates is not None
+    assert trainer.rates.head is not None
+    size = float((features @ matrix).square().sum(1).mean().sqrt())
+    own, schedule = trainer.plan.mechanism, [1.0] * trainer.plan.steps
+    std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
+    walk = walk_of_noise("momentum", {"momentum": 0.9}, std, schedule, own.bands)
+    in_logits = trainer.rates.head.rate * walk * size
+    assert trainer.rates.head.effect == pytest.approx(in_logits, rel=0.05)
 
 
 def test_weights_are_known_by_their_norms_and_not_by_a_name(tmp_path: Path) -> None:
@@ -283,7 +295,7 @@ def test_a_model_without_pretrained_weights_has_one_rate_and_is_trained_whole(
     trainer = trainer_for(tmp_path, model)
     table = trainer.suggestion()
     assert all(p.requires_grad for p in model.parameters())
-    assert trainer.plan.mechanism.gradient_factors is None
+    assert trainer.plan.mechanism.clipped_apart is None
     assert (trainer.args.update_rule, trainer.args.projection_rank) == ("sgd", 16)
     assert trainer.args.lr_scheduler_type == "linear"
     assert of_the_run(table)["schedule"] == "linear"
@@ -335,7 +347,8 @@ def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None
     assert trainer.rates.head is not None
     assert trainer.rates.body.effect == pytest.approx(0.6, rel=0.1)
     assert trainer.rates.head.effect == pytest.approx(1.2, rel=1e-3)
-    assert trainer.plan.mechanism.gradient_factors == '{"bert": 0.3}'
+    assert trainer.plan.mechanism.clipped_apart == "classifier"
+    assert trainer.rates.body.most == trainer.rates.head.most == pytest.approx(0.5**0.5)
     assert trainer.plan.mechanism.clipping == "automatic"
     assert trainer.plan.mechanism.expected_batch_size == round(0.8 * 128**0.5)
     assert trainer.privacy_spent().epsilon <= 8
@@ -350,6 +363,7 @@ def test_measuring_leaves_weights_and_random_numbers_as_they_were(
     trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     state = torch.get_rng_state()
+    trainer.private_run.projectors_at(0)
     ran: list[Any] = []
     trainer.model.classifier.register_forward_hook(lambda *call: ran.append(call))
     trainer._choose_rates()
@@ -378,6 +392,7 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
         7,
     )
     assert own.factors_by_pattern == {"bert": 2.0}
+    assert own.clipped_apart is None
     assert trainer.args.update_rule == "adam"
     assert trainer.args.lr_scheduler_type == "cosine"
     assert of_the_run(trainer.suggestion())["schedule"] == "cosine"

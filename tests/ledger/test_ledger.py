@@ -400,6 +400,7 @@ OTHER_VALUES: dict[str, Any] = {
     "noise": "banded",
     "coefficients": "[0.8, 0.6]",
     "gradient_factors": '{"head": 4.0}',
+    "clipped_apart": "head",
     "chosen": "head: learning rate 0.1",
 }
 

@@ -157,6 +157,48 @@ def test_automatic_clipping_scales_every_sample_to_just_below_c(scale: float) ->
     assert sum(v.square().sum() for v in alone.values()).sqrt() <= 0.5 * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("mode", ["materialise", "ghost"])
+def test_a_module_clipped_apart_and_the_rest_have_half_of_what_c_allows_each(
+    mode: str, clipping: str
+) -> None:
+    model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
+    gradients = single_sample_gradients(model, inputs, {})[1]
+    apart = "classifier.out_proj"
+    bound = 2 * sample_norms(gradients).median().item()
+    expected = {}
+    for own in (True, False):
+        part = {n: g for n, g in gradients.items() if n.startswith(f"{apart}.") is own}
+        norms, half = sample_norms(part), bound / math.sqrt(2)
+        assert (norms < half).any()
+        factors = half / (norms + 0.01) if clipping == "automatic" else (half / norms).clamp(max=1)
+        for name, gradient in part.items():
+            expected[name] = torch.einsum("b,b...->...", factors.float(), gradient)
+    engine = make_private(
+        make_engine("layerwise", model, grad_sample_mode=mode),
+        max_grad_norm=bound,
+        clipping=clipping,
+        clipped_apart=apart,
+    )
+    private = released(engine, [inputs])
+    assert distance(private, {name: expected[name] for name in private}) < 1e-4 * bound
+
+
+def test_a_sample_whose_norm_is_not_finite_in_one_part_adds_nothing_to_either() -> None:
+    for bad, value in (("head.weight", NAN), ("body", INF), ("body", 1e20)):
+        values = {"head.weight": torch.ones(3, 4), "body": torch.ones(3, 2, 5)}
+        values[bad][1] = value
+        total: dict[str, Tensor] = {}
+        given = {name: Dense(own) for name, own in values.items()}
+        add_clipped_sum_(total, given, 1.0, apart="head")
+        half = math.sqrt(0.5)
+        torch.testing.assert_close(total["head.weight"], torch.full((4,), 2 * half / 2))
+        torch.testing.assert_close(total["body"], torch.full((2, 5), 2 * half / math.sqrt(10)))
+        alone: dict[str, Tensor] = {}
+        add_clipped_sum_(alone, {n: Dense(v[:1]) for n, v in values.items()}, 1.0, apart="head")
+        assert joint_norm(alone) == pytest.approx(1)
+
+
 # ---- Neighbours ----
 
 

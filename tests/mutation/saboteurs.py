@@ -402,6 +402,19 @@ def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(clipping, "clip_factors", clip_factors)
 
 
+def _each_part_has_all_of_c(patch: pytest.MonkeyPatch) -> None:
+    original = engine.add_clipped_sum_
+
+    def add_clipped_sum_(
+        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
+    ) -> None:
+        *others, apart = rest
+        for part in clipping.in_parts(gradients, apart).values():
+            original(total, part, bound, *others)
+
+    patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
+
+
 def _weights_known_by_name(patch: pytest.MonkeyPatch) -> None:
     trainers = ("optimizer.", "scheduler.", "training_args.")
 
@@ -627,6 +640,14 @@ SABOTEURS = (
         (
             "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
             "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat-plain]",
+        ),
+    ),
+    Saboteur(
+        "a module that is clipped apart and the rest have all of C each",
+        _each_part_has_all_of_c,
+        (
+            "test_release.py::test_a_module_clipped_apart_and_the_rest_have_half_of_what_c_allows"
+            "_each[materialise-flat]",
         ),
     ),
     Saboteur(
