@@ -6,11 +6,11 @@ depend on what the model reads: the first eigenvectors of their second moment on
 ten and more times as much of a gradient's energy as a random P of the same rank. With orthonormal
 columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
 
-The second moment M of a layer (n x n) is never formed. It acts on a block of directions while the
-model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes turn a random block towards the first
-eigenvectors, and a third finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T``
-(Halko et al. 2011; Tropp et al. 2017). That is 4 n k operations for each token and pass, and n x k
-numbers of memory for each layer.
+The second moment M of a layer (n x n) is formed only where all n directions are wanted. Elsewhere
+it acts on a block of directions while the model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes
+turn a random block towards the first eigenvectors, and a third finds them by the Nystroem
+approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al. 2011; Tropp et al. 2017). That is 4 n k
+operations for each token and pass, and n x k numbers of memory for each layer.
 
 Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 are followed.
 """
@@ -44,13 +44,15 @@ class Principal(NamedTuple):
     total: float  # the mean of |x|^2
 
     def evened(self) -> Tensor:
-        """Returns a P, (n, r), with less of the directions that have much energy.
+        """Returns a square P, (n, n), with less of directions that have much energy; r must be n.
 
-        ``x P`` has about the square roots of the energies. P P^T, which updates meet, is the
-        inverse square root of the second moment, which Adagrad divides by (Duchi et al. 2011).
+        It is symmetric, ``M^(-1/4)``, so that coordinates are features still. ``x P`` has about the
+        square roots of the energies. ``P P^T``, which updates meet, is what full Adagrad multiplies
+        by, of public inputs (Duchi et al. 2011).
         """
         mean = max(self.total / len(self.directions), 1e-30)
-        return self.directions * (self.energies / mean + _LEAST).pow(-0.25)
+        scaled = self.directions * (self.energies / mean + _LEAST).pow(-0.25)
+        return scaled @ self.directions.T
 
 
 @torch.no_grad()
