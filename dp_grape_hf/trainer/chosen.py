@@ -7,7 +7,7 @@ from inputs that are no example's, and from the noise of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
@@ -54,7 +54,7 @@ def choose_parts(
         unused: parameters that were frozen because they take no part in the loss.
 
     Returns:
-        What was done for the head, in words; None for nothing.
+        The name of the layer that was made an average, which a new head reads; None for none.
 
     Raises:
         PrivacyError: if the model cannot be run on these inputs.
@@ -69,18 +69,17 @@ def choose_parts(
             frozen: list[str] = []
             if args.method == "dp_grape" and is_pretrained(model) and not by_user:
                 frozen = train_matrices_only(model, name)
-            done = None
+            averaged = None
             if args.save_as != "adapter" and not hasattr(model, "peft_config"):
-                read = average_at_first(model, layer, next(iter(inputs())))
-                done = read and f"The head is new: {read}, which it reads, is made an average."
-            return frozen, done, clipped_apart(model, name)
+                averaged = average_at_first(model, layer, next(iter(inputs())))
+            return frozen, averaged, clipped_apart(model, name)
 
-    frozen, done, head = from_first(decide)
+    frozen, averaged, head = from_first(decide)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if args.gradient_factors is None and args.norm_directions is None:
         args.clipped_apart = head
-    return done
+    return averaged
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
@@ -156,16 +155,18 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
     )
 
 
-def table_of(rates: Rates, run: Run, plan: PrivacyPlan, done: str | None) -> str:
+def table_of(rates: Rates, run: Run, plan: PrivacyPlan, averaged: str | None) -> str:
     """Returns tables of a run as it will begin.
 
     Args:
         rates: by parameter name, and what noise alone does at these.
         run: its parts.
         plan: its numbers.
-        done: what was done for the head.
+        averaged: the layer that was made an average.
     """
-    notes = [] if done is None else [done]
+    notes = []
+    if averaged is not None:
+        notes.append(f"The head is new: {averaged}, which it reads, is made an average.")
     whole = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in whole):
         notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")

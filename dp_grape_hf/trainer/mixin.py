@@ -144,7 +144,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Looks on at the steps of runs that are made from now on."""
     rates: Rates | None = None
     """Learning rates by parameter name, and what noise alone does at these."""
-    _done: str | None = None  # for the head, before anything was trained
+    _averaged: str | None = None  # the layer that a new head reads
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _public_dataset: Any = None
@@ -240,7 +240,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._freeze_unused()
         if self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
-            self._done = choose_parts(self.model, self.args, inputs, self._frozen)
+            self._averaged = choose_parts(self.model, self.args, inputs, self._frozen)
         self.private_run = self._make_run()
 
     def _make_ready(self) -> None:
@@ -326,7 +326,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
                 "be run on inputs that are not the data; pass public_dataset= then."
             )
-        table = table_of(self.rates, self.private_run, self.plan, self._done)
+        table = table_of(self.rates, self.private_run, self.plan, self._averaged)
         return table + "".join(f"\n{objection}\n" for objection in self._objections())
 
     def _choose_rates(self) -> None:
@@ -344,7 +344,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """Returns what is shown before the first step; empty where nothing was chosen."""
         if not self.args.chooses or self.rates is None:
             return ""
-        return table_of(self.rates, self.private_run, self.plan, self._done)
+        return table_of(self.rates, self.private_run, self.plan, self._averaged)
 
     # ---- Data Loading ----
 
