@@ -165,8 +165,7 @@ class _Block:
 
     def turn(self) -> None:
         """Begins another pass, with the directions that the last one turned the block to."""
-        if not self._whole:
-            self._begin(torch.linalg.qr(self._shifted()[0])[0])
+        self._begin(self._basis if self._whole else torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""
