@@ -159,7 +159,8 @@ class _Block:
 
     def _begin(self, basis: Tensor) -> None:
         self._basis = basis
-        self._used = self._basis.to(self._device, torch.float32)
+        exact = torch.float64 if self._whole else torch.float32  # no turn will sort out small ones
+        self._used = self._basis.to(self._device, exact)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
@@ -169,6 +170,7 @@ class _Block:
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""
+        features = features.to(self._used.dtype)
         self._image.addmm_(features.T, features @ self._used)
         self._total += features.square().sum()
         self._count += len(features)

@@ -76,7 +76,7 @@ def test_directions_are_the_first_eigenvectors_of_the_second_moment(name: str) -
         assert torch.allclose(directions.T @ directions, torch.eye(RANK), atol=1e-5)
         assert total == pytest.approx(float(values.sum()), rel=1e-4)
         assert torch.allclose(
-            energies.double(), values.flip(0)[:RANK], rtol=1e-3, atol=2e-6 * total
+            energies.double(), values.flip(0)[:RANK], rtol=1e-3, atol=1e-6 * total
         )
         held = (directions.double().T @ exact[target] @ directions.double()).trace()
         assert held >= 0.999 * values.flip(0)[:RANK].sum()

@@ -81,7 +81,7 @@ def assert_exact(
         model, inputs, projections=projectors, loss=loss, engine=engine
     )
     expected_losses, expected = single_sample_gradients(model, inputs, projectors, loss)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     assert_gradients_equal(gradients, expected)
     return gradients
 

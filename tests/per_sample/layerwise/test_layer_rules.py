@@ -205,10 +205,13 @@ check = partial(assert_exact, loss=loss)
 
 
 @each_row
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 def test_a_layers_gradients_equal_those_of_single_samples(row: Row) -> None:
     model = Wrapped(row)
     for batch_size in (1, B):
-        check(model, {"x": row.inputs(batch_size)})
+        # Kernels that sum in another order for another batch size round otherwise.
+        with torch.backends.mkldnn.flags(enabled=False):
+            check(model, {"x": row.inputs(batch_size)})
     shapes = {name: p.shape for name, p in model.named_parameters() if p.dim() == 2}
     for side in Side if shapes else ():
         projectors = {
