@@ -179,11 +179,7 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     if isinstance(pooler, nn.Linear) and pooler.in_features == pooler.out_features:
         nn.init.eye_(pooler.weight)
         nn.init.zeros_(pooler.bias)
-    return _name_of(model, last)
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    return next(name for name, module in model.named_modules() if module is last)
 
 
 # In a layer: queries, values, what mixes the heads, what ends the feed-forward part, two norms.

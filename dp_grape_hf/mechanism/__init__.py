@@ -8,7 +8,12 @@ it up and makes it private, and ``noise`` and ``streams`` are the randomness, wh
 """
 
 from dp_grape_hf.mechanism.banded import INDEPENDENT, Turn
-from dp_grape_hf.mechanism.clipping import STABILITY, add_clipped_sum_, factors_by_name
+from dp_grape_hf.mechanism.clipping import (
+    STABILITY,
+    add_clipped_sum_,
+    bound_of_part,
+    factors_by_name,
+)
 from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism
@@ -55,6 +60,7 @@ __all__ = [
     "UnitDataset",
     "Units",
     "add_clipped_sum_",
+    "bound_of_part",
     "factors_by_name",
     "forget_the_seed",
     "noise_generator",

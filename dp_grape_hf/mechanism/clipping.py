@@ -123,8 +123,8 @@ ByPart = dict[bool, Tensor]
 
 def in_parts(per_sample_grads: Gradients, apart: str | None) -> dict[bool, Gradients]:
     """Returns gradients as they are clipped, in one part or two; those of ``apart`` are moved."""
-    own = {n for n in per_sample_grads if apart is not None and n.startswith(f"{apart}.")}
-    moved = {name: per_sample_grads.pop(name) for name in sorted(own)}
+    own = [n for n in per_sample_grads if apart is not None and n.startswith(f"{apart}.")]
+    moved = {name: per_sample_grads.pop(name) for name in own}
     return {part: some for part, some in ((False, per_sample_grads), (True, moved)) if some}
 
 
@@ -268,6 +268,11 @@ class Factors:
     contributing: Tensor | None  # (B,), a mask; None if all samples contribute
 
 
+def bound_of_part(max_grad_norm: float, apart: str | None) -> float:
+    """Returns what each part is clipped to: C, or C / sqrt(2) where a module is clipped apart."""
+    return max_grad_norm if apart is None else max_grad_norm * math.sqrt(0.5)
+
+
 def factors_of_parts(
     norms: ByPart, max_grad_norm: float, automatic: bool, apart: str | None
 ) -> dict[bool, Factors]:
@@ -275,7 +280,7 @@ def factors_of_parts(
 
     A sample with a norm that is not finite is out of both.
     """
-    bound = max_grad_norm if apart is None else max_grad_norm * math.sqrt(0.5)
+    bound = bound_of_part(max_grad_norm, apart)
     lost = ~torch.stack([own.isfinite() for own in norms.values()]).all(0)
     return {
         part: clip_factors(own.masked_fill(lost, math.inf), bound, automatic)

@@ -33,6 +33,7 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.per_sample import evaluating, keeping_random_state
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer.run import Run, rule_settings
@@ -128,7 +129,7 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
     args, own, schedule = run.args, plan.mechanism, schedule_of(run.args, plan.steps)
     assert args.update_rule is not None
     rule, settings = args.update_rule, rule_settings(args)
-    limit = own.max_grad_norm * (1.0 if own.clipped_apart is None else math.sqrt(0.5))
+    limit = bound_of_part(own.max_grad_norm, own.clipped_apart)
     std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
     stds = {n: std / run.gradient_factors.get(n, 1.0) for n in run.trainable}
     walks = {s: walk_of_noise(rule, settings, s, schedule, own.bands) for s in set(stds.values())}
