@@ -316,13 +316,6 @@ class DPGrapeArguments(_Host):
         default=0,
         metadata={"help": "The public seed of the projections; it stands in the ledger."},
     )
-    float32_updates: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep the updates of bfloat16 weights in float32 beside them, in coordinates, "
-            "until the projection is redrawn, so that small ones are not lost to rounding."
-        },
-    )
 
     # ---- The computation ----
     grad_sample_mode: Annotated[str, one_of(GradSampleMode)] = field(

@@ -83,7 +83,7 @@ KNOBS = (
     Knob(
         "bfloat16 weights",
         "--dtype bfloat16",
-        "small updates are rounded away unless float32_updates=True",
+        "weights of 8 significant bits",
         lambda s: replace(s, dtype=torch.bfloat16),
     ),
     Knob("a quarter of the rank", "--rank {rank}", "coarser updates", _smaller_rank),

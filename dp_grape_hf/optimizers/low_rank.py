@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.optimizers.projected import ProjectedOptimizer
+from dp_grape_hf.optimizers.projected import ProjectedOptimizer, is_short
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, shared_parameters
-
-_MANY_CALLS = 100  # of one layer, after which another is taken for never called
 
 
 class LowRankUpdates:
@@ -30,20 +28,21 @@ class LowRankUpdates:
     one ``nn.Linear`` or ``Conv1D`` and of nothing else. Other weights, such as a table tied to the
     output layer or the weight of a subclass, are rounded at random at every step.
 
-    Use: ``use`` before the forward passes of a step; ``merge_`` before the weights are saved,
-    replaced or handed on; ``remove`` after training; each on every rank. The branches act in
-    training and evaluation, under both engines and with gradient checkpointing.
+    Use: run the model, then ``leave_uncalled``; ``use`` before the forward passes of a step;
+    ``merge_`` before the weights are saved, replaced or handed on; ``remove`` after training; each
+    on every rank. The branches act in training and evaluation, under both engines and with gradient
+    checkpointing.
 
     Args:
         model: the model.
-        optimizer: the optimizer of its parameters, made with ``float32_updates=True``.
+        optimizer: the optimizer of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: ProjectedOptimizer) -> None:
         self._optimizer = optimizer
         self._weights = dict(model.named_parameters())
         self._branches: dict[str, _Branch] = {}
-        self._hooks = []
+        self._hooks: dict[str, RemovableHandle] = {}
         trained = {weight for group in optimizer.param_groups for weight in group["params"]}
         shared = shared_parameters(model)
         for path, module in model.named_modules():
@@ -51,14 +50,23 @@ class LowRankUpdates:
             weight = self._weights.get(name)
             if type(module) not in MATRIX_LAYERS or weight is None or id(weight) in shared:
                 continue
-            if weight in trained and weight.dtype.itemsize < 4:
+            if weight in trained and is_short(weight):
                 branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
                 self._branches[name] = branch
-                self._hooks.append(module.register_forward_hook(branch, with_kwargs=True))
+                self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
     def __contains__(self, name: str) -> bool:
         """Returns whether the weight of that name has a branch."""
         return name in self._branches
+
+    def leave_uncalled(self) -> None:
+        """Takes the branches from modules that have not been called, where they would do nothing.
+
+        A model may use a weight directly, without its module.
+        """
+        for name in [n for n, branch in self._branches.items() if not branch.called]:
+            del self._branches[name]
+            self._hooks.pop(name).remove()
 
     def use(self, projectors: Mapping[str, Projector]) -> None:
         """Prepares a step: what is kept in coordinates of an earlier projector is merged.
@@ -66,22 +74,11 @@ class LowRankUpdates:
         Args:
             projectors: parameter name -> projector, those of the step. For as long as P is the
                 same it must be the same object.
-
-        Raises:
-            UnsupportedModelError: if the model seems to use a weight without calling its module.
         """
-        most = max((branch.calls for branch in self._branches.values()), default=0)
         for name, branch in self._branches.items():
-            if name not in projectors:
-                continue
-            if branch.calls == 0 and most >= _MANY_CALLS:
-                raise UnsupportedModelError(
-                    f"The module of {name} was never called, so its float32 updates have no "
-                    "effect: the model uses the weight directly, or not at all. Freeze it with "
-                    "requires_grad_(False), or set float32_updates=False."
-                )
-            branch.projector = projectors[name]
-            branch.update = self._optimizer.keep_apart(self._weights[name], projectors[name])
+            if name in projectors:
+                branch.projector = projectors[name]
+                branch.update = self._optimizer.keep_apart(self._weights[name], projectors[name])
 
     def merge_(self) -> None:
         """Moves all updates into the weights, rounded at random; the branches then add zero."""
@@ -90,7 +87,7 @@ class LowRankUpdates:
     def remove(self) -> None:
         """Merges, and leaves the model as it was: without hooks."""
         self.merge_()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._branches.clear()
@@ -107,12 +104,12 @@ class _Branch:
         self._stored_transposed = stored_transposed
         self.projector: Projector | None = None
         self.update: Tensor | None = None
-        self.calls = 0
+        self.called = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
-        self.calls += 1
+        self.called = True
         if self.projector is None or self.update is None:
             return output
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))

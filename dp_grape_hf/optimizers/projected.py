@@ -5,11 +5,11 @@ only the last step lifts the update onto the weight: for Adam, ``W -= lr * lift(
 (sqrt(v_hat) + eps))``. Unprojected parameters get the rule as it is. Weight decay is decoupled, as
 in AdamW. The rules are in ``rules``.
 
-A bfloat16 weight has 8 significant bits, so an update below 1/512 of it is rounded away. With
-``float32_updates`` it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go
-into Z, which is float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass.
-When the projection is redrawn, the sum is rounded to the weight's type at random, without bias.
-Other low-precision weights are rounded in that way at every step.
+A bfloat16 weight has 8 significant bits, so an update below 1/512 of it would be rounded away. Here
+it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go into Z, which is
+float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
+projection is redrawn, the sum is rounded to the weight's type at random, without bias. Other
+weights of fewer than 32 bits are rounded in that way at every step.
 
 The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
 the coins of the rounding, which are public, so that all ranks round alike.
@@ -56,8 +56,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. Of a
             weight that is kept apart, Z is multiplied at once and W at the next merge, by the
             product of the factors since the last one: between merges the decay of W lags.
-        float32_updates: no update of a bfloat16 or float16 weight is lost; see the module's
-            docstring. Weights are kept apart where ``keep_apart`` says so.
         rounding_seed: the public seed of the rounding.
         keep_changes: ``changes`` then has what was added to each projected weight since the start,
             but for what is kept apart and not merged yet, and is a part of the state.
@@ -75,7 +73,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         *,
         rule: str = "adam",
         weight_decay: float = 0.0,
-        float32_updates: bool = False,
         rounding_seed: int = 0,
         keep_changes: bool = False,
         **settings: Any,
@@ -87,7 +84,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         settings = self._rule.checked(settings)
         require_in_range("weight_decay", weight_decay, weight_decay >= 0)
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
-        self.float32_updates = float32_updates
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
@@ -178,7 +174,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             update = torch.zeros_like(gradient)
             block = Term(update, gradient, moments, term.step.clone())
             self._rule.apply([block], group, 1.0, 0.0)
-            if self._rounds(weight):
+            if is_short(weight):
                 total = here[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
                 self._write(here, part, total)
             else:
@@ -198,7 +194,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self.changes is not None:
             self.changes.add(weight, projector, update, scale)
         here = local(weight)
-        if not self._rounds(weight):
+        if not is_short(weight):
             if decay != 1:
                 here.mul_(decay)
             projector.add_lifted_(here, update, scale, local_rows(weight))
@@ -208,10 +204,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             projector.add_lifted_(total, update, scale, part.rows)
             self._write(here, part, total)
 
-    # ---- float32 updates ----
-
-    def _rounds(self, weight: Tensor) -> bool:
-        return self.float32_updates and weight.dtype.itemsize < 4
+    # ---- Weights of fewer than 32 bits ----
 
     def _blocks(self, weight: nn.Parameter) -> list[_Block]:
         """Returns the blocks of rows of a weight that this process has, or parts of them.
@@ -220,7 +213,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """
         group = self.param_groups[0]  # a part of the state that is saved and not of one weight
         numbered = list(enumerate(row_blocks(weight, _BLOCK), group.get("rounded", 0) + 1))
-        if self._rounds(weight):
+        if is_short(weight):
             group["rounded"] = numbered[-1][0] if numbered else group.get("rounded", 0)
         if weight.dim() == 0:
             return [_Block(number, ..., ..., None) for number, _ in numbered]
@@ -250,14 +243,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             until the next call or ``load_state_dict``.
 
         Raises:
-            ValueError: if the weight's type has no float32 updates, or the option is off.
             PrivacyError: if a state was loaded that was made with another projection.
         """
-        if not self._rounds(weight):
-            raise ValueError(
-                f"{self.float32_updates=}, and the weight is {weight.dtype}. Only bfloat16 and "
-                "float16 weights are kept apart, by an optimizer with float32_updates=True."
-            )
         if self._apart.get(weight, projector) is not projector:
             self._merge(weight)
         state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
@@ -333,8 +320,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Loads the state; it stays float32, where torch would cast it like the weight.
 
         Raises:
-            ValueError: if it is that of another rule, or holds updates that were not merged and
-                ``float32_updates`` is off.
+            ValueError: if it is that of another rule, or holds updates that were not merged into
+                what is now a float32 weight.
         """
         for entry in state_dict["state"].values():
             self._check_rule(entry)
@@ -351,11 +338,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     self.state[weight][key] = value
             if _CHANGE in entry and self.changes is not None:
                 self.changes.go_on_from(weight, entry[_CHANGE])
-            if "update" in entry and not self.float32_updates:
+            if "update" in entry and not is_short(weight):
                 if entry["update"].any() or entry["decay"] != 1:
                     raise ValueError(
-                        "The state holds updates that were never merged into the weights, but "
-                        f"{self.float32_updates=}. Resume with float32_updates=True."
+                        "The state holds updates that were never merged into the weights, which "
+                        f"are {weight.dtype} now. Resume in the type of the checkpoint."
                     )
                 del self.state[weight]["update"], self.state[weight]["decay"]
 
@@ -373,6 +360,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         keys = (*self._rule.moments, "update")
         kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
         return kept + (0 if self.changes is None else self.changes.nbytes)
+
+
+def is_short(weight: Tensor) -> bool:
+    """Whether numbers of a weight have fewer than 32 bits, so that small updates need care."""
+    return weight.dtype.itemsize < 4
 
 
 class ProjectedAdam(ProjectedOptimizer):

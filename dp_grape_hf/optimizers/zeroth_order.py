@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.optimizers.projected import is_short
 from dp_grape_hf.projections import DIRECTION, Directions, round_at_random, rounding_generator
 
 
@@ -23,15 +24,15 @@ class ZerothOrderSGD(torch.optim.Optimizer):
     """Moves the weights along the directions of a step, by the private scalars of its release.
 
     ``W -= lr / K * sum_k g_k z_k`` with decoupled weight decay. It has no state: the directions
-    are drawn anew. It is post-processing: it sees private numbers only, and costs no privacy.
+    are drawn anew. It is post-processing: it sees private numbers only, and costs no privacy. A
+    bfloat16 or float16 weight is rounded at random at every step, without bias, so that updates
+    below its precision count on average.
 
     Args:
         params: parameters or parameter groups, which may set ``lr`` and ``weight_decay``.
         directions: those of the engine whose release it receives.
         lr: the learning rate; by default that of DPZero's and MeZO's experiments.
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``.
-        float32_updates: a bfloat16 or float16 weight is rounded at random at every step, without
-            bias, so that updates below its precision count on average.
         rounding_seed: the public seed of the rounding.
     """
 
@@ -42,7 +43,6 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         lr: float = 1e-6,
         weight_decay: float = 0.0,
         *,
-        float32_updates: bool = False,
         rounding_seed: int = 0,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -50,7 +50,6 @@ class ZerothOrderSGD(torch.optim.Optimizer):
                 raise ValueError(f"{name}={value} is out of range: it must be at least 0.")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.directions = directions
-        self.float32_updates = float32_updates
         self._rounding_seed = rounding_seed
         self._received: tuple[list[float], int] | None = None
 
@@ -92,7 +91,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
                 if self.directions.name_of(weight) is None:
                     continue
                 for rows, update in self.directions.combined(weight, step, coefficients):
-                    if self.float32_updates and weight.dtype.itemsize < 4:
+                    if is_short(weight):
                         number = (step << 32) + rounded
                         coins = rounding_generator(self._rounding_seed, number, weight.device)
                         total = weight[rows].float().mul_(decay).add_(update)

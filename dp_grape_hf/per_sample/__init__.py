@@ -48,7 +48,6 @@ from dp_grape_hf.per_sample.selfcheck import (
     examine_batch,
     examine_trainer_loss,
     require_each_once,
-    warn_of_lost_updates,
 )
 from dp_grape_hf.per_sample.units import UNIT_OF_ROW, UnitEngine
 from dp_grape_hf.per_sample.unused import freeze_unused, refuse_reached
@@ -98,6 +97,5 @@ __all__ = [
     "seed_all",
     "side_by_side",
     "tolerance_for",
-    "warn_of_lost_updates",
     "with_three_arguments",
 ]

@@ -11,8 +11,6 @@ Shapes: B samples in a batch.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,9 +42,6 @@ from dp_grape_hf.per_sample.probing import (
     rows_of,
 )
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import local
-
-logger = logging.getLogger(__name__)
 
 _APART = 1e-3  # of two ways to compute the same loss, relative
 _LEAST_CHANGE = 1e-2  # of a loss, relative, that is a change where batches have other shapes
@@ -343,37 +338,3 @@ _A_NEW_ONE = (
     "make a scheduler of your own for that one, by trainer.create_optimizer()). Nothing was "
     "released."
 )
-
-
-@torch.no_grad()
-def warn_of_lost_updates(
-    optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Parameter]
-) -> None:
-    """Warns of weights of 16 bits whose updates may be lost to rounding.
-
-    That is where the learning rate, about which Adam moves a number at most, is below the distance
-    between numbers of their typical size. Nothing of the training data is looked at.
-
-    Args:
-        optimizer: made without ``float32_updates``, once its schedule is made.
-        trainable: parameter name -> parameter.
-    """
-    names = {id(p): name for name, p in trainable.items()}
-    lost: list[str] = []
-    for group in optimizer.param_groups:
-        rate = float(group.get("initial_lr", group["lr"]))  # the first is that after a warm-up
-        for parameter in group["params"]:
-            number = torch.finfo(parameter.dtype)
-            if number.bits < 32:
-                here = local(parameter)
-                norm = float(torch.linalg.vector_norm(here, dtype=torch.float32))
-                typical = norm / math.sqrt(max(here.numel(), 1))
-                if 0 < rate < number.eps * typical:
-                    lost.append(names[id(parameter)])
-    if lost:
-        logger.warning(
-            "Updates of %s may be lost to rounding: their numbers have 16 bits, and the learning "
-            "rate is below the distance from one to the next. Load the model in float32, set "
-            "float32_updates=True, or raise the learning rate.",
-            listed(lost),
-        )

@@ -61,7 +61,6 @@ from dp_grape_hf.per_sample import (
     refuse_modules,
     refuse_reached,
     require_each_once,
-    warn_of_lost_updates,
     with_three_arguments,
 )
 from dp_grape_hf.phases import Observer
@@ -496,17 +495,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             "with optimizer.pt; or leave save_as at 'model'.",
         )
         require_each_once(run.optimizer, self.model, run.trainable)
-        if not self.args.float32_updates and not METHODS[self.args.method].zeroth_order:
-            warn_of_lost_updates(run.optimizer, run.trainable)
         require(
             train_dataloader is not None or not is_sharded(self.model),
             "With fsdp the model must be tried on examples before the first step. Pass "
             "trainer.start() the loader of trainer.get_train_dataloader().",
         )
-        if train_dataloader is not None:
-            with self._handling_data("Trying the first examples"):
-                self._examine(train_dataloader)
-        run.keep_updates_apart()
+        with run.keeping_updates_apart():
+            if train_dataloader is not None:
+                with self._handling_data("Trying the first examples"):
+                    self._examine(train_dataloader)
         return prepared
 
     def _require_as_planned(self, max_steps: int) -> None:

@@ -345,10 +345,18 @@ class Run:
 
     # ---- What is kept beside the weights ----
 
-    def keep_updates_apart(self) -> None:
-        """Keeps updates in float32 beside weights of fewer bits, if the arguments ask for it."""
-        if self.args.float32_updates and isinstance(self.optimizer, ProjectedOptimizer):
-            self._low_rank = LowRankUpdates(self.model, self.optimizer)
+    @contextmanager
+    def keeping_updates_apart(self) -> Iterator[None]:
+        """Keeps updates in float32 beside weights of fewer bits, from its end on.
+
+        Of weights whose modules are called within, which is the same in all processes.
+        """
+        if not isinstance(self.optimizer, ProjectedOptimizer):
+            yield
+            return
+        self._low_rank = LowRankUpdates(self.model, self.optimizer)
+        yield
+        self._low_rank.leave_uncalled()
 
     def merge_(self) -> None:
         """Moves updates that are kept apart into the weights."""
@@ -367,14 +375,6 @@ class Run:
         args = self.args
         if args.save_as != "adapter":
             return None
-        for name in self.ranks:
-            dtype = self.trainable[name].dtype
-            if dtype.itemsize < 4 and not args.float32_updates:
-                raise PrivacyError(
-                    f"save_as='adapter': {name} is {dtype}, and float32_updates=False rounds every "
-                    "update of it, which is no change of low rank. Set float32_updates=True, load "
-                    "the model in float32, or save_as='model'."
-                )
         every = args.projection_update_steps
         adapter = Adapter.of(self.model, self.trainable.values(), self.ranks)
         adapter.require_smaller(self.ranks, periods=1 if every is None else -(-steps // every))
@@ -431,7 +431,6 @@ def _optimizer(
     """Returns the optimizer's class and its arguments."""
     common: dict[str, Any] = {
         "lr": args.learning_rate,
-        "float32_updates": args.float32_updates,
         "rounding_seed": args.projection_seed,
     }
     if isinstance(per_sample, ZerothOrderEngine):

@@ -72,7 +72,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "projection_rank": 16,
         "projection_update_steps": None,
         "projection_seed": 0,
-        "float32_updates": False,
         "engine": "layerwise",
         "self_check": True,
         "log_unnoised_statistics": False,

@@ -105,7 +105,7 @@ def test_what_is_kept_apart_counts_once_it_is_merged_and_is_not_rounded() -> Non
     exact.load_state_dict({"weight": layer.weight.detach().float()})
     before = exact.weight.detach().clone()
     options: dict[str, Any] = {"lr": 1e-3, "keep_changes": True}
-    optimizer = ProjectedOptimizer(layer.parameters(), float32_updates=True, **options)
+    optimizer = ProjectedOptimizer(layer.parameters(), **options)
     reference = ProjectedOptimizer(exact.parameters(), **options)
     branches = LowRankUpdates(layer, optimizer)
     for number in range(4):
@@ -114,7 +114,7 @@ def test_what_is_kept_apart_counts_once_it_is_merged_and_is_not_rounded() -> Non
         step(optimizer, {"right": layer.weight}, number, {"right": projector})
         step(reference, {"right": exact.weight}, number, {"right": projector})
     branches.merge_()
-    resumed = ProjectedOptimizer(layer.parameters(), float32_updates=True, **options)
+    resumed = ProjectedOptimizer(layer.parameters(), **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.changes is not None
     left, right = resumed.changes.factors(layer.weight)

@@ -1,6 +1,5 @@
 """The check of the first steps: silent on models that are right, and the saboteurs it catches."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.per_sample import (
-    Dense,
-    check_gradients,
-    make_engine,
-    require_each_once,
-    warn_of_lost_updates,
-)
+from dp_grape_hf.per_sample import Dense, check_gradients, make_engine, require_each_once
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule
 from recipes.models.matrix import projectors_for
@@ -30,7 +23,6 @@ from tests.support.trainers import (
     Watch,
     assert_same_weights,
     examples_of,
-    points,
     weights_of,
 )
 from tests.support.trainers import make_trainer as make_unchecked
@@ -298,55 +290,3 @@ def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(PrivacyError, match="A tensor that is none of the model's is in the"):
         require_each_once(optimizer, model, dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param({"warmup_steps": 2}, marks=pytest.mark.slow)], ids=str
-)
-def test_updates_that_sixteen_bits_may_lose_are_reported_once(
-    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At 1 the next number of bfloat16 is 2^-7 away, and at 2^-6 it is 2^-13."""
-
-    class ApartForSequenceClassification(TinyForSequenceClassification):
-        def __init__(self) -> None:
-            super().__init__()
-            with torch.no_grad():
-                self.head.weight.sign_()
-                self.body.weight.sign_().mul_(2**-6)
-                self.head.bias.zero_()
-                self.body.bias.zero_()
-            self.to(torch.bfloat16)
-
-    def said_of(name: str, **settings: Any) -> list[str]:
-        dataset = points()
-        for example in dataset.examples:
-            example["x"] = example["x"].bfloat16()
-        caplog.clear()
-        make_trainer(
-            tmp_path / name,
-            model=ApartForSequenceClassification(),
-            train_dataset=dataset,
-            **{"learning_rate": 1e-3} | changes | settings,
-        ).train()
-        records = [
-            r.getMessage() for r in caplog.records if r.name == "dp_grape_hf.per_sample.selfcheck"
-        ]
-        return [text for text in records if "rounding" in text]
-
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.per_sample.selfcheck"):
-        (text,) = said_of("lost")
-        assert text.startswith("Updates of head.weight may be lost to rounding")
-        assert said_of("large", learning_rate=2**-6) == []
-        assert said_of("kept", float32_updates=True) == []
-
-
-def test_weights_of_32_bits_and_a_rate_of_zero_are_not_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf.per_sample.selfcheck"):
-        make_trainer(tmp_path / "float32", learning_rate=1e-12).train()
-        model = nn.Linear(2, 2).bfloat16()
-        named = dict(model.named_parameters())
-        warn_of_lost_updates(torch.optim.SGD(named.values(), lr=0.0), named)
-    assert not caplog.records

@@ -585,16 +585,11 @@ def test_small_updates_of_a_low_precision_weight_count_on_average() -> None:
     weight = nn.Parameter(torch.ones(20_000, 2, dtype=torch.bfloat16))
     directions = Directions({"weight": weight}, SEED)
     z = drawn(directions, weight, 0)
-    moved = {}
-    for rounded_at_random in (True, False):
-        weight.data.fill_(1)
-        optimizer = ZerothOrderSGD([weight], directions, lr=1e-5, float32_updates=rounded_at_random)
-        optimizer.receive(torch.tensor([1.0]), 0)
-        optimizer.step()
-        moved[rounded_at_random] = weight.detach().float() - 1
-    slope = (moved[True] * z).mean().item()
+    optimizer = ZerothOrderSGD([weight], directions, lr=1e-5)
+    optimizer.receive(torch.tensor([1.0]), 0)
+    optimizer.step()
+    slope = ((weight.detach().float() - 1) * z).mean().item()
     assert slope == pytest.approx(-1e-5, rel=0.6)
-    assert not moved[False].any()
 
 
 def test_an_update_needs_one_release_and_the_directions_of_its_step() -> None:

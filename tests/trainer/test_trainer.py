@@ -574,7 +574,6 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
         tmp_path,
         model=model.bfloat16(),
         train_dataset=examples,
-        float32_updates=True,
         projection_update_steps=10,
         save_strategy="steps",
         save_steps=2,

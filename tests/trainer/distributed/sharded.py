@@ -259,7 +259,7 @@ def rounded(folder: Path) -> Any:
     """Trains 16-bit weights, in blocks of few rows."""
     found = []
     for sharded in (True, False):
-        changes = {"model": _of_case("opt")["model"].bfloat16(), "float32_updates": True}
+        changes = {"model": _of_case("opt")["model"].bfloat16()}
         with patch.object(projected, "_BLOCK", 3 * 32):
             name = f"rounded-{sharded}"
             found.append(trained(folder / name, "opt", sharded=sharded, **changes)["weights"][-1])
