@@ -16,11 +16,19 @@ from dp_grape_hf.choosing.parts import (
     schedule,
     train_matrices_only,
 )
-from dp_grape_hf.choosing.rates import Noise, Rates, measure, push_of_signal, walk_of_noise
+from dp_grape_hf.choosing.rates import (
+    NUMBER,
+    Noise,
+    Rates,
+    measure,
+    push_of_signal,
+    walk_of_noise,
+)
 from dp_grape_hf.choosing.sizes import batch_and_steps
 from dp_grape_hf.choosing.words import described, tabulated
 
 __all__ = [
+    "NUMBER",
     "Noise",
     "Rates",
     "average_at_first",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dp_grape_hf.choosing.rates import Rates
 
-_DESTROYED, _LOUD = 1.0, 5.0
-_STILL = 3.0  # logits
-_LEAST = 10.0  # times the noise in a logit, the most that signal can move it
+_DESTROYED = 1.0
+_LOUD, _STILL = 4.0, 2.5  # times the noise in an output that rates are chosen for
+_LEAST = 10.0  # times the noise in an output, the most that signal can move it
 
 
 def objections(rates: Rates, *, chosen: bool) -> list[str]:
@@ -24,21 +24,22 @@ def objections(rates: Rates, *, chosen: bool) -> list[str]:
             f"Noise alone will change what the last layer is given by {body.effect:.2g} of its "
             f"size: at a rate of {body.rate:.2g} the model loses what it knows. {leave}"
         )
-    if head is None or head.reach is None:
+    if head is None or head.output is None:
         return found
-    if not chosen and head.effect > _LOUD:
+    what, wanted = head.output
+    if not chosen and head.effect > _LOUD * wanted:
         found.append(
-            f"Noise alone will add {head.effect:.2g} to a logit at a rate of {head.rate:.2g}, "
+            f"Noise alone will add {head.effect:.2g} to {what} at a rate of {head.rate:.2g}, "
             f"where a label is worth about 1. {leave}"
         )
-    if not chosen and head.reach < _STILL:
+    if not chosen and head.reach < _STILL * wanted:
         found.append(
-            f"Nothing will be learnt: if all examples agreed, a logit would move by "
+            f"Nothing will be learnt: if all examples agreed, {what} would move by "
             f"{head.reach:.2g} in the whole run at a rate of {head.rate:.2g}. {leave}"
         )
     elif head.reach < _LEAST * head.effect:
         found.append(
-            "Nothing will be learnt: if all examples agreed, a logit would move "
+            f"Nothing will be learnt: if all examples agreed, {what} would move "
             f"{head.reach / head.effect:.2g} times as far as by noise alone. There are too few "
             "examples for this epsilon, or the batch is too small: raise epsilon, "
             "num_train_epochs or expected_batch_size, or find more examples."

@@ -61,7 +61,7 @@ def tabulated(
             f"{group.noise:.3g}",
             f"{group.most:.3g}",
             _effect(group)
-            + ("" if group.reach is None else f"; signal can move it by {group.reach:.3g}"),
+            + ("" if group.output is None else f"; signal can move it by {group.reach:.3g}"),
         )
         for group in rates.groups
     ]
@@ -75,6 +75,6 @@ def tabulated(
 
 
 def _effect(group: Group) -> str:
-    if group.reach is None:
+    if group.output is None:
         return f"changes features by {group.effect:.2g} of their size"
-    return f"adds {group.effect:.2g} to a logit"
+    return f"adds {group.effect:.2g} to {group.output.name}"

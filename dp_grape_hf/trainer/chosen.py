@@ -18,6 +18,7 @@ from transformers.trainer_utils import SchedulerType
 from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, PrivacyPlan, schedule_of
 from dp_grape_hf.choosing import (
+    NUMBER,
     Noise,
     Rates,
     average_at_first,
@@ -153,6 +154,7 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
         rates=given,
         fresh=not is_pretrained(run.model),
         factors=run.rate_factors,
+        regresses=getattr(run.per_sample.loss, "regresses", False),
     )
 
 
@@ -171,6 +173,8 @@ def table_of(rates: Rates, run: Run, plan: PrivacyPlan, averaged: str | None) ->
     whole = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in whole):
         notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")
+    if rates.head is not None and rates.head.output is NUMBER:
+        notes.append("Labels are numbers, and taken to be about 1 in size: scale them to that.")
     rule = run.args.update_rule or ""
     return tabulated(rates, plan.mechanism, plan.steps, rule, _schedule(run.args), notes)
 

@@ -39,6 +39,7 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.per_sample import RewardLoss, loss_for
 from dp_grape_hf.projections import on_inputs
 from tests.support.trainers import Examples
 
@@ -355,6 +356,37 @@ def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None
     groups = {group["lr"] for group in trainer.optimizer.param_groups}  # type: ignore[union-attr]
     assert groups == {*trainer.rates.by_name.values()}  # which stay
     assert (args.learning_rate, args.expected_batch_size) == (None, None)  # the user's own
+
+
+@pytest.mark.parametrize(
+    ("changes", "noise"),
+    [
+        ({"num_labels": 1}, 0.2),
+        ({"num_labels": 3, "problem_type": "regression"}, 0.2),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, 1.2),
+    ],
+    ids=str,
+)
+def test_a_head_that_puts_out_numbers_bears_less_noise(
+    changes: dict[str, Any], noise: float, tmp_path: Path
+) -> None:
+    pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", ignore_mismatched_sizes=True, **changes
+    )
+    trainer = trainer_for(tmp_path, model)
+    said = trainer.suggestion()
+    assert trainer.rates is not None
+    assert trainer.rates.head is not None
+    assert trainer.rates.head.effect == pytest.approx(noise, rel=1e-3)
+    assert ("Labels are numbers" in said) == (f"adds {noise:g} to a number" in said) == (noise < 1)
+
+
+def test_a_reward_is_no_number_that_labels_are(tmp_path: Path) -> None:
+    """Only the difference of two counts, in a logistic loss."""
+    model = BertForSequenceClassification(config(num_labels=1))
+    assert loss_for(model).regresses
+    assert not RewardLoss(lambda model, inputs: torch.ones(()), None).regresses
 
 
 def test_measuring_leaves_weights_and_random_numbers_as_they_were(

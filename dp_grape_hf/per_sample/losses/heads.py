@@ -214,13 +214,19 @@ def with_frames(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
     return torch.cat([frames(mask.sum(1).long())[:, None].to(labels.dtype), labels], 1)
 
 
+def is_regression(config: Any, outputs: int) -> bool:
+    """Whether that many outputs are to be near numbers, as transformers decides it."""
+    problem = getattr(config, "problem_type", None)
+    return problem == "regression" or (problem is None and outputs == 1)
+
+
 @head("ForSequenceClassification", "ForImageClassification", "ForAudioClassification", smooths=True)
 def classification(
     logits: Tensor, labels: Tensor, config: Any, label_smoothing: float = 0.0
 ) -> Tensor:
     """Cross-entropy, or what ``config.problem_type`` asks for; (B, V) -> (B,)."""
     problem = getattr(config, "problem_type", None)
-    if problem == "regression" or (problem is None and logits.shape[-1] == 1):
+    if is_regression(config, logits.shape[-1]):
         _refuse_smoothing(label_smoothing, "regression")
         return (logits - labels.view_as(logits)).square().flatten(1).mean(1)
     if problem == "multi_label_classification" or labels.is_floating_point():

@@ -22,7 +22,15 @@ from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.adapters import advice
-from dp_grape_hf.per_sample.losses.heads import HEADS, IGNORE_INDEX, UNKNOWN_LOSSES, Head, Inputs
+from dp_grape_hf.per_sample.losses.heads import (
+    HEADS,
+    IGNORE_INDEX,
+    UNKNOWN_LOSSES,
+    Head,
+    Inputs,
+    classification,
+    is_regression,
+)
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
 """``(model outputs, labels) -> (B,)``: the type of a user's ``compute_loss_func``."""
@@ -33,6 +41,11 @@ class ModelLoss(ABC):
 
     name: ClassVar[str]
     """What errors call it."""
+
+    @property
+    def regresses(self) -> bool:
+        """Whether outputs are to be near labels that are numbers; else they are logits."""
+        return False
 
     @abstractmethod
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
@@ -63,6 +76,13 @@ class HeadLoss(ModelLoss):
     label_smoothing: float = 0.0
     virtual_tokens: int = 0
     name: ClassVar[str] = "the head's loss per sample"
+
+    @property
+    def regresses(self) -> bool:
+        """Whether outputs are to be near labels, as ``config.problem_type`` or its default says."""
+        config = getattr(self.model, "config", None)
+        outputs = getattr(config, "num_labels", 0)
+        return self.head.loss is classification and is_regression(config, outputs)
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Tensor | None]:
         """Returns what the model is run with, and the labels; None if the batch has none."""
