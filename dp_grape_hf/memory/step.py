@@ -265,9 +265,7 @@ class Step:
         noise = torch.Generator(run.per_sample.device)
         run.start(ledger, noise, self.noise_slice)
         optimizer = self.optimizer = run.make_optimizer()
-        with run.keeping_updates_apart(), torch.no_grad():
-            if setting.dtype.itemsize < 4:
-                self.model(**self.inputs)
+        run.keep_updates_apart()
         with timeline:  # which makes the state of the optimizer
             run.step(0, LogicalBatch([], []))
             optimizer.step()

@@ -55,6 +55,10 @@ class LowRankUpdates:
                 self._branches[name] = branch
                 self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
+    def __len__(self) -> int:
+        """Returns how many weights have a branch."""
+        return len(self._branches)
+
     def __contains__(self, name: str) -> bool:
         """Returns whether the weight of that name has a branch."""
         return name in self._branches

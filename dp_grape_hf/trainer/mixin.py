@@ -500,10 +500,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             "With fsdp the model must be tried on examples before the first step. Pass "
             "trainer.start() the loader of trainer.get_train_dataloader().",
         )
-        with run.keeping_updates_apart():
-            if train_dataloader is not None:
-                with self._handling_data("Trying the first examples"):
-                    self._examine(train_dataloader)
+        if train_dataloader is not None:
+            with self._handling_data("Trying the first examples"):
+                self._examine(train_dataloader)
+        run.keep_updates_apart()
         return prepared
 
     def _require_as_planned(self, max_steps: int) -> None:

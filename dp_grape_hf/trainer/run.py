@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import mode
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ from dp_grape_hf.projections import (
     ReleasedProjection,
     feature_dimensions,
     input_dimensions,
+    on_inputs,
     principal_directions,
     projection_targets,
     synthetic_batches,
@@ -129,7 +130,12 @@ class Run:
             factors_by_name(option, getattr(args, option) or {}, self.trainable)
             for option in ("learning_rate_factors", "gradient_factors")
         )
-        self.schedule, self.released = _projections(args, model, self.trainable, public_inputs)
+        self._public_inputs = public_inputs or partial(
+            synthetic_batches, model, None, args.projection_seed
+        )
+        self.schedule, self.released = _projections(
+            args, model, self.trainable, self._public_inputs
+        )
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: Engine | None = None
         self.signal = Signal()
@@ -345,18 +351,19 @@ class Run:
 
     # ---- What is kept beside the weights ----
 
-    @contextmanager
-    def keeping_updates_apart(self) -> Iterator[None]:
-        """Keeps updates in float32 beside weights of fewer bits, from its end on.
+    def keep_updates_apart(self) -> None:
+        """Keeps updates in float32 beside weights of fewer bits whose modules the model calls.
 
-        Of weights whose modules are called within, which is the same in all processes.
+        That is seen on inputs that are no example's, and so is the same in all processes.
         """
         if not isinstance(self.optimizer, ProjectedOptimizer):
-            yield
             return
         self._low_rank = LowRankUpdates(self.model, self.optimizer)
-        yield
-        self._low_rank.leave_uncalled()
+        if self._low_rank:
+            with suppress(Exception), evaluating(self.model), torch.no_grad():
+                on_inputs(self.model, next(iter(self._public_inputs())))
+            reshard(self.model)
+            self._low_rank.leave_uncalled()
 
     def merge_(self) -> None:
         """Moves updates that are kept apart into the weights."""
@@ -478,7 +485,7 @@ def _projections(
     args: DPGrapeArguments,
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
-    public_inputs: Batches | None,
+    public_inputs: Batches,
 ) -> tuple[AtCapture | None, ReleasedProjection | None]:
     """Returns the projections of a run at capture and after the release, at most one of them."""
     assert args.projection is not None
@@ -494,12 +501,11 @@ def _projections(
         "device": next(iter(trainable.values())).device,
     }
     if args.projection == PRINCIPAL:
-        inputs = public_inputs or partial(synthetic_batches, model, None, args.projection_seed)
         with _explaining(args):
-            next(iter(inputs()))  # refuses a model of which it is not known what it reads
+            next(iter(public_inputs()))  # refuses a model of which it is not known what it reads
         whole = _whole(args, trainable)
         shapes |= {name: tuple(trainable[name].shape) for name in whole}
-        measure = partial(_principal, args, model, inputs, whole)
+        measure = partial(_principal, args, model, public_inputs, whole)
         dims = feature_dimensions(model)
         return (
             PrincipalProjection(shapes, measure=measure, input_dims=dims, whole=whole, **settings),

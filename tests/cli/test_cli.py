@@ -310,7 +310,7 @@ def test_memory_says_which_batch_fits_and_what_to_turn(
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
     assert re.search(r"^DP-GRAPE  fits up to B=\d+$", text, re.M)
-    assert re.search(r"^bfloat16 weights .* --dtype bfloat16 +small updates", text, re.M)
+    assert re.search(r"^bfloat16 weights .* --dtype bfloat16 +weights of 8", text, re.M)
     assert re.search(r"^DP-GRAPE at B=64 (fits|still does not fit) a 1.002 GiB card", text, re.M)
     nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001 --reserve 1", capsys)
     assert "AdamW     does not fit, even B=1\n" in nothing
