@@ -21,11 +21,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Keeps tests that share a fixture in one process, under ``--dist loadgroup``."""
+    """Keeps tests that share a fixture in one process, under ``--dist loadgroup``.
+
+    The slow ones of these begin: what takes minutes in one process leaves the others idle at the
+    end.
+    """
     for item in items:
         made = item._fixtureinfo.name2fixturedefs.values()
         if any(fixture.scope == "module" for fixtures in made for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(
+        key=lambda item: (
+            not (item.get_closest_marker("slow") and item.get_closest_marker("xdist_group"))
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
