@@ -13,6 +13,7 @@ from dp_grape_hf.mechanism.clipping import (
     add_clipped_sum_,
     bound_of_part,
     factors_by_name,
+    in_parts,
 )
 from dp_grape_hf.mechanism.collation import Grid, OwnRows
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
@@ -63,6 +64,7 @@ __all__ = [
     "bound_of_part",
     "factors_by_name",
     "forget_the_seed",
+    "in_parts",
     "noise_generator",
     "read_units",
     "refuse_large_unit",

@@ -27,6 +27,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ _SMALL = 2**12  # numbers of a gradient that is treated together with others of 
 _KEY_BYTES = 32
 _AT_ONCE = 2**23  # numbers of directions in memory, unless a single one has more
 _NONE: Mapping[str, float] = {}
+_T = TypeVar("_T")
 
 
 def factors_by_name(
@@ -121,11 +123,14 @@ ByPart = dict[bool, Tensor]
 """(B,), of what is clipped together; True is the part of the module that is clipped apart."""
 
 
-def in_parts(per_sample_grads: Gradients, apart: str | None) -> dict[bool, Gradients]:
-    """Returns gradients as they are clipped, in one part or two; those of ``apart`` are moved."""
-    own = [n for n in per_sample_grads if apart is not None and n.startswith(f"{apart}.")]
-    moved = {name: per_sample_grads.pop(name) for name in own}
-    return {part: some for part, some in ((False, per_sample_grads), (True, moved)) if some}
+def in_parts(by_name: dict[str, _T], apart: str | None) -> dict[bool, dict[str, _T]]:
+    """Returns what is of parameters as these are clipped, in one part or two.
+
+    What is of ``apart`` is moved.
+    """
+    own = [n for n in by_name if apart is not None and n.startswith(f"{apart}.")]
+    moved = {name: by_name.pop(name) for name in own}
+    return {part: some for part, some in ((False, by_name), (True, moved)) if some}
 
 
 class ExactNorms:

@@ -12,7 +12,7 @@ That a run stops depends on the data then, as do all refusals.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,8 +44,11 @@ class WatchedEngine(OuterEngine):
     Args:
         examples: computes losses and gradients.
         tolerance: of rounding.
-        shortest: norm from which a gradient contributes in full, C: what is shorter may differ by
-            as much. So a gradient that is nothing but rounding is no other one.
+        parts: the parameters that are clipped together, by name, with what their gradients are
+            multiplied by before that. Each part is compared by itself, as a short one is scaled up
+            as much as a long one.
+        shortest: norm from which a part contributes in full: what is shorter may differ by as much.
+            So a gradient that is nothing but rounding is no other one.
         coins: says which rows, secret; the same in all processes if the weights are sharded, as
             then every process must run the model equally often.
 
@@ -57,11 +60,13 @@ class WatchedEngine(OuterEngine):
         self,
         examples: PerSampleEngine,
         tolerance: Tolerance,
+        parts: Iterable[Mapping[str, float]],
         shortest: float,
         coins: random.Random,
     ) -> None:
         super().__init__(examples)
         self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
+        self._parts = list(parts)
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -129,18 +134,19 @@ class WatchedEngine(OuterEngine):
         )
         if again or not given.known or not (losses[row].abs() > self._tolerance.loss):
             return
-        names = list(self.trainable)
-        marks = found.marks(names), alone.marks(names)
-        error, norm = (float(x) for x in joint_error(*marks))
-        if error > self._tolerance.error * max(norm, self._shortest):
-            raise PrivacyError(
-                "The gradient of an example is another one among others than alone, by "
-                f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, or "
-                "remembers rows that it was given before (a memory bank, a running average that is "
-                "not saved). The run stops, and nothing of this step was released; what was "
-                "released before is counted, and its guarantee may not hold. Take out of the model "
-                "what couples examples."
-            )
+        for part in self._parts:
+            factors = torch.tensor([*part.values()], dtype=torch.float64)[:, None]
+            marks = (prints.marks([*part]) * factors for prints in (found, alone))
+            error, norm = (float(x) for x in joint_error(*marks))
+            if error > self._tolerance.error * max(norm, self._shortest):
+                raise PrivacyError(
+                    "The gradient of an example is another one among others than alone, by "
+                    f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, or "
+                    "remembers rows that it was given before (a memory bank, a running average "
+                    "that is not saved). The run stops, and nothing of this step was released; "
+                    "what was released before is counted, and its guarantee may not hold. Take out "
+                    "of the model what couples examples."
+                )
 
 
 # ---- Random numbers of one row ----

@@ -30,7 +30,9 @@ from dp_grape_hf.mechanism import (
     PrivateMechanism,
     Signal,
     Turn,
+    bound_of_part,
     factors_by_name,
+    in_parts,
 )
 from dp_grape_hf.optimizers import (
     UPDATE_RULES,
@@ -174,7 +176,7 @@ class Run:
             self.mechanism = BatchGradient(self.per_sample, ledger=ledger, distributed=distributed)
             return
         if row.private and not row.zeroth_order:
-            self._stepping = self._watched()
+            self._stepping = self._watched(ledger.mechanism.clipped_apart)
         units = args.privacy_unit_column is not None
         self.mechanism = PrivateMechanism(
             UnitEngine(self._stepping) if units else self._stepping,
@@ -184,13 +186,16 @@ class Run:
             noise_slice=noise_slice,
         )
 
-    def _watched(self) -> WatchedEngine:
+    def _watched(self, apart: str | None) -> WatchedEngine:
         """Returns the engine, which now and then looks at a row once more, alone."""
         args = self.args
         assert args.max_grad_norm is not None
-        shortest = STABILITY if args.clipping == Clipping.AUTOMATIC else args.max_grad_norm
+        bound = bound_of_part(args.max_grad_norm, apart)
+        shortest = STABILITY if args.clipping == Clipping.AUTOMATIC else bound
         coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
-        return WatchedEngine(self.per_sample, tolerance_for(self.model), shortest, coins)
+        factors = {name: self.gradient_factors.get(name, 1.0) for name in self.trainable}
+        parts = in_parts(factors, apart).values()
+        return WatchedEngine(self.per_sample, tolerance_for(self.model), parts, shortest, coins)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns an optimizer of all that is trained, and takes it."""
