@@ -63,16 +63,7 @@ def _mechanism(own: Mechanism) -> str:
         else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
         "accountant": own.accountant,
     }
-    if own.noise is not None:
-        rows["noise"] = own.noise_in_words
-    if own.public_dataset is not None:
-        rows["declared public"] = own.public_dataset
-    if own.gradient_factors is not None:
-        rows["gradient factors"] = f"{own.gradient_factors}, before the clip"
-    if own.clipped_apart is not None:
-        rows["clipped apart"] = f"{own.clipped_apart} and the rest, each to C / √2"
-    if own.chosen is not None:
-        rows["chosen without the data"] = own.chosen
+    rows |= {name.lower(): said for name, said in own.remarks.items()}
     return table(rows.items())
 
 

@@ -233,16 +233,23 @@ class Mechanism(Record):
         return found
 
     @property
-    def noise_in_words(self) -> str:
-        """What noise is like, for cards and tables."""
-        if self.noise == SECURE:
-            return f"{SECURE}, four float64 draws for each number"
-        if self.noise == BANDED:
-            return (
-                f"{BANDED}, {len(self.bands)} steps: an example is drawn at one of them, at "
-                f"{len(self.bands)} q"
-            )
-        return "independent"
+    def remarks(self) -> dict[str, str]:
+        """What only some runs have, for cards and tables: its name -> what it is."""
+        steps = len(self.bands)
+        noises = {
+            SECURE: f"{SECURE}, four float64 draws for each number",
+            BANDED: f"{BANDED}, {steps} steps: an example is drawn at one of them, at {steps} q",
+        }
+        found = {
+            "Not protected, as declared public": self.public_dataset,
+            "Noise": noises.get(self.noise or ""),
+            "Gradient factors": self.gradient_factors
+            and f"{self.gradient_factors}, before the clip",
+            "Clipped apart": self.clipped_apart
+            and f"{self.clipped_apart} and the rest, each to C / √2",
+            "Chosen without the data": self.chosen,
+        }
+        return {name: said for name, said in found.items() if said is not None}
 
     @property
     def bands(self) -> tuple[float, ...]:

@@ -104,17 +104,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "Method": mechanism.method,
         "Accountant": mechanism.accountant,
         "Accountant's software": "-" if package is None else f"{package} {version}",
+        **mechanism.remarks,
     }
-    if mechanism.public_dataset is not None:
-        rows["Not protected, as declared public"] = mechanism.public_dataset
-    if mechanism.noise is not None:
-        rows["Noise"] = mechanism.noise_in_words
-    if mechanism.gradient_factors is not None:
-        rows["Gradient factors"] = f"{mechanism.gradient_factors}, before the clip"
-    if mechanism.clipped_apart is not None:
-        rows["Clipped apart"] = f"{mechanism.clipped_apart} and the rest, each to C / √2"
-    if mechanism.chosen is not None:
-        rows["Chosen without the data"] = mechanism.chosen
     if earlier := ledger.composed_runs[:-1]:
         releases = sum(run.steps for run in earlier)
         rows["Earlier runs on the same data"] = (
