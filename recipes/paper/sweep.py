@@ -9,6 +9,7 @@ The file says what is run:
     tasks:                                                            # and what each has besides
       SST-2: {dataset_path: data/sst2}
       RTE: {}
+      Reviews: {task: SST-2, dataset_path: data/reviews}              # which is made like SST-2
     search: {epsilon: 6, seed: 100, arguments: {k: 256}}              # arguments may be left out
     final: {epsilons: [2, 6], seeds: [13, 21, 42]}
     rows:
@@ -105,8 +106,7 @@ class Experiments(Sweep):
     def command(self, cell: Cell) -> list[str]:
         """Returns the command of a run."""
         folder = self.folder / cell.folder
-        options = dict(cell.settings) | {
-            "task": cell.task,
+        options = {"task": cell.task} | dict(cell.settings) | {
             "seed": cell.seed,
             "selection_runs": cell.selection_runs,
             "result_dir": folder,
