@@ -362,7 +362,7 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
         "rows": {
             "DP-GRAPE": {
                 "arguments": {"method": "dp_grape"},
-                "grid": {"learning_rate": [1e-3, 1e-2]},
+                "grid": {"learning_rate": [1e-2]},
             }
         },
     }
@@ -385,16 +385,15 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     assert sweep.main(words) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     assert started[1] == started[2]
-    assert len(started) == 4
+    assert len(started) == 3
     lines = (out / "runs.jsonl").read_text().splitlines()
     results = [json.loads(line)["result"] for line in lines]
-    assert sorted((r["settings"]["seed"], r["script"]["selection_runs"]) for r in results) == [
-        *((13, 2), (100, 0), (100, 0))
-    ]
+    found = [(r["settings"]["seed"], r["script"]["selection_runs"]) for r in results]
+    assert found == [(100, 0), (13, 1)]
     record = strict(out / "sweep.json")["tasks"]["MNIST"]["DP-GRAPE"]
     tested = next(r["metrics"]["test"]["accuracy"] for r in results if "test" in r["metrics"])
     assert record == {
         "settings": record["settings"],
-        "search_runs": 2,
+        "search_runs": 1,
         "scores": {"8": [pytest.approx(tested), None, 1]},
     }
