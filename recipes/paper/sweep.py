@@ -106,7 +106,9 @@ class Experiments(Sweep):
     def command(self, cell: Cell) -> list[str]:
         """Returns the command of a run."""
         folder = self.folder / cell.folder
-        options = {"task": cell.task} | dict(cell.settings) | {
+        options: dict[str, Any] = {
+            "task": cell.task,  # but for one that has another name here
+            **dict(cell.settings),
             "seed": cell.seed,
             "selection_runs": cell.selection_runs,
             "result_dir": folder,
