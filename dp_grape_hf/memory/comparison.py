@@ -143,43 +143,6 @@ def _has_modes(row: Method) -> bool:
     return row.private and not other
 
 
-# ---- The cost rule ----
-
-
-class Choice(NamedTuple):
-    """How ``grad_sample_mode=auto`` of a method compares with the other modes."""
-
-    method: str
-    same_as: str  # the mode that is here the same step, by peak and products; empty if none is
-    smallest: str  # the mode with the smallest peak, auto where it is one of them
-    peak: float  # of auto, divided by the smallest
-
-
-def choices(rows: list[Compared]) -> list[Choice]:
-    """Returns how the cost rule chose, for each method of which all modes were simulated."""
-    found = []
-    for method in dict.fromkeys(row.setting.method for row in rows):
-        taken = {
-            row.setting.grad_sample_mode: row.footprint
-            for row in rows
-            if row.setting.method == method and row.footprint is not None
-        }
-        if len(taken) < len(GradSampleMode):
-            continue
-        auto = taken[GradSampleMode.AUTO]
-        same = [
-            mode
-            for mode, other in taken.items()
-            if mode != GradSampleMode.AUTO
-            and (other.kinds, other.phase, other.flops) == (auto.kinds, auto.phase, auto.flops)
-        ]
-        # The first of equals, which is auto.
-        smallest = min(taken, key=lambda mode: taken[mode].total)
-        ratio = auto.total / taken[smallest].total
-        found.append(Choice(method, same[0] if same else "", smallest, ratio))
-    return found
-
-
 # ---- What is shown: tables in MiB, JSON in bytes ----
 
 
@@ -199,14 +162,13 @@ class Comparison(Report):
         result = {
             **self.request(),
             "rows": [_figures(row, sizes) for row in self.rows],
-            "cost_rule": [choice._asdict() for choice in choices(self.rows)],
         }
         return json.dumps(result, indent=2) + "\n"
 
     def as_text(self) -> str:
         """Returns the tables, and how to read them."""
         kinds = _kinds(self.rows, sizes_of(self.model, self.setting))
-        return "\n".join([self.heading(), _steps(self.rows), kinds, _legend(), _rule(self.rows)])
+        return "\n".join([self.heading(), _steps(self.rows), kinds, _legend()])
 
 
 def _figures(row: Compared, sizes: Sizes) -> dict[str, object]:
@@ -263,17 +225,6 @@ def _legend() -> str:
         "the form in which they are kept. P is kept for\nevery weight.\n"
         "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
     )
-
-
-def _rule(rows: list[Compared]) -> str:
-    lines = []
-    for choice in choices(rows):
-        same = f" (here the same step as {choice.same_as})" if choice.same_as else ""
-        found = f"{choice.peak:.2f} x that of {choice.smallest}"
-        if choice.smallest == GradSampleMode.AUTO:
-            found = "the smallest of the modes"
-        lines.append(f"{TITLES[choice.method]} auto{same}: peak {found}.\n")
-    return "".join(lines)
 
 
 def _mib(size: int) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.per_sample import choice, classification, loss_for
+from dp_grape_hf.per_sample import choice, classification, is_regression, loss_for
 
 _CHOICES = 4  # options of a multiple-choice question
 
@@ -86,10 +86,8 @@ class ModelOfConfig:
             return torch.zeros(size, self._seq_len, dtype=torch.long)
         if self._head.loss is classification:
             labels, problem = self._config.num_labels, self._config.problem_type
-            if problem == "multi_label_classification":
+            if problem == "multi_label_classification" or is_regression(self._config, labels):
                 return torch.zeros(size, labels)
-            if labels == 1:
-                return torch.zeros(size)
         return torch.zeros(size, dtype=torch.long)
 
 

@@ -24,7 +24,13 @@ from dp_grape_hf.per_sample.guards import (
     refusing_changed_weights,
     seed_all,
 )
-from dp_grape_hf.per_sample.losses.heads import IGNORE_INDEX, choice, classification, cross_entropy
+from dp_grape_hf.per_sample.losses.heads import (
+    IGNORE_INDEX,
+    choice,
+    classification,
+    cross_entropy,
+    is_regression,
+)
 from dp_grape_hf.per_sample.losses.losses import (
     LossFunction,
     ModelLoss,
@@ -85,6 +91,7 @@ __all__ = [
     "examine_trainer_loss",
     "freeze_unused",
     "guarding_streams",
+    "is_regression",
     "keep_laid_out_for_training",
     "keeping_random_state",
     "loss_for",
