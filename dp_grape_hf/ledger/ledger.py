@@ -273,12 +273,6 @@ class Ledger:
         return dict(self.runs[-1].start.versions)
 
     @property
-    def releases(self) -> tuple[Release, ...]:
-        """The releases of this run, run-length coded."""
-        own, steps = self.mechanism, self.steps
-        return (Release(own.noise_multiplier, own.sample_rate, steps),) if steps else ()
-
-    @property
     def steps(self) -> int:
         """Number of releases of this run."""
         return self.runs[-1].steps

@@ -92,7 +92,7 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
     # The rate that was accounted is the rate that was drawn at.
     rate = BATCH / NUM_SAMPLES
     assert spent.mechanism.sample_rate == rate
-    assert Ledger.load(tmp_path / LEDGER_NAME).releases[0].sample_rate == rate
+    assert Ledger.load(tmp_path / LEDGER_NAME).mechanism.sample_rate == rate
     mean, variance = steps * BATCH, steps * BATCH * (1 - rate)
     assert abs(sum(map(len, trainer.draws)) - mean) < 5 * math.sqrt(variance)
     assert spent.epsilon <= 3.0

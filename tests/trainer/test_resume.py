@@ -61,7 +61,7 @@ def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None
     assert resumed.privacy_spent().epsilon <= 4.0
     assert resumed.ledger.run_id == stopped.ledger.run_id
     ledgers = [Ledger.load(tmp_path / name / LEDGER_NAME) for name in ("whole", "parts")]
-    assert ledgers[0].releases == ledgers[1].releases
+    assert ledgers[0].steps == ledgers[1].steps
     assert ledgers[0].mechanism == ledgers[1].mechanism
 
 

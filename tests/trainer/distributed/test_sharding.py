@@ -169,7 +169,7 @@ def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path, one: Any, 
     ]
     assert shapes[0] == shapes[1]
     assert status_of(sharded) == status_of(plain)
-    assert [r.count for r in Ledger.load(sharded / LEDGER_NAME).releases] == [2]
+    assert Ledger.load(sharded / LEDGER_NAME).steps == 2
 
 
 @pytest.mark.parametrize("name", RESUMED)
