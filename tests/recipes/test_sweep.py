@@ -316,7 +316,7 @@ def test_every_run_of_a_file_has_settings_that_exist(
 ) -> None:
     config = sweep.read(path)
     family = FAMILIES[config["recipe"]]
-    assert config["tasks"].keys() <= set(family.tasks)
+    assert {own.get("task", name) for name, own in config["tasks"].items()} <= set(family.tasks)
     assert config["search"].keys() <= {"epsilon", "seed", "arguments"}
     assert all(isinstance(seed, int) for seed in config["final"]["seeds"])
     config["final"] = {"epsilons": config["final"]["epsilons"][:1], "seeds": [13]}
