@@ -35,7 +35,7 @@ from dp_grape_hf.choosing import (
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import bound_of_part
-from dp_grape_hf.per_sample import evaluating, keeping_random_state
+from dp_grape_hf.per_sample import evaluating
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer.run import Run, rule_settings
 
@@ -65,7 +65,7 @@ def choose_parts(
         args.suit_fresh_weights()
 
     def decide() -> tuple[list[str], str | None, str | None]:
-        with keeping_random_state(), evaluating(model):
+        with evaluating(model):
             name, layer = _output_layer(model, inputs)
             by_user = {n for n, p in model.named_parameters() if not p.requires_grad} - {*unused}
             frozen: list[str] = []
@@ -118,7 +118,7 @@ def find_rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
 
 def _rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
     try:
-        with keeping_random_state(), evaluating(run.model):
+        with evaluating(run.model):
             return _measured(run, plan, _output_layer(run.model, inputs), inputs)
     except Exception:
         if run.args.chooses:
