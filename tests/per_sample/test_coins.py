@@ -1,5 +1,6 @@
 """Random numbers that examples share are refused, wherever they are drawn; one's own are not."""
 
+import gc
 import random
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BigBirdConfig,
@@ -330,6 +332,43 @@ def test_what_the_examination_takes(toss: Toss, passes: int) -> None:
     tried = sizes[sizes.index(3) : sizes.index(5)]  # after pairs, before the batch
     assert len(tried) == passes
     assert {*tried} <= {2, 3}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str) -> None:
+    def tensors() -> int:
+        gradients(OWN[name])
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        tensors()  # fills caches
+        assert tensors() == tensors()
+    finally:
+        gc.enable()
+
+
+def test_attention_sums_in_one_order_while_passes_are_compared() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append((func._schema.name, torch.get_deterministic_debug_mode()))
+            return func(*args, **(kwargs or {}))
+
+    def attends_and_drops(hidden: Tensor) -> Tensor:
+        heads = hidden.view(-1, 1, 3, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads)
+        return dropout(mixed.flatten(1))
+
+    with Kernels():
+        gradients(attends_and_drops)
+    backward = [mode for name, mode in seen if "attention_for_cpu_backward" in name]
+    assert backward.count(2) == 15  # a kernel that has no such order raises
+    assert {mode for name, mode in seen if "attention" not in name} == {0}
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "a pass fails"])
