@@ -23,9 +23,8 @@ from dp_grape_hf.arguments.refusals import (
     refuse_machine,
 )
 from dp_grape_hf.choosing import rule_and_rank, schedule
-from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import BANDED, Clipping, EarlierData, folder_of_its_own
+from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
 from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
@@ -349,22 +348,6 @@ class DPGrapeArguments(_Host):
             "projections. Checkpoints hold all weights, to be resumed from."
         },
     )
-    output_dir_in_use: Annotated[str, one_of(["refuse", "new"])] = field(
-        default="refuse",
-        metadata={
-            "help": "What a new run does where output_dir holds another: refuse; or new, which "
-            "takes a numbered folder beside it and says what the other spent. A run that is "
-            "resumed has its own folder: leave it at refuse then."
-        },
-    )
-    log_unnoised_statistics: bool = field(
-        default=False,
-        metadata={
-            "help": "Log the raw training loss and the token counts of drawn batches. They are "
-            "functions of private data without noise: for debugging on public data only. The "
-            "ledger then says that what was logged is not private."
-        },
-    )
     eval_data_is_public: bool = field(
         default=False,
         metadata={
@@ -385,8 +368,6 @@ class DPGrapeArguments(_Host):
         refuse_host_options(self)
         super().__post_init__()
         refuse_machine(self)
-        if self.output_dir_in_use == "new":
-            self.output_dir = from_first(lambda: folder_of_its_own(str(self.output_dir)))
         if self.noise != INDEPENDENT:
             self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
         if self.gradient_checkpointing:  # both names of the option hold the same by now

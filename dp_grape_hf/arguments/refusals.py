@@ -56,13 +56,6 @@ def refuse_contradictions(args: Any) -> None:
         raise PrivacyError(f"noise={args.noise!r} with {reason}")
     if args.save_as == "adapter":
         _refuse_adapter(args)
-    if args.log_unnoised_statistics and args.target_epsilon is not None:
-        raise PrivacyError(
-            "log_unnoised_statistics=True publishes un-noised functions of the training data, "
-            f"which no epsilon covers, so it contradicts "
-            f"target_epsilon={args.target_epsilon!r}. Debug with "
-            "noise_multiplier=..., on public data; the ledger then says not private."
-        )
     if math.isinf(args.max_grad_norm) and (args.private or args.clipping == Clipping.AUTOMATIC):
         raise PrivacyError(
             f"max_grad_norm={args.max_grad_norm!r} leaves nothing to calibrate the noise to, or to "
@@ -223,11 +216,6 @@ def _refuse_units(args: Any) -> None:
             f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
             "and its default counts examples. Give the expected number of units of a step."
         )
-    if args.log_unnoised_statistics:
-        raise PrivacyError(
-            f"log_unnoised_statistics=True with privacy_unit_column={column!r} logs numbers by "
-            "example, which say nothing of units. Leave one of them out."
-        )
 
 
 # ---- The host's ----
@@ -295,11 +283,11 @@ def refuse_host_options(args: Any) -> None:
             "its default."
         )
     counts = args.include_num_input_tokens_seen
-    if counts not in ("no", False) and not args.log_unnoised_statistics:
+    if counts not in ("no", False) and args.private:
         raise PrivacyError(
             f"include_num_input_tokens_seen={counts!r} is refused: token counts of drawn batches "
             "are un-noised functions of private data. For debugging on public data, set "
-            "log_unnoised_statistics=True with an explicit noise_multiplier."
+            "noise_multiplier=0."
         )
     if not args.eval_data_is_public:
         _refuse_following_evaluation(args)

@@ -165,33 +165,10 @@ def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
     raise PrivacyError(
         f"output_dir={args.output_dir!r} is that of another run, which {where} records: "
         f"{_spent(ledger)}. Go on with it by train(resume_from_checkpoint=...), or give this run "
-        "an output_dir of its own: output_dir_in_use='new' takes a numbered one beside it. If both "
-        "use some of the same examples, say so by "
+        "an output_dir of its own. If both use some of the same examples, say so by "
         f"earlier_ledger={where!r} and earlier_data='same': what they spend then adds up. Delete "
         "the folder instead only if nothing that came of that run was shown or used."
     )
-
-
-def folder_of_its_own(output_dir: str) -> str:
-    """Returns a folder for a new run: the one that is asked for, or a numbered one beside it.
-
-    Where an earlier run is in it, what that spent, and its ledger, are logged.
-    """
-    live, folder, number = Path(output_dir) / LEDGER_NAME, output_dir, 1
-    while (Path(folder) / LEDGER_NAME).exists():
-        number += 1
-        folder = f"{output_dir}-{number}"
-    if number > 1:
-        logger.warning(
-            "%s records another run: %s. This one is in %s. If both use some of the same examples "
-            "and both are shown or used, what they spend adds up: say so by earlier_ledger=%r and "
-            "earlier_data='same'.",
-            live,
-            _spent(Ledger.load(live)),
-            folder,
-            f"{live}",
-        )
-    return folder
 
 
 class _NotKnown(Exception):

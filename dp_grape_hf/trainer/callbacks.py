@@ -73,8 +73,7 @@ class OnlyPrivateLogs(TrainerCallback):
                     logger.warning(
                         "%r is not known to be private and was left out of the logs. Metrics of "
                         "evaluation data are logged under the prefix of their evaluation; for "
-                        "debugging on public data, log_unnoised_statistics=True logs everything, "
-                        "and the ledger then says that the run is not private.",
+                        "debugging on public data, noise_multiplier=0 logs everything.",
                         name,
                     )
                     self._seen.add(name)

@@ -295,7 +295,7 @@ def refuse_training_data(
 ) -> None:
     """Refuses to evaluate on the training data, whose metrics would be logged as they are.
 
-    Unless they are declared public, or un-noised statistics are asked for.
+    Unless they are declared public, or the run has no noise.
 
     Args:
         dataset: an evaluation data set, or several by name.
@@ -304,9 +304,8 @@ def refuse_training_data(
     """
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     ours = {id(data) for data in training_data if data is not None}
-    if any(id(data) in ours for data in datasets) and not (
-        args.eval_data_is_public or args.log_unnoised_statistics
-    ):
+    public = args.eval_data_is_public or not args.private
+    if any(id(data) in ours for data in datasets) and not public:
         raise PrivacyError(
             "eval_dataset is the train_dataset: its metrics, which are logged, are un-noised "
             "functions of the training data. Hold out other examples. If all of the data is "

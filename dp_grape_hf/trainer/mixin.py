@@ -127,10 +127,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         The weights after training are (epsilon, delta)-differentially private with respect to the
         training data, for adding or removing one example, or all of a unit's examples where
         ``privacy_unit_column`` is given, with the numbers of ``privacy_spent()``. So are ledger,
-        progress bar and logs, unless ``log_unnoised_statistics`` asks otherwise; metrics in the
-        logs are functions of the evaluation data, which epsilon does not cover. What an example
-        contributes must be computed from its own data and from coins that are its own or public
-        (``coins``): model and collator are examined for that before the first release.
+        progress bar and logs; metrics in the logs are functions of the evaluation data, which
+        epsilon does not cover. What an example contributes must be computed from its own data and
+        from coins that are its own or public (``coins``): model and collator are examined for that
+        before the first release. A run without noise claims nothing, and logs all.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.
@@ -227,7 +227,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
-        if not self.args.log_unnoised_statistics:
+        if self.args.private:
             self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
@@ -442,8 +442,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         finally:
             self.private_run.stop()
         self._refused = False
-        keep = self.args.log_unnoised_statistics
-        return output if keep else output._replace(training_loss=Withheld())
+        return output._replace(training_loss=Withheld()) if self.args.private else output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a run that was resumed when complete as it is; the original makes a step more."""
@@ -555,8 +554,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.plan.use_noise_of(self.ledger.mechanism)
         if self._known_streams is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
-        if self.args.log_unnoised_statistics:
-            self.ledger.mark_not_private("un-noised training statistics were logged")
         remember(self.model, self.ledger)
 
     def _start_run(self) -> None:
@@ -626,7 +623,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             model.train()
             done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
         self._private_norm = done.norm
-        if not self.args.log_unnoised_statistics:
+        if self.args.private:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
 
@@ -650,8 +647,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return self._private_norm
 
     def _track_num_input_tokens(self, inputs: LogicalBatch) -> None:
-        """Counts tokens of drawn batches only if un-noised statistics are asked for."""
-        for physical in inputs if self.args.log_unnoised_statistics else ():
+        """Counts tokens of drawn batches only in a run without noise."""
+        for physical in () if self.args.private else inputs:
             super()._track_num_input_tokens(physical)
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -717,15 +714,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             for group, strength in self.private_run.signal.take().items():
                 of = f"_{group}" if group else ""
                 logs |= {f"{what}{of}": value for what, value in strength._asdict().items()}
-        shown = logs if self.args.log_unnoised_statistics else PrivateLogs(logs)
+        shown = PrivateLogs(logs) if self.args.private else logs
         super().log(shown, start_time)
         if shown is not logs:  # which the host returns as metrics
             logs.clear()
             logs.update(shown)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
-        """Returns 0 unless un-noised statistics are asked for: the count tells the drawn sizes."""
-        batches = inputs if self.args.log_unnoised_statistics else ()
+        """Returns 0 unless the run has no noise: the count tells the drawn sizes."""
+        batches = () if self.args.private else inputs
         count = super().floating_point_ops
         return sum(count(physical) for physical in batches)
 

@@ -57,7 +57,6 @@ class _Defaults:
     method: str = "dp_adam"
     noise_multiplier: float | None = 0.0
     max_grad_norm: float = math.inf
-    log_unnoised_statistics: bool = True
     eval_data_is_public: bool = True
 
 

@@ -30,7 +30,7 @@ MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
         *("grad_sample_mode", "self_check"),
-        *("log_unnoised_statistics", "eval_data_is_public", "save_as"),
+        *("eval_data_is_public", "save_as"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }
 )

@@ -47,7 +47,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "noise_multiplier": None,
         "adjacency": "add_or_remove_one",
         "noise": "independent",
-        "output_dir_in_use": "refuse",
         "privacy_unit_column": None,
         "max_examples_per_unit": None,
         "earlier_data": None,
@@ -74,7 +73,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "projection_seed": 0,
         "engine": "layerwise",
         "self_check": True,
-        "log_unnoised_statistics": False,
         "save_as": "model",
         "eval_data_is_public": False,
     }
@@ -359,13 +357,6 @@ def test_no_noise_is_allowed_on_explicit_request_only() -> None:
     assert make(**NO_NOISE | {"noise_multiplier": 0}).private is False
 
 
-def test_unnoised_statistics_contradict_a_budget() -> None:
-    with pytest.raises(PrivacyError, match=r"log_unnoised_statistics=True.*target_epsilon=6\.0"):
-        make(log_unnoised_statistics=True)
-    args = make(log_unnoised_statistics=True, target_epsilon=None, noise_multiplier=1.0)
-    assert args.log_unnoised_statistics
-
-
 def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
     with pytest.raises(PrivacyError, match="expected_batch_size=0"):
         make(per_device_train_batch_size=0, learning_rate=1e-3)
@@ -462,13 +453,8 @@ def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
         assert args.eval_data_is_public
 
 
-def test_token_counts_are_allowed_without_a_budget() -> None:
-    args = make(
-        target_epsilon=None,
-        noise_multiplier=1.0,
-        include_num_input_tokens_seen=True,
-        log_unnoised_statistics=True,
-    )
+def test_token_counts_are_allowed_without_noise() -> None:
+    args = make(**NO_NOISE, include_num_input_tokens_seen=True)
     assert args.include_num_input_tokens_seen == "all"
 
 

@@ -541,16 +541,6 @@ def test_an_empty_draw_releases_noise(
         ({"privacy_unit_column": "example"}, "a column other than 'example'"),
         ({"privacy_unit_column": "id", "method": "adam"}, "protects nobody"),
         ({"privacy_unit_column": "id", "expected_batch_size": None}, "it counts units"),
-        (
-            {
-                "privacy_unit_column": "id",
-                "expected_batch_size": 4,
-                "target_epsilon": None,
-                "noise_multiplier": 1.0,
-                "log_unnoised_statistics": True,
-            },
-            "logs numbers by example",
-        ),
         ({"method": "dpzero", "grad_sample_mode": "ghost"}, "'dpzero' does not compute"),
         ({"method": "adam", "grad_sample_mode": "ghost"}, "'adam' does not compute"),
         ({"engine": "functorch", "grad_sample_mode": "ghost"}, "not a mode of engine='functorch'"),

@@ -434,24 +434,6 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_may_take_a_folder_beside_one_that_is_in_use(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    first = _trained(make_trainer(tmp_path / "out"))
-    before = (first / LEDGER_NAME).read_text()
-    for number in (2, 3):
-        with caplog.at_level(logging.WARNING):
-            again = make_trainer(first, output_dir_in_use="new")
-        assert again.args.output_dir == f"{first}-{number}"
-        assert f"{first / LEDGER_NAME} records another run: epsilon" in caplog.text
-        assert f"earlier_ledger={str(first / LEDGER_NAME)!r}" in caplog.text
-        assert (_trained(again) / LEDGER_NAME).is_file()
-    assert (first / LEDGER_NAME).read_text() == before
-    fresh = make_trainer(tmp_path / "fresh", output_dir_in_use="new")
-    assert fresh.args.output_dir == str(tmp_path / "fresh")
-
-
-@pytest.mark.slow
 def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):

@@ -100,7 +100,7 @@ UNSEEN = {
     *("seed", "projection_seed", "zero_shot", "config", "selection_runs", "result_dir"),
     *("curve_steps", "engine", "grad_sample_mode", "self_check"),
     *("per_device_train_batch_size", "world_size", "gradient_checkpointing"),
-    *("log_unnoised_statistics", "eval_data_is_public", "save_as"),
+    *("eval_data_is_public", "save_as"),
 }
 """What needs no label: it places a run, or only a machine notices it."""
 

@@ -406,14 +406,14 @@ def test_epsilon_in_logs_grows_and_ends_at_what_was_spent(tmp_path: Path) -> Non
     assert spent.epsilon == pytest.approx(trainer.ledger.epsilon(), abs=0.02)
 
 
-def test_asking_for_unnoised_statistics_logs_them_and_gives_up_the_claim(tmp_path: Path) -> None:
+def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None:
     tracker = Watch()
     trainer = make_trainer(
         tmp_path,
         model=only("bert-classifier").model(num_hidden_layers=1),
         train_dataset=examples_of("bert-classifier"),
         callbacks=[tracker],
-        log_unnoised_statistics=True,
+        noise_multiplier=0.0,
         include_num_input_tokens_seen="all",
     )
     trainer.train()

@@ -314,8 +314,9 @@ def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_once_not_private_is_never_private_again(tmp_path: Path) -> None:
-    settings = {"callbacks": [Watch(stop_at=3)], "log_unnoised_statistics": True}
-    make_trainer(tmp_path, **SAVING | settings).train()
+    first = make_trainer(tmp_path, **SAVING, callbacks=[Watch(stop_at=3)])
+    first.train()
+    first.ledger.mark_not_private("a test")
     resumed = make_trainer(tmp_path, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert not resumed.ledger.private

@@ -198,7 +198,7 @@ def test_evaluating_on_the_training_data_is_refused(several: bool, tmp_path: Pat
     trainer = make_trainer(tmp_path, train_dataset=data)
     with pytest.raises(PrivacyError, match="eval_dataset is the train_dataset"):
         trainer.evaluate(held)
-    for allowed in ({"eval_data_is_public": True}, {"log_unnoised_statistics": True}):
+    for allowed in ({"eval_data_is_public": True}, {"noise_multiplier": 0.0}):
         trainer = make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
         assert trainer.evaluate(data)["eval_loss"] > 0
 
