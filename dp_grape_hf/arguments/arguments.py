@@ -331,13 +331,6 @@ class DPGrapeArguments(_Host):
             "model that vmap can trace)."
         },
     )
-    self_check: bool = field(
-        default=True,
-        metadata={
-            "help": "At the first step, compare per-sample gradients and losses of two examples "
-            "with those of plain autograd on one example at a time."
-        },
-    )
 
     # ---- What leaves the machine ----
     save_as: Annotated[str, one_of(["model", "adapter"])] = field(

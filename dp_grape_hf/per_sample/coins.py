@@ -166,7 +166,8 @@ class Draws(TorchDraws):
         if generator is not None and not _is_global(generator):
             self.foreign |= not _is_ours()
         name = func._schema.name
-        with _repeatable() if "attention" in name and "backward" in name else contextlib.nullcontext():
+        attends = "attention" in name and "backward" in name
+        with _repeatable() if attends else contextlib.nullcontext():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

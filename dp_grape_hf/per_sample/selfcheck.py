@@ -228,8 +228,7 @@ class _Comparison:
                 f"{type(self.engine).__name__} computes them wrongly for this model, or the model "
                 "computes something else for one example than for several. Choose the other engine "
                 '(engine="functorch" or "layerwise"), or freeze these parameters with '
-                "requires_grad_(False). Nothing was released. self_check=False trains all the "
-                "same, on gradients that are wrong."
+                "requires_grad_(False). Nothing was released."
             )
         return losses, marks
 

@@ -587,7 +587,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             per_sample.use(step)
             self.model.train()
             examine_batch(per_sample, batch, projectors)
-            if args.self_check and not row.zeroth_order:
+            if not row.zeroth_order:
                 check_gradients(per_sample, batch, projectors)
             if is_sharded(self.model):
                 self.model.train()

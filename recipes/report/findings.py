@@ -29,7 +29,7 @@ TUNED = ("learning_rate", "max_grad_norm")
 MACHINE = frozenset(
     {
         *("per_device_train_batch_size", "world_size", "gradient_checkpointing", "engine"),
-        *("grad_sample_mode", "self_check"),
+        "grad_sample_mode",
         *("eval_data_is_public", "save_as"),
         *("result_dir", "selection_runs", "curve_steps", "config", ZERO_SHOT),
     }

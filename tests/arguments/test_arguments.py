@@ -72,7 +72,6 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
         "projection_update_steps": None,
         "projection_seed": 0,
         "engine": "layerwise",
-        "self_check": True,
         "save_as": "model",
         "eval_data_is_public": False,
     }

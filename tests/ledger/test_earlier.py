@@ -1,6 +1,5 @@
 """Training goes on from a model of an earlier run: what adds up is asked, counted and recorded."""
 
-import logging
 import math
 import os
 import shutil

@@ -173,7 +173,6 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
         method=method,
         max_steps=1,
         per_device_train_batch_size=4,
-        self_check=False,
     )
     trainer.train()
     optimizer, run = trainer.optimizer.optimizer, trainer.private_run

@@ -214,7 +214,7 @@ class Broken(TinyForSequenceClassification):
 def test_a_run_without_any_gradient_is_refused(
     model: type[nn.Module], engine: str, tmp_path: Path
 ) -> None:
-    settings = {"engine": engine, "self_check": False, "compute_loss_func": plain}
+    settings = {"engine": engine, "compute_loss_func": plain}
     trainer = make_trainer(tmp_path, model=model(), **settings)
     with pytest.raises(PrivacyError, match="No example that was tried has a gradient"):
         trainer.train()

@@ -47,7 +47,6 @@ def trainer_of(folder: Path, name: str = BERT, **changes: Any) -> Any:
         "max_steps": 4,
         "projection_update_steps": 2,
         "save_as": "adapter",
-        "self_check": False,
         "learning_rate": 0.02,
         "train_dataset": examples_of(name),
     }

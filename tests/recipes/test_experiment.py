@@ -35,7 +35,6 @@ PRESET: dict[str, Any] = {
         **{"expected_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 2},
         **{"accountant": "rdp", "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
         **{"save_strategy": "no", "learning_rate": 1e-1, "max_grad_norm": 1.0},
-        **{"self_check": False},
     },
     "methods": {
         "dp_grape": {"learning_rate": 1e-2, "projection": "gaussian", "projection_rank": 2}

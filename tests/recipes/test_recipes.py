@@ -16,7 +16,7 @@ from recipes.digits import train as digits
 SMALL = {
     **{"hidden_size": 32, "num_hidden_layers": 1, "projection_rank": 8},
     **{"max_steps": 3, "expected_batch_size": 64, "per_device_train_batch_size": 40},
-    **{"use_cpu": True, "accountant": "rdp", "disable_tqdm": True, "self_check": False},
+    **{"use_cpu": True, "accountant": "rdp", "disable_tqdm": True},
 }
 
 

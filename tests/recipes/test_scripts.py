@@ -95,7 +95,7 @@ def test_a_converted_script_trains_privately(
     assert main([str(folder / "run_own.py"), "--write"]) == 0
     found = run(
         Path("run_own.py"),
-        [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp --self_check False".split()],
+        [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()],
     )
     assert found == {"outcome": TRAINED, "reason": None, "warnings": [], "provided": ["metric"]}
     ledger = json.loads((folder / "out" / "privacy_ledger.json").read_text())

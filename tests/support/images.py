@@ -13,7 +13,7 @@ SMALL = {
     **{"noise_multiplier": 1, "target_delta": 1e-3, "accountant": "rdp", "projection_rank": 4},
     **{"max_steps": 2, "expected_batch_size": 8, "per_device_train_batch_size": 6},
     **{"learning_rate": 0.1, "max_grad_norm": 1.0, "disable_tqdm": True, "use_cpu": True},
-    **{"dataloader_pin_memory": False, "per_device_eval_batch_size": 5, "self_check": False},
+    **{"dataloader_pin_memory": False, "per_device_eval_batch_size": 5},
 }
 
 

@@ -128,7 +128,6 @@ def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> 
         "projection_rank": 2,
         "projection_update_steps": 3,
         "logging_steps": 1,
-        "self_check": False,  # which has tests of its own, and takes a third of a short run
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

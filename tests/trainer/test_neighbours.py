@@ -276,7 +276,6 @@ def released(
             "num_samples": size,
             "per_device_train_batch_size": 16,
             "max_steps": 1,
-            "self_check": True,
             "known_streams": Streams.known(),
             **settings,
         },

@@ -120,7 +120,7 @@ def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
         return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
 
     monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
-    settings: dict[str, Any] = {"per_device_train_batch_size": size, "self_check": True}
+    settings: dict[str, Any] = {"per_device_train_batch_size": size}
     trainer = on_pairs(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
         trainer.train()

@@ -213,9 +213,7 @@ class AddsATermForSequenceClassification(TinyForSequenceClassification):
 
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 def test_a_term_that_the_model_adds_to_its_loss_is_refused(engine: str, tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, model=AddsATermForSequenceClassification(), engine=engine, self_check=False
-    )
+    trainer = make_trainer(tmp_path, model=AddsATermForSequenceClassification(), engine=engine)
     with pytest.raises(UnsupportedModelError, match="adds a term of its own"):
         trainer.train()
     assert trainer.ledger.steps == 0
