@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dp_grape_hf.optimizers.projected import ProjectedOptimizer, is_short
-from dp_grape_hf.projections import MATRIX_LAYERS, Projector, shared_parameters
+from dp_grape_hf.optimizers.projected import ProjectedOptimizer
+from dp_grape_hf.projections import MATRIX_LAYERS, Projector, is_short, shared_parameters
 
 
 class LowRankUpdates:

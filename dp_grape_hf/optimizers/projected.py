@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term, require_in_range
-from dp_grape_hf.projections import Projector, round_at_random, rounding_generator, row_blocks
+from dp_grape_hf.projections import (
+    Projector,
+    is_short,
+    round_at_random,
+    rounding_generator,
+    row_blocks,
+)
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
@@ -360,11 +366,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         keys = (*self._rule.moments, "update")
         kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
         return kept + (0 if self.changes is None else self.changes.nbytes)
-
-
-def is_short(weight: Tensor) -> bool:
-    """Whether numbers of a weight have fewer than 32 bits, so that small updates need care."""
-    return weight.dtype.itemsize < 4
 
 
 class ProjectedAdam(ProjectedOptimizer):

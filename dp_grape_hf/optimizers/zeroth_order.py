@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers.projected import is_short
-from dp_grape_hf.projections import DIRECTION, Directions, round_at_random, rounding_generator
+from dp_grape_hf.projections import (
+    DIRECTION,
+    Directions,
+    is_short,
+    round_at_random,
+    rounding_generator,
+)
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):

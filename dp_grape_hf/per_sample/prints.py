@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
+from dp_grape_hf.projections import is_short
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def computes_in_16_bits(model: nn.Module) -> bool:
     Autocast may be on around the model, or within its forward method, where accelerate has it.
     """
     weights = list(model.parameters())
-    short = any(not w.is_floating_point() or w.dtype.itemsize < 4 for w in weights)
+    short = any(not w.is_floating_point() or is_short(w) for w in weights)
     within = "_original_forward" in vars(model)  # only mixed precision makes accelerate keep it
     return short or within or torch.is_autocast_enabled(weights[0].device.type)
 

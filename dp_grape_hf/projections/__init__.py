@@ -17,7 +17,7 @@ from dp_grape_hf.projections.schedules import (
     ProjectionSchedule,
     ReleasedProjection,
 )
-from dp_grape_hf.projections.seeds import round_at_random, rounding_generator, row_blocks
+from dp_grape_hf.projections.seeds import is_short, round_at_random, rounding_generator, row_blocks
 from dp_grape_hf.projections.targets import (
     MATRIX_LAYERS,
     default_targets,
@@ -47,6 +47,7 @@ __all__ = [
     "feature_dimensions",
     "first_matches",
     "input_dimensions",
+    "is_short",
     "on_inputs",
     "output_embeddings",
     "placements",

@@ -70,6 +70,11 @@ def rounding_generator(
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
+def is_short(weight: torch.Tensor) -> bool:
+    """Whether numbers of a weight have fewer than 32 bits, so that small updates need care."""
+    return weight.dtype.itemsize < 4
+
+
 def round_at_random(
     value: torch.Tensor,
     dtype: torch.dtype,

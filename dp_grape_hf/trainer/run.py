@@ -63,6 +63,7 @@ from dp_grape_hf.projections import (
     ReleasedProjection,
     feature_dimensions,
     input_dimensions,
+    is_short,
     on_inputs,
     principal_directions,
     projection_targets,
@@ -420,7 +421,7 @@ def _per_sample(
     """Returns what computes losses, and per-sample gradients or their stand-in."""
     row = METHODS[args.method]
     if row.zeroth_order:
-        short = next((n for n, p in model.named_parameters() if p.dtype.itemsize < 4), None)
+        short = next((n for n, p in model.named_parameters() if is_short(p)), None)
         if row.private and short is not None:
             raise PrivacyError(
                 f"{short} is {model.get_parameter(short).dtype}, and method={args.method!r} "
