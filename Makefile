@@ -6,6 +6,7 @@ DEMO_DIR := runs/digits
 TEST_JOBS ?= 2
 WHEELS := $(VENV)/transformers
 PIP_LOG := $(VENV)/pip.log
+IN_DEV := test recipes benchmark site
 
 RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
 	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1,*.ipynb:T20"
@@ -82,7 +83,7 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml .ci/constraints.txt | $(BIN)/pyth
 # A reference for the tests, alone: what it asks for is for its 8-bit optimizers.
 	$(if $(filter test dev,$*),@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--no-deps galore-torch==1.0)
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(IN_DEV:%=$(VENV)/.installed-%))
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
