@@ -34,8 +34,8 @@ from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
 
 SHARE = 1 / 100
-"""Of the physical batches, how many are watched, half as many where one has a single row: that
-takes less than a hundredth of the time."""
+"""Of the physical batches, how many are watched, whatever is in them: processes with sharded weights
+must run the model equally often. That takes a hundredth of the time where a batch has one row."""
 
 
 class WatchedEngine(OuterEngine):
@@ -101,11 +101,10 @@ class WatchedEngine(OuterEngine):
         return losses
 
     def _chosen(self, inputs: Inputs) -> int | None:
-        """Returns which row to compare, if any; the coins are tossed whatever the batch is."""
+        """Returns which row to compare, if any: whether one is says a coin, not the batch."""
         one, other = self._coins.random(), self._coins.random()
-        size = batch_size_of(inputs)
-        chosen = one < (SHARE if size > 1 else SHARE / 2) and not self.examples.simulated
-        return int(other * size) if chosen else None
+        chosen = one < SHARE and not self.examples.simulated
+        return int(other * batch_size_of(inputs)) if chosen else None
 
     def _compare(
         self,

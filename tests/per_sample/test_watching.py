@@ -51,3 +51,24 @@ def test_a_leak_counts_as_much_as_the_clip_lets_through(
             watched(batch, {})
     else:
         watched(batch, {})
+
+
+def test_the_coins_alone_say_which_batches_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with sharded weights would wait for each other: batches differ, coins do not."""
+    monkeypatch.setattr(watching, "SHARE", 0.5)
+    model = nn.Linear(4, 1)
+    passes = {}
+    for rows in (1, 2, 5):
+        engine = make_engine("layerwise", model, lambda outputs, labels: outputs.square().sum(1))
+        parts = [dict.fromkeys(("weight", "bias"), 1.0)]
+        coins = random.Random(0)
+        watched = WatchedEngine(engine, tolerance_for(model), parts, 0.01, coins)
+        seen: list[int] = []
+        hook = model.register_forward_hook(lambda *call, seen=seen: seen.append(0))
+        passes[rows] = []
+        for _ in range(40):
+            watched({"input": torch.randn(rows, 4)}, {})
+            passes[rows].append(len(seen))
+        hook.remove()
+    assert passes[1] == passes[2] == passes[5]
+    assert passes[1][-1] > 50

@@ -62,7 +62,7 @@ def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | No
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(timeout=900)
+        rank.join(timeout=300)
     return [rank.exitcode for rank in ranks]
 
 

@@ -152,7 +152,8 @@ def trained(
 
 
 def equal(name: str, folder: Path) -> Any:
-    return trained(folder / f"{name}-{dist.get_world_size()}", name)
+    with patch.object(watching, "SHARE", 0.3):  # whatever is watched, all stay in step
+        return trained(folder / f"{name}-{dist.get_world_size()}", name)
 
 
 def spread(folder: Path) -> Any:
