@@ -133,13 +133,12 @@ def test_a_ledger_may_be_named_where_the_model_does_not_know_its_folder(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_on_a_model_of_an_earlier_run_asks_too(first: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_such_a_model_and_a_model_init_that_loads_one_ask_too(
+    first: Path, tmp_path: Path
+) -> None:
     adapter = get_peft_model(_load(first), LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(PrivacyError, match="earlier_data=None"):
         _trainer(tmp_path / "second", adapter, method="dp_lora")
-
-
-def test_a_model_init_that_loads_such_a_model_asks_too(first: Path, tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="earlier_data=None"):
         make_trainer(tmp_path / "second", train_dataset=DATA, model_init=lambda: _load(first))
 
@@ -160,21 +159,6 @@ def test_what_was_trained_in_this_process_is_known_without_a_folder(tmp_path: Pa
 
 class _OfHub(TinyForSequenceClassification):
     name_or_path = "user/model"
-
-
-def test_a_repository_is_asked_for_its_ledger(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def download(name: str, file: str, *, revision: str | None) -> str:
-        asked.append((name, file, revision))
-        return str(first / file)
-
-    monkeypatch.setattr(continuing, "hf_hub_download", download)
-    with pytest.raises(PrivacyError, match="earlier_data=None"):
-        find_earlier(_OfHub(), make_args(tmp_path))
-    assert asked == [("user/model", LEDGER_NAME, None)]
 
 
 class _OfNowhere(TinyForSequenceClassification):
@@ -229,13 +213,6 @@ def test_a_look_up_that_fails_is_no_answer(
     assert find_earlier(_OfHub(), make_args(tmp_path, noise_multiplier=0.0)) is None
 
 
-def test_a_repository_without_a_ledger_is_of_no_earlier_run(hub: Hub, tmp_path: Path) -> None:
-    hub.add("user/model", {"config.json": b"{}"})
-    assert find_earlier(_OfHub(), make_args(tmp_path)) is None
-    with pytest.raises(PrivacyError, match=r"earlier_data='other', but no .*leave earlier_data"):
-        find_earlier(_OfHub(), make_args(tmp_path, earlier_data="other"))
-
-
 def test_offline_the_cache_may_know_that_a_commit_has_no_ledger(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +222,8 @@ def test_offline_the_cache_may_know_that_a_commit_has_no_ledger(
     model = _OfHub()
     model.config = SimpleNamespace(_commit_hash=commit)
     assert find_earlier(model, make_args(tmp_path)) is None
+    with pytest.raises(PrivacyError, match=r"earlier_data='other', but no .*leave earlier_data"):
+        find_earlier(model, make_args(tmp_path, earlier_data="other"))
     _go_offline(hub, monkeypatch)
     assert find_earlier(model, make_args(tmp_path)) is None
     for other in ("0" * 40, None):

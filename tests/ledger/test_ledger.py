@@ -124,16 +124,13 @@ def test_only_whole_positive_numbers_of_releases_are_recorded(steps: Any) -> Non
     assert ledger.steps == 0
 
 
-def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_ledger_that_was_started_with_a_path_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    ledger = Ledger.start(MECHANISM)
-    ledger.record(2)
+    ledger = ledger_of(2)
     ledger.mark_not_private("a test")
-    assert ledger.steps == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_recording_in_a_loaded_ledger_never_changes_its_file(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
     Ledger.start(MECHANISM, path)
     before = path.read_bytes()
@@ -242,18 +239,6 @@ def test_estimated_norms_and_replaced_examples_are_accounted_for() -> None:
     assert epsilons[2] > 1.5 * epsilons[0]
 
 
-def test_clipping_per_layer_is_not_read_as_if_it_were_another() -> None:
-    with pytest.raises(PrivacyError, match=r"clipping='per_layer' must be .* that wrote it"):
-        replace(MECHANISM, clipping="per_layer")
-
-
-def test_a_cap_on_the_batch_is_not_read_as_if_there_were_none() -> None:
-    with pytest.raises(PrivacyError, match="max_batch_size=128 must be None: what a cap costs"):
-        replace(MECHANISM, sampling="truncated_poisson", max_batch_size=128)
-    (reason,) = replace(MECHANISM, sampling="truncated_poisson").reasons_not_private()
-    assert reason == "sampling is 'truncated_poisson', not 'poisson'"
-
-
 def test_epsilon_needs_a_delta() -> None:
     ledger = Ledger.start(replace(MECHANISM, target_delta=None))
     with pytest.raises(PrivacyError, match="target_delta=None"):
@@ -328,6 +313,7 @@ def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> Non
     ledger.record()
     assert Ledger.load(live).steps == 26
     assert Ledger.load(copy).steps == 20
+    assert Ledger.load(live).goes_on_from(Ledger.load(copy))
 
 
 def test_a_run_that_goes_on_in_another_folder_counts_all_releases(
@@ -425,17 +411,8 @@ def test_resuming_with_another_mechanism_is_refused(name: str, run: tuple[Path, 
         Ledger.resume(live, copy, other, updates=20)
     assert f"{name}={OTHER_VALUES[name]!r}" in str(refusal.value)
     assert f"recorded: {getattr(MECHANISM, name)!r}" in str(refusal.value)
-
-
-@pytest.mark.parametrize("changed", ["expected_batch_size", "num_samples"])
-def test_only_another_batch_size_is_put_down_to_the_number_of_processes(
-    changed: str, run: tuple[Path, Path]
-) -> None:
-    """Its default is the only one that grows with them."""
-    other = replace(MECHANISM, **{changed: OTHER_VALUES[changed]})
-    with pytest.raises(PrivacyError) as refusal:
-        Ledger.resume(*run, other, updates=20)
-    assert ("number of processes" in str(refusal.value)) == (changed == "expected_batch_size")
+    # Its default is the only one that grows with them.
+    assert ("number of processes" in str(refusal.value)) == (name == "expected_batch_size")
 
 
 def test_resuming_with_other_weights_is_refused(run: tuple[Path, Path]) -> None:
@@ -497,13 +474,6 @@ def test_a_damaged_file_is_refused_by_name(which: int, run: tuple[Path, Path]) -
             Ledger.resume(*run, MECHANISM, updates=20)
 
 
-def test_what_this_version_cannot_count_is_refused(run: tuple[Path, Path]) -> None:
-    """That a run was the best of several trials, say, which older versions counted in epsilon."""
-    rewrite(run[0], lambda content: content["entries"][0]["mechanism"].update(num_trials=10.0))
-    with pytest.raises(PrivacyError, match=r"num_trials=10\.0 is unknown .* that wrote it"):
-        Ledger.load(run[0])
-
-
 def test_a_run_names_the_accountant_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,11 +506,8 @@ def _story(path: Path) -> Ledger:
 
 TAMPERING: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a count": lambda e: e[1].update(count=19),
-    "a later count": lambda e: e[5].update(count=1),
     "the last entry": lambda e: e[6].update(reason="another"),
     "a digest of weights": lambda e: e[2]["files"].update({"model.safetensors": "2" * 64}),
-    "updates": lambda e: e[2].update(updates=19),
-    "a resumption": lambda e: e[4].update(changes={}),
     "delta": lambda e: e[0]["mechanism"].update(target_delta=1e-6),
     "sigma everywhere": lambda e: [
         one.update(noise_multiplier=2.0) for one in (e[0]["mechanism"], e[1], e[3], e[5])
@@ -548,7 +515,6 @@ TAMPERING: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a digest": lambda e: e[3].update(digest="3" * 64),
     "order": lambda e: e.insert(3, e.pop(4)),
     "an entry is gone": lambda e: e.pop(3),
-    "an entry is there twice": lambda e: e.insert(3, e[3]),
     "another first entry": lambda e: e[0].update(run_id="another"),
 }
 
@@ -612,13 +578,6 @@ def test_saving_the_same_weights_again_is_one_entry() -> None:
     head = ledger.head
     assert ledger.snapshot(2, {"a.bin": "1" * 64}).head == head
     assert ledger.snapshot(2, {"a.bin": "2" * 64}).head != head
-
-
-def test_the_live_file_holds_what_every_copy_says(run: tuple[Path, Path]) -> None:
-    live, copy = run
-    assert Ledger.load(live).goes_on_from(Ledger.load(copy))
-    Ledger.resume(live, copy, MECHANISM, updates=20).record()
-    assert Ledger.load(live).goes_on_from(Ledger.load(copy))
 
 
 # ---- Two runs in one folder ----
@@ -702,13 +661,6 @@ def test_releases_on_other_data_are_recorded_and_do_not_add_up() -> None:
     assert third.not_private_reasons == ["the first"], "the same data as any run before it"
 
 
-def test_a_run_that_continues_one_without_a_guarantee_has_none() -> None:
-    first = Ledger.start(MECHANISM, private=False, reason="the baseline")
-    second = Ledger.start(MECHANISM, continues=first)
-    assert second.not_private_reasons == ["the baseline"]
-    assert second.epsilon() == math.inf
-
-
 @pytest.mark.parametrize("change", [{"adjacency": "replace_one"}, {"privacy_unit": "author"}])
 def test_runs_about_different_neighbours_do_not_add_up(change: dict[str, Any]) -> None:
     first = Ledger.start(MECHANISM)
@@ -733,8 +685,6 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "key", "value"),
     [
-        ((), "schema_version", 0),
-        ((), "schema_version", SCHEMA_VERSION + 1),
         ((), "epsilon", 0.1),
         ((), "entries", {}),
         (("entries",), 0, []),
@@ -742,7 +692,6 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((0,), "run_id", 5),
         ((0,), "at", ""),
         ((0,), "versions", {"torch": 2}),
-        ((0,), "schema", 0),
         ((0,), "schema", SCHEMA_VERSION + 1),
         ((0,), "continues", "same data"),
         ((0,), "mechanism", []),
@@ -754,7 +703,6 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((4,), "changes", {"noise_multiplier": "1"}),
         ((4,), "changes", {"accountant": 5}),
         ((1,), "count", 0),
-        ((1,), "count", 20.0),
         ((1,), "count", True),
         ((1,), "noise_multiplier", 100.0),
         ((1,), "sample_rate", 1e-6),
@@ -772,7 +720,7 @@ def test_a_run_that_continues_another_can_be_resumed(tmp_path: Path) -> None:
         ((0, "mechanism"), "projection_seed", 1.5),
         ((0, "mechanism"), "method", ""),
         ((0, "mechanism"), "clipping", "ghost"),
-        ((0, "mechanism"), "seed", 42),
+        ((0, "mechanism"), "num_trials", 10.0),  # which older versions counted in epsilon
     ],
     ids=lambda value: str(value),
 )
@@ -852,14 +800,6 @@ def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path:
         Ledger.load(path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}"])
-def test_a_file_of_another_shape_is_refused(content: str, tmp_path: Path) -> None:
-    path = tmp_path / LEDGER_NAME
-    path.write_text(content)
-    with pytest.raises(PrivacyError, match="schema_version=None"):
-        Ledger.load(path)
-
-
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
 def test_a_file_of_another_schema_gets_one_error_whatever_it_holds(
     version: int, tmp_path: Path
@@ -872,10 +812,22 @@ def test_a_file_of_another_schema_gets_one_error_whatever_it_holds(
         f"no valid privacy ledger at {path}: schema_version={version} is not {SCHEMA_VERSION}, the "
         "only one that is read here. Read the file with the version of dp_grape_hf that wrote it."
     )
+    for shape in ("[]", "{}"):
+        path.write_text(shape)
+        with pytest.raises(PrivacyError, match="schema_version=None"):
+            Ledger.load(path)
 
 
-def test_a_wrong_mechanism_is_refused_by_field() -> None:
-    with pytest.raises(PrivacyError, match="noise_multiplier=nan"):
-        replace(MECHANISM, noise_multiplier=math.nan)
-    with pytest.raises(PrivacyError, match=r"num_samples=10\.0 must be of type int"):
-        replace(MECHANISM, num_samples=10.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_multiplier": math.nan}, "noise_multiplier=nan"),
+        ({"num_samples": 10.0}, r"num_samples=10\.0 must be of type int"),
+        ({"clipping": "per_layer"}, "clipping='per_layer' must be .* that wrote it"),
+        ({"max_batch_size": 128}, "max_batch_size=128 must be None: what a cap costs"),
+    ],
+    ids=str,
+)
+def test_a_wrong_mechanism_is_refused_by_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        replace(MECHANISM, **change)

@@ -25,6 +25,8 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
+Answer = tuple[int, Any, dict[str, str]]  # status, content, headers
+
 TOKEN, USER = "hf_of_the_tests", "tester"
 _LARGE = re.compile(r"\.(safetensors|bin|pt|pth|model|h5)$")
 _API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
@@ -34,7 +36,6 @@ _API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
 class Request:
     """What the client sent."""
 
-    method: str
     path: str
     headers: str
     body: bytes
@@ -177,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
                 body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
-        self.hub.requests.append(Request(self.command, self.path, str(self.headers), body))
+        self.hub.requests.append(Request(self.path, str(self.headers), body))
         fault = next((f for f in self.hub.faults if self._meets(f)), None)
         if fault is not None:
             fault.times -= 1
@@ -216,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- What is asked for ----
 
-    def _route(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+    def _route(self, body: bytes) -> Answer:
         path = self.path.partition("?")[0]
         if match := re.fullmatch(r"/large/(?P<oid>\w{64})", path):  # signed elsewhere, no token
             if hashlib.sha256(body).hexdigest() != match["oid"]:
@@ -255,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404, "RevisionNotFound", f"{branch} does not exist")
         return commits[branch or "main"]
 
-    def _create(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+    def _create(self, body: bytes) -> Answer:
         asked = json.loads(body)
         name = f"{asked.get('organization') or USER}/{asked['name']}"
         url = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
@@ -266,13 +267,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repos[name] = Repo(private, {"main": [first]})
         return 200, url, {}
 
-    def _validate(self, body: bytes) -> tuple[int, Any, dict[str, str]]:
+    def _validate(self, body: bytes) -> Answer:
         content = json.loads(body)["content"]
         errors = metadata_errors(content)
         wrong = [{"message": error} for error in errors]
         return (400 if errors else 200), {"errors": wrong, "warnings": []}, {}
 
-    def _preupload(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+    def _preupload(self, body: bytes, repo: str, branch: str) -> Answer:
         there = self._head(repo, branch)[-1].files
         files = []
         for asked in json.loads(body)["files"]:
@@ -282,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
             files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return 200, {"files": files}, {}
 
-    def _batch(self, body: bytes, repo: str) -> tuple[int, Any, dict[str, str]]:
+    def _batch(self, body: bytes, repo: str) -> Answer:
         self._head(repo, None)
         objects = []
         for asked in json.loads(body)["objects"]:
@@ -294,12 +295,12 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append(asked | known)
         return 200, {"transfer": "basic", "objects": objects}, {}
 
-    def _verify(self, body: bytes, repo: str) -> tuple[int, Any, dict[str, str]]:
+    def _verify(self, body: bytes, repo: str) -> Answer:
         if json.loads(body)["oid"] not in self.hub.large:
             raise _Refused(404, "", "never arrived")
         return 200, {}, {}
 
-    def _commit(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+    def _commit(self, body: bytes, repo: str, branch: str) -> Answer:
         self.hub.hold.wait(30)
         commits = self._head(repo, branch)
         files, message = dict(commits[-1].files), ""
@@ -320,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.url}/{repo}/commit/{oid}"
         return 200, {"commitUrl": url, "commitOid": oid, "pullRequestUrl": None}, {}
 
-    def _tree(self, body: bytes, repo: str, branch: str) -> tuple[int, Any, dict[str, str]]:
+    def _tree(self, body: bytes, repo: str, branch: str) -> Answer:
         files = self._head(repo, branch)[-1].files
         entries = [
             {"type": "file", "path": name, "size": len(data), "oid": _oid(data, "regular")}
@@ -328,14 +329,12 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         return 200, entries, {}
 
-    def _info(self, body: bytes, repo: str, branch: str | None) -> tuple[int, Any, dict[str, str]]:
+    def _info(self, body: bytes, repo: str, branch: str | None) -> Answer:
         head = self._head(repo, branch)[-1]
         siblings = [{"rfilename": name} for name in sorted(head.files)]
         return 200, {"id": repo, "sha": head.oid, "siblings": siblings, "tags": []}, {}
 
-    def _file(
-        self, body: bytes, repo: str, branch: str, name: str
-    ) -> tuple[int, Any, dict[str, str]]:
+    def _file(self, body: bytes, repo: str, branch: str, name: str) -> Answer:
         head = self._head(repo, branch)[-1]
         headers = {"X-Repo-Commit": head.oid}
         if name not in head.files:
