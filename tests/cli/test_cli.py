@@ -90,6 +90,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
     for name, value in settings.items():
         if isinstance(value, float | int) and name in audit:
             assert f"(default: {value:g})" in audit[name].help
+    assert options.LEDGER == LEDGER_NAME
     assert LEDGER_NAME in card["folder"].help
     assert CARD_NAME in card["write"].help
 
@@ -109,17 +110,6 @@ def test_every_example_in_the_help_prints_what_the_help_says(
         assert [line.strip() for line in shown.splitlines()] == [
             line.strip() for line in printed.splitlines()
         ]
-
-
-def test_the_help_fits_the_terminal_and_explains_every_quantity(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--help"])
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
-    for word in ("sigma", "delta", "q ", "C ", "Poisson", Adjacency.ADD_OR_REMOVE_ONE):
-        assert word in text
 
 
 def test_the_default_is_an_aligned_table_over_epsilons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,12 +150,7 @@ def test_calibrate_says_what_is_unusual(option: str, capsys: pytest.CaptureFixtu
     assert str(result[name]) == value != str(plain[name])
     (row,), (other,) = result["rows"], plain["rows"]
     assert row["noise_multiplier"] > other["noise_multiplier"]
-    heading, *_ = run(f"{RDP} --target_epsilon 2 {option}", capsys).splitlines()
-    assert value in heading
-
-
-def test_calibrate_refuses_unknown_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "adjacency='other' must be one of" in refusal(f"{RDP} --adjacency other", capsys)
+    assert value in run(f"{RDP} --noise_multiplier 1 {option}", capsys).splitlines()[0]
 
 
 def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +161,7 @@ def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("epochs", "q", "steps"),
-    [("3", "0.1", 30), ("1", "0.3", 4), ("3", "0.3", 12), ("0.5", "0.01", 50)],
+    ("epochs", "q", "steps"), [("3", "0.1", 30), ("3", "0.3", 12), ("0.5", "0.01", 50)]
 )
 def test_an_epoch_is_as_many_steps_as_visit_each_example_once_on_average(
     epochs: str, q: str, steps: int, capsys: pytest.CaptureFixture[str]
@@ -201,11 +185,10 @@ def test_the_noise_on_the_mean_needs_only_the_size_of_the_data(
     ("command", "message"),
     [
         (f"{PLAN} --eps -1", "target_epsilon=-1.0"),
-        (f"{PLAN} --noise_multiplier -1", "noise_multiplier=-1.0"),
         (f"{PLAN} --accountant moments", "accountant='moments'"),
+        (f"{PLAN} --adjacency other", "adjacency='other' must be one of"),
         (PLAN.replace("1e-5", "0"), "target_delta=0.0"),
         (PLAN.replace("1e-5", "0.001"), "target_delta=0.001 is not below 1/1000"),
-        (PLAN.replace("50", "-5"), "steps=-5"),
         (PLAN.replace("50", "0"), "steps=0"),
         (PLAN.replace("--num_samples 1000", "--num_samples 0"), "num_samples=0"),
         (PLAN.replace("--num_samples 1000", ""), "expected_batch_size=100"),
@@ -261,10 +244,11 @@ def config(tmp_path: Path) -> str:
 def test_memory_shows_every_method_side_by_side_in_aligned_columns(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32", capsys)
+    head = "--head token-classification --num_labels 32 --dtype bfloat16"
+    text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32 {head}", capsys)
     heading, batch, blank, titles, *rows = text.splitlines()
-    assert heading.startswith("RobertaForSequenceClassification, ")
-    assert batch == "batch 4, 32 tokens, float32 weights, rank 16"
+    assert heading.startswith("RobertaForTokenClassification, ")
+    assert batch == "batch 4, 32 tokens, bfloat16 weights, rank 16"
     assert blank == ""
     assert titles.startswith("peak memory, GiB  ")
     assert [row.split("  ")[0] for row in rows] == [*KINDS, "total", "reached in"]
@@ -307,6 +291,7 @@ def test_memory_says_which_batch_fits_and_what_to_turn(
 ) -> None:
     command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
     text = run(f"{command} --seq_len 32 --gpu_memory 1.002 --reserve 1", capsys)
+    assert text.startswith("RobertaForSequenceClassification, ")
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
     assert re.search(r"^DP-GRAPE  fits up to B=\d+$", text, re.M)
@@ -315,15 +300,6 @@ def test_memory_says_which_batch_fits_and_what_to_turn(
     nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001 --reserve 1", capsys)
     assert "AdamW     does not fit, even B=1\n" in nothing
     assert "DP-GRAPE at B=64 still does not fit" in nothing
-
-
-@pytest.mark.slow
-def test_memory_takes_another_head(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    head = "--head token-classification --num_labels 32"
-    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {head}"
-    text = run(f"{command} --methods dp_grape --dtype bfloat16", capsys)
-    assert text.startswith("RobertaForTokenClassification, ")
-    assert "bfloat16 weights" in text.splitlines()[1]
 
 
 @pytest.mark.parametrize(
@@ -355,10 +331,6 @@ def test_memory_needs_a_config_and_a_head(
     assert "has no config" in refusal(command, capsys)
     RobertaConfig(**TINY).save_pretrained(tmp_path)
     assert "--head, for example sequence-classification" in refusal(command, capsys)
-
-
-def test_a_folder_without_a_ledger_is_told_by_the_name_that_ledgers_have() -> None:
-    assert options.LEDGER == LEDGER_NAME
 
 
 def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixture[str]) -> None:

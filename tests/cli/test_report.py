@@ -8,22 +8,15 @@ import pytest
 
 from dp_grape_hf.cli import report
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.trainer import logged
-from tests.support.ledgers import MECHANISM
+from tests.support.ledgers import MECHANISM, ledger_of
 from tests.support.trainers import make_trainer
 
-SETTINGS = {"accountant": "rdp", "logging_steps": 1, "max_steps": 6}
 
-
-def test_the_curve_ends_at_what_was_spent(tmp_path: Path) -> None:
+def test_the_curve_ends_at_what_was_spent() -> None:
     own = replace(MECHANISM, accountant="rdp")
-    first = Ledger.start(own, tmp_path / "first.json")
-    first.record(30)
-    both = Ledger.start(
-        replace(own, noise_multiplier=2.0), tmp_path / "both.json", continues=first, same_data=True
-    )
-    both.record(10)
+    first = ledger_of(30, own)
+    both = ledger_of(10, replace(own, noise_multiplier=2.0), continues=first)
     steps, epsilons = report._curve(both, 1e-5)
     assert (steps[0], epsilons[0], steps[-1]) == (0, 0.0, 40)
     assert epsilons == sorted(epsilons)
@@ -34,7 +27,7 @@ def test_the_curve_ends_at_what_was_spent(tmp_path: Path) -> None:
 def test_a_run_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = make_trainer(tmp_path, **SETTINGS)
+    trainer = make_trainer(tmp_path, accountant="rdp", logging_steps=1, max_steps=6)
     trainer.train()
     assert [line["step"] for line in logged(tmp_path) if "signal" in line] == [1, 2, 3, 4, 5, 6]
     drawn: list[str] = []
@@ -52,13 +45,6 @@ def test_a_run_is_drawn(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["report", str(tmp_path)]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_log_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = make_trainer(tmp_path, **SETTINGS)
-    trainer.train()
     (tmp_path / "trainer_state.json").unlink()
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no trainer_state.json" in capsys.readouterr().err

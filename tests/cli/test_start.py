@@ -21,9 +21,9 @@ CALIBRATE = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a new interpreter has loaded after the code, which may end itself."""
+    """The modules that a new interpreter has loaded after the code."""
     report = "import json, sys; sys.stderr.write('\\n' + json.dumps(sorted(sys.modules)))"
-    program = f"import atexit\natexit.register(lambda: exec({report!r}))\n{code}"
+    program = f"{code}\n{report}"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -31,34 +31,35 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(result.stderr.splitlines()[-1]))
 
 
-def of_command(command: str) -> str:
-    return f"import sys\nfrom dp_grape_hf.cli.main import main\nsys.exit(main({command.split()!r}))"
+def of_commands(*commands: str) -> str:
+    """Code that runs commands one after the other."""
+    return f"""
+from dp_grape_hf.cli.main import main
+for words in {[command.split() for command in commands]!r}:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 0
+"""
 
 
 def packages(modules: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import dp_grape_hf",
-        "import dp_grape_hf; dir(dp_grape_hf); dp_grape_hf.__version__",
-        "from dp_grape_hf import PrivacyError, UnsupportedModelError",
-        *(of_command(f"{command} --help") for command in ("", *COMMANDS)),
-    ],
-    ids=["import", "dir", "names", "help", *COMMANDS],
-)
-def test_nothing_heavy_is_imported_until_it_is_needed(code: str) -> None:
-    loaded = packages(modules_after(code))
+def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
+    names = "dir(dp_grape_hf), dp_grape_hf.__version__, dp_grape_hf.PrivacyError"
+    helps = of_commands("--help", *(f"{command} --help" for command in COMMANDS))
+    loaded = packages(modules_after(f"import dp_grape_hf\n{names}\n{helps}"))
     assert "dp_grape_hf" in loaded
     assert not loaded & (HEAVY | {"numpy", "scipy", "prv_accountant", "dp_accounting"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--eps 2", "--noise_multiplier 1"])
-def test_calibrate_needs_the_accountants_only(more: str) -> None:
-    loaded = packages(modules_after(of_command(f"{CALIBRATE} {more}")))
+def test_calibrate_needs_the_accountants_only() -> None:
+    code = of_commands(f"{CALIBRATE} --eps 2", f"{CALIBRATE} --noise_multiplier 1")
+    loaded = packages(modules_after(code))
     assert "scipy" in loaded
     assert not loaded & HEAVY
 
@@ -89,21 +90,15 @@ def test_every_name_that_is_typed_is_there_and_listed() -> None:
         assert getattr(dp_grape_hf, name) is getattr(sys.modules[lazy[name]], name)
 
 
-def test_a_star_import_brings_what_is_public() -> None:
+def test_a_star_import_brings_what_is_public_and_no_other_name_is_there() -> None:
     names: dict[str, object] = {}
     exec("from dp_grape_hf import *", names)
     assert names.keys() - {"__builtins__"} == set(dp_grape_hf.__all__)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'dp_grape_hf' has no attribute 'DPGrapeNothing'"):
         _ = dp_grape_hf.DPGrapeNothing
-    assert not hasattr(dp_grape_hf, "DPGrapeNothing")
-    with pytest.raises(ImportError, match="DPGrapeNothing"):
-        exec("from dp_grape_hf import DPGrapeNothing")
 
 
-@pytest.mark.parametrize("name", ["DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyError"])
+@pytest.mark.parametrize("name", ["DPGrapeTrainer", "PrivacyError"])
 def test_what_is_pickled_by_name_is_found_again(name: str) -> None:
     value = getattr(dp_grape_hf, name)
     assert pickle.loads(pickle.dumps(value)) is value
@@ -119,6 +114,7 @@ def test_every_command_gets_its_own_options(
         main([command, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
     assert text.startswith(f"usage: dp-grape {command} ")
     assert callable(import_module(f"dp_grape_hf.cli.{command}").run)
     example = f"$ dp-grape {command} "

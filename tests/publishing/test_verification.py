@@ -140,15 +140,18 @@ def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "estimated norms": {"norm_directions": 1024, "method": "dp_jl"},
     "replace one": {"adjacency": "replace_one"},
-    "per unit": {"privacy_unit": "author", "max_examples_per_unit": 4},
     "rdp": {"accountant": "rdp"},
     "no clipping": {"max_grad_norm": math.inf, "target_epsilon": None},
-    "a unit that reads as epsilon": {"privacy_unit": "ε = 3"},
-    "a unit that reads as delta": {"privacy_unit": "delta = 3 | `x` <b>\x00\n"},
-    "a projection of that name": {"projection": "eps = 0.1", "projection_rank": None},
-    "delta with many digits": {"target_delta": 1.23456789e-6},
-    "secure noise": {"noise": "secure"},
-    "gradient factors": {"gradient_factors": '{"ε = 3 | <b>": 4.0}'},
+    "a unit that reads as a claim": {
+        "privacy_unit": "ε = 3, delta = 3 | `x` <b>\x00\n",
+        "max_examples_per_unit": 4,
+    },
+    "a projection that reads as a claim": {"projection": "eps = 0.1", "projection_rank": None},
+    "much else": {
+        "target_delta": 1.23456789e-6,
+        "noise": "secure",
+        "gradient_factors": '{"ε = 3 | <b>": 4.0}',
+    },
 }
 
 
@@ -219,7 +222,12 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
         {"chain"} | CARD,
     ),
-    "sigma, in one place": (_in_the_ledger(lambda e: e[1].update({SIGMA: 9.0})), {"ledger"}),
+    "no delta": (
+        _in_the_ledger(
+            lambda e: e[0]["mechanism"].update(target_delta=None, target_epsilon=None), rewrite
+        ),
+        CARD,
+    ),
     "sigma, everywhere": (
         _in_the_ledger(lambda e: [x.update({SIGMA: 9.0}) for x in (e[0]["mechanism"], e[1], e[3])]),
         {"chain"} | CARD,
@@ -262,10 +270,6 @@ OF_THE_STATEMENT = {
     "no marks": (f"{BEGIN}|{END}", ""),
     "no mark of the end": (END, ""),
     "two statements": (f"(?s){BEGIN}.*{END}", r"\g<0>\n\n\g<0>"),
-    "a statement in the statement": (
-        f"(?s){BEGIN}(.*){END}",
-        rf"{BEGIN}\n\n\g<0>\n\n{END}",
-    ),
     "the marks the other way round": (f"(?s){BEGIN}(.*){END}", rf"{END}\1{BEGIN}"),
     "more between the marks": (END, rf"Checked by the Hub.\n\n{END}"),
     "the statement at the end": (f"(?s)({BEGIN}.*{END})(.*)", r"\2\n\1\n"),
@@ -280,7 +284,6 @@ TAMPERING |= {what: (_on_the_card(*change), CARD) for what, change in OF_THE_STA
 # What no ledger can say, though its digests fit: an entry, and what is put into it.
 IMPOSSIBLE: dict[str, Callable[[list[Any]], object]] = {
     "more releases than there are": lambda e: e[1].update(count=10**30),
-    "no release": lambda e: e[1].update(count=0),
     "a delta that is no number": lambda e: e[0]["mechanism"].update(target_delta=5e-324),
     "more directions than there are": lambda e: e[0]["mechanism"].update(norm_directions=10**30),
 }
@@ -309,36 +312,14 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
     assert {status[f"weights: {name}"] for name in parts} == {ABSENT}
 
 
-def test_a_card_of_a_run_without_privacy_may_name_it_elsewhere(tmp_path: Path) -> None:
-    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
-    details = CardDetails(
-        base_model="a/differential-privacy-bert", tags=("no-differential-privacy",)
-    )
-    (tmp_path / CARD_NAME).write_text(render(ledger, details), encoding="utf-8")
-    assert _wrong(verify(tmp_path)) == []
-
-
-def test_a_ledger_that_lost_its_delta_contradicts_its_card(tmp_path: Path) -> None:
-    _saved(tmp_path, replace(MECHANISM, target_epsilon=None))
-    rewrite(
-        tmp_path / LEDGER_NAME, lambda c: c["entries"][0]["mechanism"].update(target_delta=None)
-    )
-    assert "card: statement" in _wrong(verify(tmp_path))
-
-
-def test_a_mismatch_is_printed_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _swap_weights(run)
-    assert main(["verify", str(run)]) == 1
-    out = capsys.readouterr().out
-    assert re.search(rf"^weights: {WEIGHTS} +{MISMATCH} +\w{{12}} +\w{{12}}$", out, re.M)
-    assert out.endswith("1 of 10 checks found a mismatch. 2 of 10 checks had nothing to compare.\n")
-
-
 def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path) -> None:
-    _saved(tmp_path, private=False, reason="the baseline")
-    assert _wrong(verify(tmp_path)) == []
+    """Though it may be named elsewhere."""
+    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
+    base, tags = "a/differential-privacy-bert", ("no-differential-privacy",)
+    honest = render(ledger, CardDetails(base_model=base, tags=tags))
     card = tmp_path / CARD_NAME
-    honest = card.read_text(encoding="utf-8")
+    card.write_text(honest, encoding="utf-8")
+    assert _wrong(verify(tmp_path)) == []
     for tag in (TAG, "'Differential_Privacy'", "[unclosed"):
         card.write_text(honest.replace("- dp-grape\n", f"- dp-grape\n- {tag}\n"), encoding="utf-8")
         assert _wrong(verify(tmp_path)) == ["guarantee"]
@@ -412,10 +393,7 @@ def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
     assert _wrong(verify(run)) == [], "it agrees with itself"
     for head in heads:
         assert _wrong(verify(run, head=head)) == ["head noted before"]
-
-
-def test_a_head_is_a_whole_digest(run: Path) -> None:
-    for head in ("", "1ac6", "A" * 64):
+    for head in ("", "1ac6", "A" * 64):  # no whole digest
         assert main(["verify", str(run), "--head", head]) == 2
 
 
@@ -563,13 +541,6 @@ def _weights_of(folder: Path) -> dict[str, Tensor]:
     """What a reader loads."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.slow
-def test_a_model_that_can_be_loaded_is_compared_by_its_tensors(whole: Path) -> None:
-    status = _status(verify(whole))
-    assert {*status.values()} == {OK}
-    assert LOADED in status
 
 
 def test_an_adapter_is_loaded_and_its_base_is_said_to_be_unknown(adapter: Path) -> None:
@@ -738,12 +709,9 @@ def test_code_that_a_config_names_is_found_and_not_run(name: str, whole: Path) -
     key = "auto_map" if "class" in name else next(iter(CODE[name]))
     assert _wrong(checks) == [f"config.json: {key}"]
     assert _status(checks)[LOADED] == ABSENT
-
-
-def test_code_that_generates_is_found(whole: Path) -> None:
     (whole / "custom_generate").mkdir()
     (whole / "custom_generate" / "generate.py").write_text("raise SystemExit(1)")
-    assert _wrong(verify(whole)) == ["custom_generate/generate.py"]
+    assert _wrong(verify(whole))[-1] == "custom_generate/generate.py"
 
 
 def test_an_adapter_beside_a_model_is_found_without_weights(whole: Path, adapter: Path) -> None:
@@ -834,13 +802,20 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 # ---- The command line ----
 
 
-def test_verify_prints_a_table_and_succeeds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_a_table_and_fails_if_a_line_does(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(run)]) == 0
     out = capsys.readouterr().out
     assert out.endswith("\nNothing disagrees. 2 of 10 checks had nothing to compare.\n")
     assert re.search(rf"^{LOADED} +absent +{WEIGHTS} +cannot be loaded:", out, re.M)
     assert max(map(len, out.splitlines())) <= 100
     assert re.search(r"^epsilon by pld +ok +5\.999 \(card\) +5\.9\d+ at delta 1e-05$", out, re.M)
+    _swap_weights(run)
+    assert main(["verify", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"^weights: {WEIGHTS} +{MISMATCH} +\w{{12}} +\w{{12}}$", out, re.M)
+    assert out.endswith("1 of 10 checks found a mismatch. 2 of 10 checks had nothing to compare.\n")
 
 
 @pytest.mark.parametrize(
@@ -864,24 +839,7 @@ def _offline(*_: Any, **__: Any) -> str:
     raise OSError("there is no network")
 
 
-def test_a_repository_is_downloaded_and_verified(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-
-    def download(repo_id: str, **options: Any) -> str:
-        asked.append((repo_id, options.pop("revision"), options))
-        return str(trained)
-
-    monkeypatch.setattr(verify_command, "snapshot_download", download)
-    assert main(["verify", "user/model", "--revision", "v1"]) == 0
-    assert asked == [
-        ("user/model", "v1", {"allow_patterns": [f"*/{LEDGER_NAME}"]}),
-        ("user/model", trained.name, {"ignore_patterns": ["checkpoint-3/*", "checkpoint-6/*"]}),
-    ]
-
-
-def test_the_ledger_is_shown_with_every_entry_and_accountant(
+def test_a_ledger_that_was_not_edited_is_shown_with_every_entry_and_accountant(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger.load(run / LEDGER_NAME)
@@ -897,9 +855,6 @@ def test_the_ledger_is_shown_with_every_entry_and_accountant(
             assert shown is not None
             epsilon = ledger.epsilon_by(name, 1e-5)
             assert epsilon <= float(shown[1]) <= epsilon + 1e-4
-
-
-def test_an_edited_ledger_is_not_shown(run: Path) -> None:
     edit(run / LEDGER_NAME, lambda content: content["entries"][1].update(count=2))
     assert main(["ledger", str(run)]) == 2
 
