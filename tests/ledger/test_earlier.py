@@ -104,7 +104,7 @@ def test_only_two_answers_are_known(tmp_path: Path) -> None:
         make_args(tmp_path, earlier_data="Same")
 
 
-def test_a_method_without_privacy_is_not_asked_and_keeps_what_was_recorded(
+def test_a_method_without_privacy_is_not_asked_and_leaves_no_guarantee_to_those_after_it(
     first: Path, tmp_path: Path
 ) -> None:
     second = _trained(_trainer(tmp_path / "second", _load(first), method="adam"))
@@ -114,6 +114,12 @@ def test_a_method_without_privacy_is_not_asked_and_keeps_what_was_recorded(
     third = _trainer(tmp_path / "third", _load(second), earlier_data="same")
     assert third.privacy_spent().epsilon == math.inf
     assert not third.privacy_spent().private
+    given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
+    with pytest.raises(PrivacyError, match=r"target_epsilon=5.0 cannot be met.*no guarantee"):
+        _trainer(tmp_path / "third", _load(second), **given)
+    fourth = _trainer(tmp_path / "fourth", _load(second), earlier_data="other")
+    fourth.train()
+    assert fourth.privacy_spent().private
 
 
 def test_a_ledger_may_be_named_where_the_model_does_not_know_its_folder(
@@ -314,21 +320,6 @@ def test_a_budget_that_is_spent_already_is_refused_with_both_numbers(
             target_epsilon=0.5,
             earlier_data="same",
         )
-
-
-@pytest.mark.slow
-def test_a_run_without_a_guarantee_leaves_none_to_those_after_it(tmp_path: Path) -> None:
-    _trained(_trainer(tmp_path / "first", only(NAME).model(), method="adam"))
-    given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
-    with pytest.raises(PrivacyError, match=r"target_epsilon=5.0 cannot be met.*no guarantee"):
-        _trainer(tmp_path / "second", _load(tmp_path / "first"), **given)
-    second = _trainer(tmp_path / "second", _load(tmp_path / "first"), earlier_data="same")
-    second.train()
-    assert not second.privacy_spent().private
-    assert not Ledger.load(tmp_path / "second" / LEDGER_NAME).private
-    third = _trainer(tmp_path / "third", _load(tmp_path / "first"), earlier_data="other")
-    third.train()
-    assert third.privacy_spent().private
 
 
 def test_runs_about_other_neighbours_are_refused_before_training(
