@@ -29,16 +29,16 @@ SETTINGS = {
 }
 
 
-def bart(**changes: Any) -> BartForConditionalGeneration:
+def bart() -> BartForConditionalGeneration:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return BartForConditionalGeneration(BartConfig(**SETTINGS | changes))
+        return BartForConditionalGeneration(BartConfig(**SETTINGS))
 
 
-def sentences(num_samples: int = 24, seed: int = 0, words: int = 4) -> Examples:
-    """Returns sentences to be repeated, all as long as the longest."""
+def sentences(num_samples: int = 24, seed: int = 0) -> Examples:
+    """Returns sentences of four words to be repeated."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(FIRST_WORD, VOCABULARY, (num_samples, words), generator=generator)
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (num_samples, 4), generator=generator)
     ids = torch.nn.functional.pad(ids, (0, 1), value=END)
     mask = torch.ones_like(ids)
     return Examples(
@@ -54,7 +54,7 @@ def seq2seq(output_dir: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "cls": DPGrapeSeq2SeqTrainer,
         "arguments": DPGrapeSeq2SeqTrainingArguments,
+        "model": bart(),
         "train_dataset": sentences(),
     }
-    model = changes.pop("model", None) or bart()
-    return make_trainer(output_dir, model=model, **settings | changes)
+    return make_trainer(output_dir, **settings | changes)

@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
+def llama() -> LlamaForCausalLM:
     settings = {
         "vocab_size": len(SPECIAL) + len(WORDS),
         "hidden_size": 16,
@@ -58,7 +58,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**settings | changes))
+        return LlamaForCausalLM(LlamaConfig(**settings))
 
 
 def prompts(num_samples: int = 24, seed: int = 0, words: int | None = None) -> datasets.Dataset:
@@ -109,11 +109,11 @@ def sft(output_dir: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "cls": DPGrapeSFTTrainer,
         "arguments": DPGrapeSFTConfig,
+        "model": llama(),
         "train_dataset": prompts(),
         "processing_class": tokenizer(),
     }
-    model = changes.pop("model", None) or llama()
-    return make_trainer(output_dir, model=model, **settings | QUIET | changes)
+    return make_trainer(output_dir, **settings | QUIET | changes)
 
 
 # ---- Pairs ----

@@ -161,46 +161,25 @@ def edited_ledgers(draw: st.DrawFn) -> str:
     return json.dumps(content)
 
 
-@st.composite
-def torn_ledgers(draw: st.DrawFn) -> bytes:
-    """A ledger's file that was cut, or of which some bytes were changed."""
-    content = bytearray(written()[0].encode())
-    for _ in range(draw(st.integers(1, 4))):
-        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
-    return bytes(content[: draw(st.sampled_from([len(content), len(content) // 2, 0]))])
-
-
-def load_or_refuse(content: bytes) -> None:
-    """Loads a file; it must say what the run's did, but for what a ledger does not mean."""
+@pytest.mark.usefixtures("_written")
+@given(edited_ledgers())
+@settings(repeatable, max_examples=120)
+def test_an_edited_ledger_is_refused_by_its_path(text: str) -> None:
+    """If it is not, it says what the run's did, but for what a ledger does not mean."""
+    original = written()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, LEDGER_NAME)
-        path.write_bytes(content)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
         refusal = ""
         try:
             loaded = Ledger.load(path)
         except PrivacyError as error:
             refusal = str(error)
-        if refusal:
-            assert str(path) in refusal
-            return
-    original = written()[1]
+    if refusal:
+        assert str(path) in refusal
+        return
     assert (loaded.steps, loaded.mechanism) == (original.steps, original.mechanism)
     assert loaded.private == original.private
-
-
-@pytest.mark.usefixtures("_written")
-@given(edited_ledgers())
-@settings(repeatable, max_examples=120)
-def test_an_edited_ledger_is_refused_by_its_path(text: str) -> None:
-    load_or_refuse(text.encode("utf-8", "surrogatepass"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_written")
-@given(torn_ledgers())
-@settings(repeatable, max_examples=80)
-def test_a_torn_ledger_is_refused_by_its_path(content: bytes) -> None:
-    load_or_refuse(content)
 
 
 # ---- Data sets ----
@@ -260,22 +239,18 @@ class Failing(Examples):
         raise KeyError("row")
 
 
-WIDE = torch.zeros(FEATURES + 1)
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (lambda: [], "train_dataset is empty"),
     "a generator": (lambda: (e for e in points(24).examples), "list(...)"),
     "a text": (lambda: "a" * 24, "train_dataset[0] is str"),
     "one None": (lambda: _each(lambda e: None, 5), "train_dataset[5] is NoneType"),
     "no columns": (lambda: _each(lambda e: {}), "train_dataset[0] is {}"),
-    "no labels": (lambda: _each(_without("labels")), "The batch has no 'labels'"),
     "one without labels": (lambda: _each(_without("labels"), 5), "The batch has no 'labels'"),
     "no inputs": (lambda: _each(_without("x")), "missing 1 required positional argument: 'x'"),
     "one without inputs": (lambda: _each(_without("x"), 5), "train_dataset[5] is {labels: "),
     "one large label": (lambda: _each(_with("labels", torch.tensor(77)), 20), "Target 77 is out"),
-    "labels that are texts": (lambda: _each(_with("labels", "a")), "no 'labels'"),
-    "wide inputs": (lambda: _each(_with("x", WIDE)), "x: 1-dimensional torch.float32"),
     "one wide input": (
-        lambda: _each(_with("x", WIDE), 5),
+        lambda: _each(_with("x", torch.zeros(FEATURES + 1)), 5),
         "train_dataset[5] has x of another size",
     ),
     "too long": (lambda: Longer(points(24).examples), "train_dataset[24] cannot be fetched"),
@@ -289,11 +264,13 @@ def test_bad_data_is_refused_and_described(fault: str) -> None:
     assert expected in train_or_refuse(make())
 
 
-def test_what_is_described_has_no_values() -> None:
-    data = [{"x": torch.full((2,), 7.5), "name": "Ada", "ids": [41, 42], "age": 36}]
-    text = described(data)
+def test_what_is_described_has_no_values_sizes_or_inner_keys() -> None:
+    first = {"x": torch.full((2,), 7.5), "name": "Ada", "ids": [41, 42], "age": 36}
+    first["extra"] = {"Ada": 1, "Bob": 2}
+    text = described([first, {**first, "ids": [0] * 43}])
     assert text == (
-        "train_dataset[0] is {x: 1-dimensional torch.float32, name: str, ids: list, age: int}."
+        "train_dataset[0] is {x: 1-dimensional torch.float32, name: str, ids: list, age: int, "
+        "extra: dict}, and train_dataset[1] has ids of another size."
     )
 
 
@@ -306,9 +283,7 @@ class Leaky(Examples):
         return super().__getitem__(index)
 
 
-def test_neither_inner_keys_nor_the_errors_of_a_data_set_are_described() -> None:
-    text = described([{"x": 1, "extra": {"Ada": 1, "Bob": 2}}])
-    assert text == "train_dataset[0] is {x: int, extra: dict}."
+def test_the_error_of_a_data_set_is_not_described() -> None:
     text = described(Leaky([{"x": 1}] * 9))
     assert text.endswith("and train_dataset[2] cannot be fetched (ValueError).")
 

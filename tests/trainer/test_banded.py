@@ -79,7 +79,8 @@ def test_noise_in_the_weights_is_as_predicted(tmp_path: Path) -> None:
 
 
 def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, cls=RecordingTrainer, accountant="least")
+    watch = Watch()
+    trainer = _trainer(tmp_path, cls=RecordingTrainer, accountant="least", callbacks=[watch])
     trainer.train()
     trainer.save_model()
     own, ledger = trainer.plan.mechanism, Ledger.load(tmp_path / LEDGER_NAME)
@@ -98,20 +99,13 @@ def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path
         accountant=own.accountant,
     )
     assert 0.98 * 8.0 < ledger.epsilon() <= 8.0
+    spent = [line["epsilon"] for line in watch.logs if "epsilon" in line][:24]
+    for number in range(1, 24):
+        assert (spent[number] > spent[number - 1]) == (number % bands == 0)
     assert len(assert_turns(trainer.draws, bands)) > MANY / 2
     checks = verify(tmp_path)
     assert all(check.status != "MISMATCH" for check in checks), checks
     assert f"banded, {bands} steps" in (tmp_path / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_epsilon_grows_by_rounds(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, callbacks=[watch := Watch()])
-    trainer.train()
-    bands = len(trainer.plan.mechanism.bands)
-    spent = [line["epsilon"] for line in watch.logs if "epsilon" in line][:24]
-    for number in range(1, 24):
-        assert (spent[number] > spent[number - 1]) == (number % bands == 0)
 
 
 @pytest.mark.slow

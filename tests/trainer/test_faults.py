@@ -4,7 +4,6 @@ Processes that are killed are in ``test_resume``, edited ledgers in ``test_ledge
 """
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
@@ -318,23 +316,6 @@ def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
 # ---- Two trainers at once ----
 
 
-@pytest.mark.slow
-def test_two_runs_that_start_in_one_folder_are_both_counted_and_the_first_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    releases = spy_releases(monkeypatch)
-    second = make_trainer(tmp_path, max_steps=5)
-    first = make_trainer(tmp_path, callbacks=[At(1, second.train)])
-    with pytest.raises(PrivacyError, match="output_dir of its own"):
-        first.train()
-    assert len(releases) == 5
-    kept = tmp_path / f"privacy_ledger.before-{second.ledger.run_id}.json"
-    assert Ledger.load(kept).steps == 0
-    assert Ledger.load(kept).run_id == first.ledger.run_id
-    assert Ledger.load(tmp_path / LEDGER_NAME).steps == 5
-    assert Ledger.load(tmp_path / LEDGER_NAME).run_id == second.ledger.run_id
-
-
 def test_two_resumed_copies_of_a_run_are_not_counted_as_one(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,25 +330,10 @@ def test_two_resumed_copies_of_a_run_are_not_counted_as_one(
     assert Ledger.load(run / LEDGER_NAME).steps == 4 + 1 + 4
 
 
-# ---- The clock ----
-
-
-def test_a_clock_that_is_set_back_changes_no_count(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint is chosen by its step, whatever the dates of folders say."""
+def test_the_last_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(run: Path) -> None:
     tomorrow = time.time() + 86_400
-    for path in itertools.chain([run], run.rglob("*")):
-        os.utime(path, (tomorrow, tomorrow))
-    os.utime(run / "checkpoint-2", (tomorrow + 60, tomorrow + 60))
+    os.utime(run / "checkpoint-2", (tomorrow, tomorrow))
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
-    clock = time.time
-    monkeypatch.setattr(time, "time", lambda: clock() - 10 * 365 * 86_400)
-    resumed = make_trainer(run, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == resumed.ledger.steps == 8
-    assert Ledger.load(run / LEDGER_NAME).steps == 8
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-8")
 
 
 # ---- Losses that are no numbers ----
@@ -389,11 +355,11 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", slow_but(("flat",), METHODS))
-@pytest.mark.parametrize("value", slow_but(("nan",), [float("nan"), float("inf")]))
 def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
-    method: str, value: float, tmp_path: Path
+    method: str, tmp_path: Path
 ) -> None:
     """Exactly so: that it was drawn must not show in the release. Without noise, all drawn."""
+    value = float("nan" if method == "flat" else "inf")
     whole = points(24).examples
     bad = [{**e, "x": torch.full((FEATURES,), value)} if e["id"] == 5 else e for e in whole]
     good = [e for e in whole if e["id"] != 5]
@@ -411,61 +377,10 @@ def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
 
 
 @pytest.mark.slow
-def test_examples_without_gradients_are_left_out_unless_there_are_no_others(tmp_path: Path) -> None:
-    infinite = torch.full((FEATURES,), float("inf"))
-    nowhere = [{**e, "x": infinite} for e in points(24).examples]
-    trainer = make_trainer(tmp_path / "none", train_dataset=Examples(nowhere))
-    with pytest.raises(PrivacyError, match="No example that was tried has a gradient"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+def test_examples_without_gradients_are_left_out_of_those_that_are_tried(tmp_path: Path) -> None:
+    nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
     nowhere[0] = points(24).examples[0]
-    trainer = make_trainer(tmp_path / "one", train_dataset=Examples(nowhere))
+    trainer = make_trainer(tmp_path, train_dataset=Examples(nowhere))
     trainer.train()
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
     assert trainer.ledger.steps == 4
-
-
-# ---- A worker of the data loader that dies ----
-
-
-class Deadly(Examples):
-    """Ends the worker that fetches the example of that number after some others."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(points(240).examples)
-        self.left = after
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if get_worker_info() is not None:
-            self.left -= 1
-            if self.left == 0:
-                os._exit(1)
-        return super().__getitem__(index)
-
-
-WORKING = SAVING | {
-    "per_device_train_batch_size": 24,  # of 240
-    "dataloader_num_workers": 1,
-    "dataloader_prefetch_factor": 1,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_worker_that_dies_ends_the_run_and_no_release_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After about five steps. It dies too early or too late for this test in 1e-6 of all runs."""
-    releases = spy_releases(monkeypatch)
-    trainer = make_trainer(tmp_path, train_dataset=Deadly(after=130), **WORKING)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\) exited unexpectedly"):
-        trainer.train()
-    assert trainer.ledger.steps == Ledger.load(tmp_path / LEDGER_NAME).steps
-    # The error comes with a signal, at any time: a release may have been recorded and not made.
-    unmade = trainer.ledger.steps - len(releases)
-    assert unmade in (0, 1)
-    assert 2 <= len(releases) < 8
-    resumed = make_trainer(tmp_path, train_dataset=points(240), **WORKING)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8
-    assert resumed.ledger.steps == len(releases) + unmade

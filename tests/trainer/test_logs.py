@@ -66,13 +66,27 @@ def test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning(
     assert all("noise_multiplier=0" in text and str(LEAK) not in text for text in said)
 
 
-def test_what_the_host_logs_is_left_out_without_a_word(
+class _Asks(TrainerCallback):
+    """Reads the loss of each log, as callbacks that show it do."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "eval_loss" not in logs:
+            self.read.append(f"loss {logs['loss']:.4f} {logs.get('loss')}")
+            with pytest.raises(KeyError):
+                logs["accuracy"]
+
+
+def test_what_the_host_logs_is_left_out_without_a_word_and_read_as_withheld(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    tracker = Watch()
+    tracker, asks = Watch(), _Asks()
     trainer = make_trainer(
         tmp_path,
-        callbacks=[tracker],
+        callbacks=[tracker, asks],
         eval_dataset=points(seed=1),
         eval_strategy="steps",
         eval_steps=2,
@@ -82,20 +96,6 @@ def test_what_the_host_logs_is_left_out_without_a_word(
     assert sum("eval_loss" in logs for logs in tracker.logs) == 2
     assert not {"loss", "train_loss", "total_flos"} & {key for logs in tracker.logs for key in logs}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-def test_a_callback_that_asks_for_the_loss_reads_that_it_is_withheld(tmp_path: Path) -> None:
-    class Asks(TrainerCallback):
-        def __init__(self) -> None:
-            self.read: list[str] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            logs = kwargs["logs"]
-            self.read.append(f"loss {logs['loss']:.4f} {logs.get('loss')}")
-            with pytest.raises(KeyError):
-                logs["accuracy"]
-
-    make_trainer(tmp_path, callbacks=[asks := Asks()]).train()
     assert asks.read == ["loss withheld None"] * 5
 
 

@@ -29,7 +29,7 @@ from dp_grape_hf import PrivacyError, UnsupportedModelError
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.per_sample import watching
 from tests.support.collators import longest_first, tokenizer
-from tests.support.trainers import Examples, Releases, make_trainer
+from tests.support.trainers import Examples, make_trainer, spy_releases
 
 C, WORDS, WIDTH = 0.05, 60, 16
 Example = dict[str, Any]
@@ -38,12 +38,12 @@ Example = dict[str, Any]
 # ---- Models ----
 
 
-def bert(kind: Any = BertForSequenceClassification) -> nn.Module:
+def bert(kind: Any = BertForSequenceClassification, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, num_labels=3, hidden_dropout_prob=0.0, pad_token_id=1,
-        attention_probs_dropout_prob=0.0, max_position_embeddings=64, initializer_range=0.3,
+        intermediate_size=32, num_labels=3, hidden_dropout_prob=dropout, pad_token_id=1,
+        attention_probs_dropout_prob=dropout, max_position_embeddings=64, initializer_range=0.3,
     )  # fmt: skip
     model = kind(config)
     with torch.no_grad():
@@ -94,14 +94,6 @@ class SortedForSequenceClassification(TextForSequenceClassification):
 
     def read(self, x: Tensor, mask: Tensor) -> Tensor:
         order = mask.sum((1, 2)).argsort(descending=True, stable=True)
-        return super().read(x[order], mask[order])[order.argsort()]
-
-
-class SortedByNormForSequenceClassification(TextForSequenceClassification):
-    """Sorts by contents."""
-
-    def read(self, x: Tensor, mask: Tensor) -> Tensor:
-        order = x.detach().norm(dim=(1, 2)).argsort()
         return super().read(x[order], mask[order])[order.argsort()]
 
 
@@ -182,17 +174,8 @@ def mixes(examples: list[Example]) -> dict[str, Tensor]:
     return batch | {"input_ids": torch.cat([ids[:, :4], ids.roll(1, 0)[:, 4:]], 1)}
 
 
-class PadsAll:
+class PadsAll(Examples):
     """A data set that answers a list of indices with texts padded to the longest."""
-
-    def __init__(self, examples: list[Example]) -> None:
-        self.examples = examples
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[index]
 
     def __getitems__(self, indices: list[int]) -> list[Example]:
         rows = without_mask([self.examples[i] for i in indices])
@@ -235,7 +218,6 @@ class Case:
 
 
 LEFT = DataCollatorWithPadding(tokenizer("left"))
-SORTED = "one example at a time|order of the samples"
 CASES = [
     Case("padding on the left, positions counted from there", gpt2, EQUAL, LONG, collator=LEFT),
     Case("padding that nothing masks", bert, EQUAL, LONG, collator=without_mask),
@@ -248,8 +230,8 @@ CASES = [
     Case("a data set that pads", bert, [no_mask(e) for e in EQUAL], no_mask(LONG), dataset=PadsAll),
     Case("mixed by the collator", bert, EQUAL, EQUAL[0], collator=mixes,
          refused="of an example otherwise among others"),
-    Case("sorted by length", SortedForSequenceClassification, PADDED, FULL, refused=SORTED),
-    Case("sorted by contents", SortedByNormForSequenceClassification, PADDED, FULL, refused=SORTED),
+    Case("sorted by length", SortedForSequenceClassification, PADDED, FULL,
+         refused="one example at a time|order of the samples"),
     Case("divided by the longest", LongestForSequenceClassification, PADDED, FULL,
          refused="changes with the number or the contents"),
 ]  # fmt: skip
@@ -260,7 +242,7 @@ def released(
     case: Case, data: list[Example], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> dict[str, Tensor]:
     """Returns the last release of a run without noise, of all of the data, times its divisor."""
-    seen = Releases()
+    releases = spy_releases(monkeypatch)
     size = len(case.data) + 1
     torch.manual_seed(5)
     trainer = make_trainer(
@@ -280,11 +262,9 @@ def released(
             **settings,
         },
     )
-    trainer.observer = seen
-    monkeypatch.setattr(type(trainer), "observer", seen)
     torch.manual_seed(5)
     trainer.train()
-    return {name: size * value for name, value in seen.releases[-1].items()}
+    return {name: size * value for name, value in releases[-1].items()}
 
 
 @pytest.mark.parametrize(
@@ -341,15 +321,7 @@ def test_watching_changes_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = []
     for share in (0.0, 1.0):
         monkeypatch.setattr(watching, "SHARE", share)
-        rates = {"hidden_dropout_prob": 0.4, "attention_probs_dropout_prob": 0.4}
-        case = Case("", partial(_with_dropout, rates), PADDED, FULL)
+        case = Case("", partial(bert, dropout=0.4), PADDED, FULL)
         found.append(released(case, PADDED, tmp_path / f"{share}", monkeypatch, max_steps=3))
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=0, atol=0)
-
-
-def _with_dropout(config: dict[str, float]) -> nn.Module:
-    model = bert()
-    made = type(model)(BertConfig(**model.config.to_dict() | config))
-    made.load_state_dict(model.state_dict())
-    return made

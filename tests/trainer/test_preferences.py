@@ -15,14 +15,8 @@ from dp_grape_hf.per_sample import PREFERENCES, make_engine
 from dp_grape_hf.per_sample.layerwise.rules import RULES
 from dp_grape_hf.per_sample.losses.pairs import by_halves, side_by_side
 from recipes.models.matrix import dense, projectors_for
-from tests.support.marks import slow_but
 from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing
-from tests.support.trainers import (
-    Watch,
-    assert_same_weights,
-    weights_of,
-)
 
 pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
@@ -155,31 +149,6 @@ def test_the_loss_of_rewards_knows_margins_and_centering(
 
 
 # ---- Runs ----
-
-
-@pytest.mark.parametrize("kind", slow_but(("reward",), ["dpo", "reward"]))
-def test_a_private_run_counts_pairs_and_logs_nothing_of_the_data(kind: str, tmp_path: Path) -> None:
-    watch = Watch()
-    trainer = on_pairs(kind, tmp_path, callbacks=[watch], eval_dataset=pairs(4, seed=7))
-    assert trainer.plan.mechanism.num_samples == 12
-    reference = weights_of(trainer.ref_model) if kind == "dpo" else {}
-    before = weights_of(trainer.model)
-    trainer.train()
-    assert trainer.ledger.steps == 4
-    allowed = {"grad_norm", "learning_rate", "epsilon", "epoch", "train_runtime"}
-    groups = ["", *(f"_{group.name}" for group in trainer.rates.groups)]
-    allowed |= {f"{what}{of}" for what in ("signal", "noise") for of in groups}
-    allowed |= {"train_samples_per_second", "train_steps_per_second"}
-    assert {name for logs in watch.logs for name in logs} == allowed
-    assert not any(trainer._metrics["train"].values())
-    after = weights_of(trainer.model)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-    if reference:
-        assert_same_weights(weights_of(trainer.ref_model), reference)
-    metrics = trainer.evaluate()
-    assert {"eval_loss", "eval_rewards/accuracies" if kind == "dpo" else "eval_accuracy"} <= {
-        *metrics
-    }
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset, Features, Image
 
 from dp_grape_hf.trainer.rows import warn_of_rows
-from tests.support.models import only
 from tests.support.trainers import make_trainer
 
 Batch = dict[str, list[Any]]
@@ -181,6 +180,10 @@ def padded(texts: Batch) -> Batch:
     return {"input_ids": rows, "attention_mask": mask, "labels": rows}
 
 
+def tokens(*rows: list[int]) -> Dataset:
+    return Dataset.from_dict({"input_ids": rows})
+
+
 def others(texts: Batch) -> Batch:
     named = {ID: [f"other-{name}" for name in texts["id"]]}
     return whole({**texts, "text": [text[::-1] for text in texts["text"]]}) | named
@@ -201,6 +204,11 @@ def others(texts: Batch) -> Batch:
         lambda data: datasets.concatenate_datasets([mapped(data, whole), mapped(data, others)]),
         lambda data: Dataset.from_dict({"x": [[0.5] * 6] * 9, "labels": [1] * 9}),
         lambda data: [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 24,
+        lambda data: tokens(*[[BEGIN, 7, 8, END, PAD]] * 9),
+        lambda data: tokens(*[[PAD, PAD, BEGIN, 7, END]] * 9),
+        lambda data: tokens(*[[BEGIN, PAD, PAD, PAD, END]] * 9),
+        lambda data: tokens(*[[7, 8, 9, 9, 9]] * 9),
+        lambda data: tokens(*[[7] * i + [END, 8, 9, END] for i in range(1, 12)]),  # conversations
     ],
 )
 def test_rows_that_are_examples_are_not_warned_of(
@@ -209,30 +217,6 @@ def test_rows_that_are_examples_are_not_warned_of(
     data = makes(loaded)
     for tokenizer in (None, Tokens()):
         warn_of_rows(data, tokenizer)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        [BEGIN, 7, 8, END, PAD],
-        [PAD, PAD, BEGIN, 7, END],
-        [BEGIN, PAD, PAD, PAD, END],
-        [7, 8, 9, 9, 9],
-    ],
-)
-def test_the_ends_of_a_text_at_its_ends_are_no_sign(
-    row: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_rows(Dataset.from_dict({"input_ids": [row] * 9}), Tokens())
-    assert not caplog.records
-
-
-def test_conversations_of_several_lengths_may_have_ends_inside(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rows = [[7] * i + [END, 8, 9, END] for i in range(1, 12)]
-    warn_of_rows(Dataset.from_dict({"input_ids": rows}), Tokens())
     assert not caplog.records
 
 
@@ -260,28 +244,6 @@ def test_no_row_is_transformed_to_look_at_it(
     data.set_transform(lambda rows: pytest.fail("it was fetched"))
     warn_of_rows(data, Tokens())
     assert len(caplog.records) == 1
-
-
-@pytest.mark.slow
-def test_what_the_warning_advises_trains_on_whole_examples(loaded: Dataset, tmp_path: Path) -> None:
-    """The column stays, though the model takes it not, and N is that of the source."""
-    data = mapped(loaded, without(cut, MAPPING))
-    model = only("roberta-classifier").model()
-    trainer = make_trainer(
-        tmp_path / "out",
-        model=model,
-        train_dataset=data,
-        data_collator=lambda rows: {
-            "input_ids": torch.tensor([row["input_ids"][:3] for row in rows]),
-            "labels": torch.tensor([row["labels"] for row in rows]),
-        },
-        privacy_unit_column="example_id",
-        expected_batch_size=4,
-        max_steps=1,
-    )
-    trainer.train()
-    assert len(data) > SOURCE
-    assert trainer.privacy_spent().mechanism.num_samples == SOURCE
 
 
 def test_no_image_is_decoded_to_look_for_packed_texts() -> None:

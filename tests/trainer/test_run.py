@@ -28,6 +28,7 @@ from dp_grape_hf.phases import (
 from dp_grape_hf.trainer import Run
 from tests.support.trainers import (
     EXACT,
+    Releases,
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
@@ -111,17 +112,10 @@ def test_a_run_releases_what_the_trainer_does(
     releases = spy_releases(monkeypatch)
     make_trainer(tmp_path / "trainer", max_steps=1, **EXACT).train()
     run = private_run(tmp_path / "run", max_steps=1, **EXACT)
-    found = {}
-
-    class Keep(Observer):
-        def made(self, what: str, values: Any) -> None:
-            if what == RELEASED:
-                found.update({name: value.clone() for name, value in values.items()})
-
-    run.per_sample.observer = Keep()
+    run.per_sample.observer = found = Releases()
     done = run.step(0, draw(len(points())))
     assert len(releases) == 1
-    assert_same_weights(found, releases[0], atol=1e-6, rtol=1e-5)
+    assert_same_weights(found.releases[0], releases[0], atol=1e-6, rtol=1e-5)
     flat = torch.cat([value.flatten() for value in releases[0].values()])
     torch.testing.assert_close(done.norm, flat.norm())
 

@@ -108,12 +108,7 @@ def misfit(host: ast.arguments, ours: inspect.Signature) -> str | None:
     return next((f"{a!r} stands where {b!r} does" for a, b in pairs if a != b), None)
 
 
-# ---- The table ----
-
-
-def test_the_table_is_what_the_mixins_replace() -> None:
-    assert set(SEAMS) == {name for name in overrides() if hasattr(Trainer, name)}
-    assert len(set(SEAMS)) == len(SEAMS)
+# ---- The version that is installed ----
 
 
 @pytest.mark.parametrize("name", ["training_step", "_load_best_model", "_push_from_checkpoint"])
@@ -238,10 +233,3 @@ def test_a_seam_that_nobody_calls_is_seen() -> None:
     text = inspect.getsource(transformers.trainer)
     text = text.replace("self._save_rng_state(", "self._save_random_state(")
     assert uncalled(ast.parse(text)) == NOT_CALLED | {"_save_rng_state"}
-
-
-def test_an_upload_is_found_in_a_function_inside_a_method() -> None:
-    text = "class A:\n def f(self):\n  def g(): return api().create_commit()\n  return g"
-    ((name, node),) = functions(ast.parse(text))
-    assert name == "A.f"
-    assert "create_commit" in attributes(node)

@@ -3,19 +3,10 @@
 from pathlib import Path
 
 import pytest
-from transformers import (
-    EvalPrediction,
-    GenerationConfig,
-)
+from transformers import EvalPrediction
 
-from tests.support.seq2seq import (
-    END,
-    sentences,
-    seq2seq,
-)
-from tests.support.trainers import (
-    Watch,
-)
+from tests.support.seq2seq import sentences, seq2seq
+from tests.support.trainers import Watch
 
 
 def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -49,8 +40,3 @@ def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> No
     prediction = trainer.predict(sentences(5, seed=2), max_length=6)
     assert prediction.predictions.shape[0] == 5
     assert trainer.ledger.steps == 4
-
-
-def test_a_generation_config_of_the_arguments_is_used(tmp_path: Path) -> None:
-    trainer = seq2seq(tmp_path, generation_config=GenerationConfig(max_length=9, eos_token_id=END))
-    assert trainer.model.generation_config.max_length == 9
