@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from dp_grape_hf.per_sample import UNIT_OF_ROW, loss_for
 from dp_grape_hf.per_sample.engine import batch_size_of
 from dp_grape_hf.per_sample.losses.losses import checked
 from dp_grape_hf.per_sample.units import _split
-from dp_grape_hf.trainer.bad_data import described
 from tests.support.models import only
-from tests.support.trainers import make_trainer
 
 ODD = re.compile(r"37|41|43")  # every size below is one of them
 ROWS = torch.zeros(37, 2)
@@ -60,22 +57,3 @@ def test_an_error_holds_no_size_of_the_data(failure: str) -> None:
     with pytest.raises((PrivacyError, ValueError)) as refusal:
         FAILURES[failure]()
     assert not ODD.search(str(refusal.value)), refusal.value
-
-
-def test_examples_are_described_without_their_sizes() -> None:
-    text = described([{"x": ROWS, "ids": [0] * 41}, {"x": ROWS, "ids": [0] * 43}])
-    assert text == (
-        "train_dataset[0] is {x: 2-dimensional torch.float32, ids: list}, and train_dataset[1] "
-        "has ids of another size."
-    )
-
-
-def test_a_collator_that_cuts_examples_is_refused_without_their_sizes(tmp_path: Path) -> None:
-    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {key: torch.stack([e[key] for e in examples * 37]) for key in ("x", "labels")}
-
-    trainer = make_trainer(tmp_path, data_collator=collate)
-    with pytest.raises(PrivacyError, match="another number of rows") as refusal:
-        trainer.train()
-    assert not ODD.search(str(refusal.value))
-    assert trainer.ledger.steps == 0

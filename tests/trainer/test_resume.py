@@ -1,11 +1,8 @@
 import logging
-import math
 import multiprocessing
 import os
-import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
 from tests.support.ledgers import edit, rewrite
-from tests.support.marks import slow_but
 from tests.support.trainers import (
     EXACT,
     RecordingTrainer,
@@ -65,13 +61,10 @@ def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None
     assert ledgers[0].mechanism == ledgers[1].mechanism
 
 
-@pytest.mark.parametrize("update_steps", slow_but(("2",), [2, 100]))
-def test_weights_optimizer_and_projection_continue_where_they_stopped(
-    update_steps: int, tmp_path: Path
-) -> None:
+def test_weights_optimizer_and_projection_continue_where_they_stopped(tmp_path: Path) -> None:
     """Nothing is random but P, which a seed fixes: the weights agree to the last bit."""
     settings = EXACT | {
-        "projection_update_steps": update_steps,
+        "projection_update_steps": 2,
         "warmup_steps": 2,
         "weight_decay": 0.1,
     }
@@ -131,63 +124,22 @@ def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) 
 # ---- Releases that were lost ----
 
 
-def _lose(folder: Path, lost: int, **settings: Any) -> None:
-    """Leaves a checkpoint after three updates, and ``lost`` releases that no checkpoint holds."""
-    stop = Watch(stop_at=3 + lost)
-    make_trainer(folder, callbacks=[stop], **SAVING | {"save_steps": 3} | settings).train()
-    for path in folder.glob("checkpoint-*"):
-        if path.name != "checkpoint-3":
-            shutil.rmtree(path)
-
-
-@pytest.mark.slow
-def test_training_stops_and_saves_when_lost_releases_have_used_up_the_budget(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    _lose(tmp_path, lost=2, target_epsilon=4.0)
-    resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
-        resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 6
-    assert resumed.ledger.steps == 8
-    assert resumed.releases_left() == 0
-    assert resumed.privacy_spent().epsilon <= 4.0
-    assert "stops at step 6 of 8" in caplog.text
-    saved = Ledger.load(tmp_path / "checkpoint-6" / LEDGER_NAME)
-    assert (saved.updates, saved.steps) == (6, 8)
-
-
-@pytest.mark.slow
-def test_without_a_budget_lost_releases_count_and_training_goes_on(tmp_path: Path) -> None:
-    _lose(tmp_path, lost=2)
-    resumed = make_trainer(tmp_path, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8
-    assert resumed.ledger.steps == 10
-    assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon(), abs=0.02)
-
-
-def test_resuming_without_any_budget_left_is_refused(
+def test_a_spent_budget_leaves_nothing_to_release(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _lose(tmp_path, lost=5, target_epsilon=4.0)
+    """Neither after the last checkpoint, nor after one that was made five releases before."""
+    make_trainer(tmp_path, target_epsilon=4.0, **SAVING).train()
     releases = spy_releases(monkeypatch)
+    finished = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
+    finished.train(resume_from_checkpoint=True)
+    assert finished.ledger.steps == finished.state.global_step == 8
+    for path in tmp_path.glob("checkpoint-*"):
+        if path.name != "checkpoint-3":
+            shutil.rmtree(path)
     resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
     with pytest.raises(PrivacyError, match=r"budget is spent: 8 releases of 8.* 3 of which"):
         resumed.train(resume_from_checkpoint=True)
     assert releases == []
-
-
-@pytest.mark.slow
-def test_resuming_a_finished_run_releases_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"save_steps": 8}).train()
-    releases = spy_releases(monkeypatch)
-    resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING | {"save_steps": 8})
-    resumed.train(resume_from_checkpoint=True)
-    assert releases == []
-    assert resumed.ledger.steps == resumed.state.global_step == 8
 
 
 # ---- A ledger that does not belong ----
@@ -241,8 +193,6 @@ def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     [
         ({"noise_multiplier": 0.9}, r"noise_multiplier=0.9 \(recorded: 1.0\)"),
         ({"per_device_train_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 4.*\)"),
-        ({"num_samples": 48}, r"sample_rate=0.0833.* \(recorded: 0.1666.*\)"),
-        ({"projection": "identity"}, r"projection='identity' \(recorded: 'gaussian'\)"),
         ({"target_epsilon": 4.0}, r"target_epsilon=4.0 \(recorded: None\)"),
     ],
 )
@@ -312,17 +262,6 @@ def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) ->
     assert resumed.ledger.steps == 8
 
 
-@pytest.mark.slow
-def test_once_not_private_is_never_private_again(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path, **SAVING, callbacks=[Watch(stop_at=3)])
-    first.train()
-    first.ledger.mark_not_private("a test")
-    resumed = make_trainer(tmp_path, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
-    assert not resumed.ledger.private
-    assert resumed.privacy_spent().epsilon == math.inf
-
-
 # ---- Killed ----
 
 
@@ -359,7 +298,7 @@ MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
 }
 
 
-def _train_until_killed(folder: Path, moment: str | None) -> None:
+def _train_until_killed(folder: Path, moment: str) -> None:
     """Runs in a process of its own; notes each release in a file as soon as it is made."""
     torch.set_num_threads(1)
     report = os.open(folder.parent / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -368,36 +307,34 @@ def _train_until_killed(folder: Path, moment: str | None) -> None:
     def release(self: PrivateMechanism) -> dict[str, torch.Tensor]:
         result = original(self)
         os.write(report, b".")
-        if moment is None:
-            time.sleep(0.03)
         return result
 
     PrivateMechanism.release = release  # type: ignore[method-assign]
-    if moment is not None:
-        owner, name, at_call, after = MOMENTS[moment]
-        setattr(owner, name, _dying(getattr(owner, name), at_call, after=after))
+    owner, name, at_call, after = MOMENTS[moment]
+    setattr(owner, name, _dying(getattr(owner, name), at_call, after=after))
     make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2}).train()
 
 
-def _start(folder: Path, moment: str | None) -> Any:
-    """Starts that process, as a fork of one that has imported everything and run nothing."""
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_this_moment_resumes_without_undercounting(
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """Resumed by ``True``; every noisy update of both processes is in the ledger."""
+    folder = tmp_path / "run"
+    # A fork of a process that has imported everything and run nothing.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=_train_until_killed, args=(folder, moment), daemon=True)
     process.start()
-    return process
-
-
-def _reported(folder: Path) -> int:
-    path = folder.parent / "reported"
-    return path.stat().st_size if path.exists() else 0
-
-
-def _assert_resumes_without_undercounting(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Resumes by ``True``; every noisy update of both processes is in the ledger."""
-    reported, recorded = _reported(folder), Ledger.load(folder / LEDGER_NAME).steps
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    reported = (tmp_path / "reported").stat().st_size
+    recorded = Ledger.load(folder / LEDGER_NAME).steps
+    assert 2 <= reported < 8
     assert reported <= recorded <= reported + 1
     releases = spy_releases(monkeypatch)
     resumed = make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2})
@@ -411,40 +348,8 @@ def _assert_resumes_without_undercounting(
     assert resumed.privacy_spent().epsilon <= 4.0
     lost = recorded - updates_before
     assert resumed.state.global_step == 8 - lost
+    assert resumed.releases_left() == 0
     if lost:
         assert f"stops at step {8 - lost} of 8" in caplog.text
-        assert (folder / f"checkpoint-{8 - lost}" / LEDGER_NAME).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_at_this_moment_resumes_without_undercounting(
-    moment: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    process = _start(tmp_path / "run", moment)
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL
-    assert 2 <= _reported(tmp_path / "run") < 8
-    _assert_resumes_without_undercounting(tmp_path / "run", monkeypatch, caplog)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_resumes_without_undercounting(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    """The moment is random, once there is a checkpoint to resume from."""
-    folder = tmp_path / "run"
-    process = _start(folder, None)
-    kill_at, deadline = random.Random().randint(3, 7), time.monotonic() + 60
-    while _reported(folder) < kill_at and process.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(random.Random().random() * 0.03)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL
-    _assert_resumes_without_undercounting(folder, monkeypatch, caplog)
+        saved = Ledger.load(folder / f"checkpoint-{8 - lost}" / LEDGER_NAME)
+        assert (saved.updates, saved.steps) == (8 - lost, 8)

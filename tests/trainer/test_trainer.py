@@ -216,15 +216,12 @@ def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
 
 
 def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, compute_loss_func=_smoothed, eval_dataset=points(9, seed=1))
+    held = points(9, seed=1)
+    trainer = make_trainer(tmp_path, compute_loss_func=_smoothed, eval_dataset=held)
     trainer.train()
     assert trainer.state.global_step == 4
-    expected = torch.stack(
-        [
-            _smoothed({"logits": trainer.model(e["x"])["logits"][None]}, e["labels"][None])[0]
-            for e in points(9, seed=1).examples
-        ]
-    ).mean()
+    x, labels = (torch.stack([e[name] for e in held.examples]) for name in ("x", "labels"))
+    expected = _smoothed(trainer.model(x), labels).mean()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
