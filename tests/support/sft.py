@@ -76,19 +76,6 @@ def prompts(num_samples: int = 24, seed: int = 0, words: int | None = None) -> d
     return datasets.Dataset.from_list(rows)
 
 
-def chats(num_samples: int = 24) -> datasets.Dataset:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": WORDS[i % len(WORDS)]},
-                {"role": "assistant", "content": WORDS[(i + 1) % len(WORDS)]},
-            ]
-        }
-        for i in range(num_samples)
-    ]
-    return datasets.Dataset.from_list(rows)
-
-
 QUIET = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
 
 
