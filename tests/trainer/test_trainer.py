@@ -318,6 +318,18 @@ def test_early_stopping_on_public_data_stops_and_accounts_for_what_was_done(
 # ---- Saving and loading ----
 
 
+def test_every_parameter_is_trained_and_a_tied_model_is_loaded_as_it_is(tmp_path: Path) -> None:
+    model, examples = small("opt")
+    watch, settings = Watch(), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(
+        tmp_path, model=model, train_dataset=examples, callbacks=[watch], **settings
+    )
+    trainer.train()
+    assert all(move.any() for move in watch.moves()[0].values())
+    loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
+    assert_same_weights(weights_of(loaded), weights_of(model))
+
+
 def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_total_limit=2, save_strategy="steps", save_steps=1).train()
     folders = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
