@@ -118,7 +118,6 @@ def test_an_installed_wheel_is_imported_and_has_the_command(wheel: Path, tmp_pat
 @pytest.mark.slow
 def test_the_metadata_say_whose_it_is_and_where(wheel: Path) -> None:
     said = metadata_of(contents(wheel))
-    assert said["Author"] == "The dp_grape_hf authors"
     assert said["Description-Content-Type"] == "text/markdown"
     addresses = dict(line.split(", ") for line in said.get_all("Project-URL", []))
     assert addresses.keys() == {"Repository", "Documentation", "Changelog", "Issues"}

@@ -384,22 +384,26 @@ def test_a_page_runs_from_top_to_bottom(page: str) -> None:
             assert not re.search(r"^(\$ |import |from )", block.text, re.MULTILINE), where
 
 
+LONG_COMMANDS = [
+    (page, words[1:], shown)
+    for page in PAGES
+    for block in blocks_of(text_of(page))
+    if block.language == "console"
+    for words, shown in transcript_of(block.text)
+    if words[1] in LONG
+]
+
+
 @pytest.mark.slow
-@each_page
+@pytest.mark.parametrize(
+    ("page", "words", "shown"),
+    LONG_COMMANDS,
+    ids=[f"{page}: {words[0]}" for page, words, _ in LONG_COMMANDS],
+)
 @pytest.mark.usefixtures("desk")
-def test_a_long_command_prints_what_the_page_shows(page: str) -> None:
-    console = [block for block in blocks_of(text_of(page)) if block.language == "console"]
-    long = [
-        (words, shown)
-        for block in console
-        for words, shown in transcript_of(block.text)
-        if words[1] in LONG
-    ]
-    if not long:
-        pytest.skip("it shows none")
+def test_a_long_command_prints_what_the_page_shows(page: str, words: list[str], shown: str) -> None:
     PRELUDES.get(page, dict)()
-    for words, shown in long:
-        assert run_dp_grape(words[1:]).strip("\n") == shown
+    assert run_dp_grape(words).strip("\n") == shown
 
 
 @each_page
@@ -484,15 +488,6 @@ def test_the_first_page_leads_to_every_other() -> None:
     linked = set(re.findall(r"\]\(([^)\s]+)\)", text_of("README.md")))
     of_recipes = {page for page in PAGES if page.startswith("recipes/")}
     assert not set(PAGES) - of_recipes - linked - {"README.md"}
-
-
-def test_every_page_of_a_room_is_in_the_wheel() -> None:
-    config = configparser.RawConfigParser()
-    config.read(ROOT / "setup.cfg")
-    package = ROOT / "dp_grape_hf"
-    patterns = config["options.package_data"]["dp_grape_hf"].split()
-    shipped = {path for pattern in patterns for path in package.glob(pattern)}
-    assert not set(package.rglob("*.md")) - shipped
 
 
 def test_only_recipes_show_what_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:

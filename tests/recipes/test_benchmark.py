@@ -97,10 +97,9 @@ def test_measuring_principal_directions_is_a_share_of_a_thousand_steps() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [OPT, VIT])
-def test_our_methods_run_on_every_model(model: str) -> None:
+def test_our_methods_run_on_images() -> None:
     ours = [name for name in USUAL if METHODS[name].opacus is None]
-    results = measure(replace(TINY, model=model), ours, rounds=1, warmup=1, device=CPU)
+    results = measure(replace(TINY, model=VIT), ours, rounds=1, warmup=1, device=CPU)
     assert all(len(result["rounds"]) == 1 for result in results.values()), results
 
 

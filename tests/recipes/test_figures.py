@@ -7,7 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.common.plots import MANY, Panels, logarithmic
+from recipes.common.plots import MANY, Panels
 from recipes.report import figures
 from recipes.report.figures import accuracy_against_epsilon, singular_values
 
@@ -50,14 +50,6 @@ def test_accuracy_against_epsilon_has_means_errors_and_what_is_not_private() -> 
     assert lines(found["SST-2"])["Adam"][1] == [95.0, 95.0]
     (bars,) = (c for c in found["SST-2"].collections if hasattr(c, "get_segments"))
     assert [tuple(segment[:, 1]) for segment in bars.get_segments()] == [(81, 81), (90, 92)]
-
-
-def test_ticks_that_would_touch_have_no_number() -> None:
-    panel = Panels(["a"], "many").axes[0]
-    logarithmic(panel, [1, 128, 32, 500, 165, 50, 64, 200])
-    labels = [label.get_text() for label in panel.get_xticklabels()]
-    assert labels == ["1", "32", "", "64", "128", "", "", "500"]
-    assert list(panel.get_xticks()) == [1, 32, 50, 64, 128, 165, 200, 500]
 
 
 SPECTRA = {

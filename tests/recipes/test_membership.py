@@ -93,14 +93,16 @@ def test_members_are_found_without_privacy_and_hardly_with_it(tmp_path: Path) ->
     assert (tmp_path / "membership.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_the_path_of_the_data_is_not_published(tmp_path: Path) -> None:
+def test_the_path_of_the_data_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untrained = (membership.BagForSequenceClassification(), 1.0)
+    monkeypatch.setattr(membership, "train", lambda *given: untrained)
     rows = [{"text": f"word{i} good", "label": i % 2} for i in range(60)]
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    small = ["--pool", "60", "--models", "3", "--epochs", "1", "--steps", "1", "--batch", "20"]
-    options = [*small, "--epsilons", "8", "--dataset_path", str(folder)]
+    options = ["--pool", "60", "--models", "3", "--epsilons", "8", "--dataset_path", str(folder)]
     results = membership.main([*options, "--output_dir", str(tmp_path)])
     assert results["data"] == "texts"
     assert str(tmp_path) not in (tmp_path / "membership.json").read_text(encoding="utf-8")

@@ -45,6 +45,7 @@ def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any
     assert results["privacy"]["delta"] == ledger.mechanism.target_delta == 1e-5
     assert results["privacy"]["adjacency"] == ledger.mechanism.adjacency
     assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == results
+    assert re.search(r"(?m)^epsilon spent +\d\.\d+ at delta 1e-05$", digits.report(results))
 
 
 def test_digits_leaves_a_checkpoint_that_loads(run: tuple[Path, dict[str, Any]]) -> None:
@@ -65,16 +66,6 @@ def test_digits_counts_bytes(run: tuple[Path, dict[str, Any]]) -> None:
     assert held["adam"]["optimizer_state"] == 2 * 4 * parameters
     assert held["dp_adam"]["gradients"] == samples * 4 * parameters
     assert 0 < held["this_run"]["gradients"] < held["dp_adam"]["gradients"]
-
-
-def test_digits_prints_an_aligned_table(run: tuple[Path, dict[str, Any]]) -> None:
-    _, results = run
-    lines = digits.report(results).splitlines()
-    assert any(re.fullmatch(r"test accuracy +\d+\.\d% of 360", line) for line in lines)
-    assert any(re.fullmatch(r"epsilon spent +\d\.\d+ at delta 1e-05", line) for line in lines)
-    table = [line for line in lines if re.search("DP-Adam {2}|computed {2}|MiB", line)]
-    assert len(table) == 4
-    assert len({len(line) for line in table}) == 1
 
 
 def test_the_command_line_wins_over_the_config() -> None:

@@ -13,6 +13,7 @@ from recipes.paper.opt_tasks import Collator
 from tests.support import images as mnist
 from tests.support import questions
 from tests.support.models import only
+from tests.support.oracles import single_sample_gradients
 
 GRID = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
 
@@ -57,22 +58,16 @@ def test_clipped_sums_take_all_options_of_an_example_together() -> None:
     model = AnswerScorer(only("opt").model()).eval()
     kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
-    collator = Collator(pad=1)
-    samples = [collator([e]) for e in questions.examples([5] * 6, options=2, longest=1)]
+    batch = Collator(pad=1)(questions.examples([5] * 6, options=2, longest=1))
+    gradients = single_sample_gradients(model, batch, loss=choice_loss)[1]
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)  # (B,)
     bounds = [math.inf, 1.0]
-    expected = {bound: dict.fromkeys(names, torch.tensor(0.0)) for bound in bounds}
-    for sample in samples:
-        model.zero_grad()
-        inputs = {name: value for name, value in sample.items() if name != "labels"}
-        choice_loss(model(**inputs), sample["labels"]).sum().backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
-        for bound, sums in expected.items():
-            for name in names:
-                sums[name] = sums[name] + grads[name] * min(1.0, bound / float(norm))
+    expected = {
+        bound: {n: torch.tensordot((bound / norms).clamp(max=1), gradients[n], 1) for n in names}
+        for bound in bounds
+    }
     batches = [
-        {name: torch.cat([s[name] for s in part]) for name in part[0]}
-        for part in (samples[:4], samples[4:])
+        {name: value[rows] for name, value in batch.items()} for rows in (slice(4), slice(4, 6))
     ]
     found = singular_values.clipped_sums(model, batches, bounds, choice_loss)
     torch.testing.assert_close(found, expected)

@@ -1,22 +1,12 @@
 """Shares of gradient energy against single-sample autograd, and the recipe from end to end."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from torch import nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import synthetic_batches
@@ -39,45 +29,17 @@ from recipes.subspace.energies import (
 from recipes.subspace.rendering import as_markdown, read_results
 from tests.support import images as mnist
 from tests.support import questions
-
-Batch = dict[str, Tensor]
-VOCABULARY, LENGTH = 40, 6
+from tests.support.models import only
 
 
-def bert() -> tuple[nn.Module, Batch]:
-    config = BertConfig(
-        **{"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_labels": 3},
-        **{"num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 20},
-    )
-    ids = torch.randint(5, VOCABULARY, (4, LENGTH))
-    mask = torch.ones_like(ids)
-    mask[1, 4:] = 0
-    labels = torch.tensor([0, 2, 1, 2])
-    return BertForSequenceClassification(config), {
-        **{"input_ids": ids, "attention_mask": mask, "labels": labels}
-    }
-
-
-def gpt2() -> tuple[nn.Module, Batch]:
-    """A model whose layers store (in, out)."""
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=20, n_embd=16, n_layer=1, n_head=2)
-    ids = torch.randint(0, VOCABULARY, (4, LENGTH))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-@pytest.mark.parametrize("make", [bert, gpt2])
-def test_shares_are_those_of_single_samples(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dropout"), [("bert-classifier", "hidden_dropout_prob"), ("gpt2", "resid_pdrop")]
+)
+def test_shares_are_those_of_single_samples(name: str, dropout: str) -> None:
     """|G P|^2 of each sample's own gradient, by autograd of its own loss, with dropout off."""
-    model, batch = make()
+    model, batch = only(name).model(**{dropout: 0.1}), only(name).batch(4)
     weights = projected_weights(model)
-    stored_in_out = make is gpt2
+    stored_in_out = name == "gpt2"
     shapes = {n: w.shape[::-1] if stored_in_out else w.shape for n, w in weights.items()}
     ranks = dict.fromkeys(weights, 3)
     random = {n: torch.linalg.qr(torch.randn(s[1], 3))[0] for n, s in shapes.items()}
@@ -103,11 +65,11 @@ def test_shares_are_those_of_single_samples(make: Any) -> None:
 
 
 def test_a_layer_with_few_inputs_has_no_share_of_many_directions() -> None:
-    model, batch = bert()
+    model, batch = only("bert-classifier").model(), only("bert-classifier").batch(4)
     inputs = {SYNTHETIC: lambda: synthetic_batches(model)}
-    found = measure(model, [batch], [4, 16], inputs)
-    assert found["given"] == [16, 24]
-    assert found["layers"] == {"4": 7, "16": 1}  # the pooler is one
+    found = measure(model, [batch], [4, 32], inputs)
+    assert found["given"] == [32, 64]
+    assert found["layers"] == {"4": 2 * 6 + 1, "32": 2}  # the pooler is one
     assert list(found["shares"]) == [SYNTHETIC, GRADIENTS, WEIGHTS, RANDOM]
     for source in found["shares"].values():
         for values in source.values():
@@ -126,8 +88,7 @@ def test_a_summary_weighs_layers_together_by_their_energy() -> None:
 
 
 @pytest.fixture
-def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def opt(tmp_path: Path) -> Path:
     folder = tmp_path / "opt"
     questions.save_model_and_questions(folder)
     return folder
@@ -156,11 +117,7 @@ def test_texts_are_measured_drawn_and_rendered(tmp_path: Path, opt: Path, task: 
 
 
 def test_images_are_measured(tmp_path: Path) -> None:
-    config = ViTConfig(
-        **{"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16},
-        **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-    )
-    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    only("vit").model().save_pretrained(tmp_path / "vit")
     (tmp_path / "mnist").mkdir()
     mnist.write_mnist(tmp_path / "mnist", mnist.both_splits((8, 8), counts=(20, 10)))
     options = {"model_name_or_path": tmp_path / "vit", "dataset_path": tmp_path / "mnist"}

@@ -13,11 +13,10 @@ import yaml
 
 from recipes.common.provenance import recorded
 from recipes.paper import opt, roberta, sweep, vit
-from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, parse
+from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, main, parse
 from recipes.paper.sweep import Experiments
-from tests.support.images import both_splits, write_mnist
+from tests.support.images import SMALL, both_splits, write_mnist
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {
     "recipe": "toy",
     "arguments": {"max_steps": 3},
@@ -256,18 +255,15 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, Any], message
 
 FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
 FILES = sorted((CONFIGS / "sweeps").glob("*.yaml"))
+FEW_SHOT = ({"epsilon": 6, "seed": 100}, {"epsilons": [2, 6], "seeds": [13, 21, 42]})
+OF_IMAGES = (
+    {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},
+    {"epsilons": [1, 2, 4, 8], "seeds": [42]},
+)
 BOUNDS_OF_VIT = [0.1, 1.0, 10.0]
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "roberta": (
-        {"max_grad_norm": [0.1, 0.5, 1, 5, 10, 20]},
-        {"epsilon": 6, "seed": 100},
-        {"epsilons": [2, 6], "seeds": [13, 21, 42]},
-    ),
-    "roberta_rank": (
-        {"max_grad_norm": [0.1, 0.5, 1, 5, 20]},
-        {"epsilon": 6, "seed": 100},
-        {"epsilons": [2, 6], "seeds": [13, 21, 42]},
-    ),
+    "roberta": ({"max_grad_norm": [0.1, 0.5, 1, 5, 10, 20]}, *FEW_SHOT),
+    "roberta_rank": ({"max_grad_norm": [0.1, 0.5, 1, 5, 20]}, *FEW_SHOT),
     "opt": (
         {"max_grad_norm": [0.1, 1, 5, 20]},
         {"epsilon": 6, "seed": 0},
@@ -275,13 +271,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "vit": (
         {"max_grad_norm": BOUNDS_OF_VIT, "learning_rate": [1e-4, 5e-4, 1e-3, 5e-3]},
-        {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},
-        {"epsilons": [1, 2, 4, 8], "seeds": [42]},
+        *OF_IMAGES,
     ),
     "vit_fine_tune": (
         {"max_grad_norm": BOUNDS_OF_VIT, "learning_rate": [1e-5, 5e-5, 1e-4, 5e-4]},
-        {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},
-        {"epsilons": [1, 2, 4, 8], "seeds": [42]},
+        *OF_IMAGES,
     ),
 }
 
@@ -338,15 +332,7 @@ def test_every_run_of_a_file_has_settings_that_exist(
             assert getattr(args, option) == chosen[option]
 
 
-# ---- Real processes ----
-
-
-TINY = {
-    **{"config": "paper", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16},
-    **{"num_hidden_layers": 1, "num_attention_heads": 2, "projection_rank": 4, "max_steps": 1},
-    **{"expected_batch_size": 8, "per_device_train_batch_size": 8, "curve_steps": 0},
-    **{"target_delta": 1e-3, "use_cpu": True, "dataloader_pin_memory": False},
-}
+# ---- Real runs ----
 
 
 @pytest.mark.slow
@@ -354,9 +340,11 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_mnist(tmp_path, both_splits((8, 8), counts=(40, 20)))
+    of_the_row = ("noise_multiplier", "learning_rate")
+    tiny = {option: value for option, value in SMALL.items() if option not in of_the_row}
     config = {
         "recipe": "vit",
-        "arguments": TINY,
+        "arguments": {**tiny, "config": "paper", "max_steps": 1, "curve_steps": 0},
         "tasks": {"MNIST": {"dataset_path": str(tmp_path)}},
         "search": {"epsilon": 6, "seed": 100, "arguments": {"held_out": True}},
         "final": {"epsilons": [8], "seeds": [13]},
@@ -370,14 +358,15 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     words = ["--config", str(path), "--output_dir", str(out)]
-    monkeypatch.chdir(ROOT)
-    start, started = subprocess.run, []
+    started = []
 
     def interrupted(command: list[str], **kwargs: Any) -> Any:
+        assert command[1:3] == ["-m", "recipes.paper.vit"]
         started.append(command)
         if len(started) == 2:
             raise KeyboardInterrupt
-        return start(command, **kwargs)
+        main(vit.FAMILY, command[3:])
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):

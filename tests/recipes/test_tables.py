@@ -199,7 +199,6 @@ def test_timings_are_of_the_largest_batch_that_fits() -> None:
         ("dp_grape", {"rank": 16}, "not run"),
         ("dp_grape", {}, "not run"),  # of a time when reports did not say
         ("dp_grape r=64", {"rank": 64}, "300.0"),
-        ("dp_grape r=4", {"rank": 4}, "not run"),
     ],
 )
 def test_another_rank_is_never_beside_the_papers_number(

@@ -133,16 +133,14 @@ def test_what_a_notebook_claims_is_found_again(path: Path, tmp_path: Path) -> No
     assert all(content.startswith(b"\x89PNG") for _, content in pictures(path, notebook))
 
 
-def test_an_output_that_names_this_machine_is_refused(tmp_path: Path) -> None:
-    cell = nbformat.v4.new_code_cell("import os\nos.getcwd()")
+def test_what_libraries_say_is_left_out_and_a_path_of_this_machine_is_refused(
+    tmp_path: Path,
+) -> None:
+    said = "import os, sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n{'d': 1}"
+    cells = [nbformat.v4.new_code_cell(source) for source in (said, "os.getcwd()")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     with pytest.raises(ValueError, match="names a path of this machine"):
-        execute(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
-
-
-def test_what_libraries_say_is_left_out(tmp_path: Path) -> None:
-    source = "import sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n{'d': 1}"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    execute(notebook, tmp_path)
+        execute(notebook, tmp_path)
     stream, value = notebook.cells[0].outputs
     assert stream.text == "a\nc\n"
     assert value.data["text/plain"] == "{'d': 1}"

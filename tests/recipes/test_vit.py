@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+from datasets import Dataset, Image
 from PIL import Image as Picture
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -83,44 +83,22 @@ def test_what_jpeg_has_changed_is_marked(tmp_path: Path) -> None:
     assert experiment.notes == [note]
 
 
-def as_datasets(arrays: dict[str, Any]) -> DatasetDict:
-    """The arrays as CIFAR-100 is on the Hub."""
-    features = Features(
-        {
-            "img": Image(),
-            "fine_label": ClassLabel(num_classes=10),
-            "coarse_label": ClassLabel(num_classes=2),
-        }
-    )
-    return DatasetDict(
-        {
-            split: Dataset.from_dict(
-                {
-                    "img": [Picture.fromarray(array) for array in pixels],
-                    "fine_label": labels.astype(int),
-                    "coarse_label": np.zeros(len(labels), int),
-                },
-                features=features,
-            )
-            for split, (pixels, labels) in arrays.items()
-        }
-    )
-
-
-def test_the_hub_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, asked = both_splits((5, 7, 3)), []
+def test_images_of_the_hub_are_those_of_the_named_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrays = both_splits((5, 7, 3))
 
     def hub(name: str, config: None, split: str, **others: Any) -> Dataset:
-        asked.append((name, split))
-        return as_datasets(arrays)[split]
+        pixels, labels = arrays[split]
+        columns = {
+            "img": [Picture.fromarray(array) for array in pixels],
+            "fine_label": labels.astype(int),
+            "coarse_label": np.zeros(len(labels), int),
+        }
+        return Dataset.from_dict(columns).cast_column("img", Image())
 
     monkeypatch.setattr("recipes.paper.data.load_dataset", hub)
     assert_loaded(load_images(COLOUR), arrays)
-    assert_loaded(load_images(COLOUR, "someone/else"), arrays)
-    assert asked == [
-        *(("someone/colour", "train"), ("someone/colour", "test")),
-        *(("someone/else", "train"), ("someone/else", "test")),
-    ]
 
 
 def break_labels(folder: Path) -> None:
@@ -230,7 +208,7 @@ def test_a_search_holds_data_out_and_leaves_the_test_split_alone(
 @pytest.mark.filterwarnings(  # of PEFT
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )
-@pytest.mark.parametrize("method", ["dp_adam", "dp_galore", "dp_lora", "adam"])
+@pytest.mark.parametrize("method", ["dp_lora", "adam"])
 def test_other_methods_train(method: str, tmp_path: Path, data: Path) -> None:
     changes = {} if METHODS[method].private else {"noise_multiplier": None, "max_grad_norm": None}
     result = run(tmp_path, data, method=method, max_steps=1, lora_rank=2, **changes)
@@ -294,15 +272,12 @@ def test_built_in_sizes_are_those_of_the_paper() -> None:
     assert (model.config.image_size, model.config.patch_size) == (224, 16)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_class_token_and_position_table_may_be_frozen(
-    frozen: bool, tmp_path: Path, data: Path
-) -> None:
-    script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
-    model = vit.build_model(script, classes=10)
-    left = {name for name, p in model.named_parameters() if not p.requires_grad}
+def test_class_token_and_position_table_may_be_frozen(tmp_path: Path, data: Path) -> None:
     tables = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
-    assert left == (tables if frozen else set())
+    for frozen, expected in ((True, tables), (False, set())):
+        script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
+        model = vit.build_model(script, classes=10)
+        assert {name for name, p in model.named_parameters() if not p.requires_grad} == expected
 
 
 def test_accuracy_counts_every_image_once() -> None:

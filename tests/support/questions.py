@@ -35,20 +35,25 @@ def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
     return {**row, **texts}
 
 
-def save_model_and_questions(path: Path) -> None:
-    """Saves a tiny OPT and a tokenizer of bytes, and beside them a folder for each task."""
+def byte_level(texts: Sequence[str], vocab_size: int, special: list[str]) -> Tokenizer:
+    """Returns a tokenizer of bytes, and of what is frequent in texts, as of RoBERTa and OPT."""
     bytewise = Tokenizer(models.BPE())
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    special = ["<s>", "<pad>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [json.dumps(row) for row in ROWS.values()] + [" terrible great Yes No"] * 9
     bytewise.train_from_iterator(texts, trainer)
+    return bytewise
+
+
+def save_model_and_questions(path: Path) -> None:
+    """Saves a tiny OPT and a tokenizer of bytes, and beside them a folder for each task."""
+    texts = [json.dumps(row) for row in ROWS.values()] + [" terrible great Yes No"] * 9
+    bytewise = byte_level(texts, 300, ["<s>", "<pad>", "</s>"])
     bytewise.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 2)]
     )
