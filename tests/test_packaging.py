@@ -60,11 +60,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("sdist", tree, tmp_path_factory.mktemp("sdist"))
-
-
-@pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", tree, tmp_path_factory.mktemp("wheel"))
 
@@ -82,9 +77,9 @@ def test_the_wheel_holds_the_files_of_the_package_and_no_others(wheel: Path) -> 
 
 @pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel(
-    sdist: Path, wheel: Path, tmp_path: Path
+    tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
     assert not (source / "tests").exists()
