@@ -24,18 +24,17 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Keeps tests that share a fixture in one process, under ``--dist loadgroup``.
 
-    The slow ones of these begin: what takes minutes in one process leaves the others idle at the
-    end.
+    Files with slow ones of these begin, each as a whole, so that a fixture is made once: what takes
+    minutes in one process leaves the others idle at the end.
     """
+    first = set()
     for item in items:
         made = item._fixtureinfo.name2fixturedefs.values()
         if any(fixture.scope == "module" for fixtures in made for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(
-        key=lambda item: (
-            not (item.get_closest_marker("slow") and item.get_closest_marker("xdist_group"))
-        )
-    )
+            if item.get_closest_marker("slow"):
+                first.add(item.path)
+    items.sort(key=lambda item: item.path not in first)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def small(path: Path) -> Path:
 def test_a_comparison_is_resumed_and_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tiny = partial(compare.DigitsArguments, hidden_size=16, num_hidden_layers=1)
+    monkeypatch.setattr(compare, "DigitsArguments", tiny)
     words = ["--config", str(small(tmp_path / "small.yaml")), "--output_dir", str(tmp_path / "out")]
     compare.main(words)
     first = capsys.readouterr().out
