@@ -337,7 +337,6 @@ class CanaryModel(nn.Module):
 
     def __init__(self, canaries: int, tables: int) -> None:
         super().__init__()
-        self.canaries = canaries
         self.body = nn.Linear(_WIDTH, canaries, bias=False)
         self.tables = nn.ModuleList(nn.Embedding(canaries, _WIDTH) for _ in range(tables))
         for weight in self.parameters():
@@ -426,9 +425,8 @@ class _Auditor(DPGrapeTrainer):
         own, size = self.plan.mechanism, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
         public = self.private_run.projectors  # of the step before
-        assert self.args.max_grad_norm is not None
         factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
-        seen = along_canaries(released, public, self.args.max_grad_norm, factors)
+        seen = along_canaries(released, public, own.max_grad_norm, factors)
         self._seen.append(seen)
 
     @property

@@ -8,10 +8,9 @@ from typing import Any
 REDRAW, FORWARD, BACKWARD = "redraw", "forward", "backward"
 PROJECT, GRADIENTS = "project", "gradients"
 CLIP, RELEASE, RECORD, UPDATE = "clip", "release", "record", "update"
-PHASES = (REDRAW, FORWARD, BACKWARD, PROJECT, GRADIENTS, CLIP, RELEASE, RECORD, UPDATE)
-"""``project`` and ``gradients`` (of a layer, by its rule) lie inside ``forward`` and ``backward``,
-``record`` (in the ledger) inside ``release``, and ``clip`` inside ``backward`` where gradients are
-handed out layer by layer. ``update`` hands the release to the optimizer."""
+"""The phases. ``project`` and ``gradients`` (of a layer, by its rule) lie inside ``forward`` and
+``backward``, ``record`` (in the ledger) inside ``release``, and ``clip`` inside ``backward`` where
+gradients are handed out layer by layer. ``update`` hands the release to the optimizer."""
 
 PROJECTORS, PER_SAMPLE, RELEASED = "projectors", "per-sample gradients", "release"
 """What a step makes: mappings from parameter names."""
@@ -24,7 +23,7 @@ class Observer:
     """
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Returns what one of ``PHASES`` runs inside of."""
+        """Returns what a phase runs inside of."""
         return _NOTHING
 
     def made(self, what: str, values: Any) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import transformers
+from torch.utils.data import Subset
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -17,19 +18,6 @@ from dp_grape_hf.trainer import DPGrapeTrainer
 
 _GIVEN = ("target_epsilon", "target_delta", "num_train_epochs", "method", "learning_rate")
 _SIZES = ("expected_batch_size", "max_steps")
-
-
-class _Rows:
-    """As many examples as there are, none of which is looked at."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        raise IndexError(index)
 
 
 def run(args: argparse.Namespace) -> str:
@@ -45,9 +33,9 @@ def run(args: argparse.Namespace) -> str:
             disable_tqdm=True,
             **{name: value for name, value in options.items() if value is not None},
         )
-        trainer = DPGrapeTrainer(
-            model, asked, train_dataset=_Rows(args.num_samples), processing_class=tokenizer
-        )
+        unseen: Any = []
+        examples = Subset(unseen, range(args.num_samples))  # of which only the number is asked
+        trainer = DPGrapeTrainer(model, asked, train_dataset=examples, processing_class=tokenizer)
         return trainer.suggestion()
 
 
