@@ -119,6 +119,7 @@ class PerSampleEngine(ABC):
         self._examined: set[bool] = set()  # whether training, when it was tried
         self._compared = False  # the loss, with the model's own
         self._repeatable = False  # whether two passes in evaluation mode were seen to agree
+        self._probed = 0  # how many different samples a probe has seen, up to 2
 
     @abstractmethod
     def __call__(
@@ -197,7 +198,7 @@ class PerSampleEngine(ABC):
 
     def assume_probed(self, inputs: Inputs) -> None:
         """Learns what it must from a first batch, and checks nothing: for a simulation."""
-        self._examined, self.simulated = {True, False}, True
+        self._examined, self._probed, self.simulated = {True, False}, 2, True
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         """Runs the model from now on once for each call, whatever the samples are, or refuses.
@@ -292,12 +293,12 @@ class PerSampleEngine(ABC):
                 hook.remove()
         return prints
 
-    def refuse_unused(self, used: Container[str]) -> None:
+    def refuse_unused(self, used: Container[str], more: str = "") -> None:
         """Refuses trainable parameters that are not among those the loss depends on."""
         if unused := [name for name in self.trainable if name not in used]:
             raise UnsupportedModelError(
                 f"These trainable parameters take no part in the loss: {', '.join(unused)}. Noise "
-                "alone would train them. Freeze them with requires_grad_(False)."
+                f"alone would train them. Freeze them with requires_grad_(False).{more}"
             )
 
     def zero_gradients(
@@ -357,10 +358,7 @@ def refuse_modules(model: nn.Module) -> None:
         UnsupportedModelError: with the module and what to do.
     """
     for path, module in model.named_modules():
-        try:
-            refuse_coupling(module)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{path or 'the model'}: {error}") from None
+        refuse_coupling(path, module)
         config: Any = getattr(module, "config", None)
         attention = getattr(config, "_attn_implementation", None)
         if attention == "flex_attention":

@@ -68,7 +68,7 @@ def call_in_coordinates(
         id(weights[name]): _StandIn.of(weights[name], name, z, projectors.get(name), record)
         for name, z in coordinates.items()
     }
-    return _call_with(module, forward, stand_ins, args, kwargs or {})
+    return call_with(module, forward, stand_ins, args, kwargs or {})
 
 
 def call_for_one(
@@ -97,10 +97,10 @@ def call_for_one(
         id(weights[name]): _Own.apply(z, weights[name].detach(), projectors.get(name))
         for name, z in coordinates.items()
     }
-    return _call_with(module, forward, own, args, kwargs)
+    return call_with(module, forward, own, args, kwargs)
 
 
-def _call_with(
+def call_with(
     module: nn.Module,
     forward: Callable[..., Any],
     replacements: Mapping[int, Tensor],

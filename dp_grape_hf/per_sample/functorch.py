@@ -52,26 +52,19 @@ class FunctorchEngine(PerSampleEngine):
 
     grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
     isolates_samples = True
-    _probed = False
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         batch_size_of(inputs)  # refuses inputs that do not tell the samples apart
         if not self._probed:
             self._probe(inputs, projectors)
-            self._probed = True
+            self._probed = 2
         self._examine(inputs, lambda batch: self._pass(batch, projectors))
         losses, found = self._pass(inputs, projectors)
         left_out = self.trainable.keys() - found.keys()
         found |= self.zero_gradients(left_out, losses, projectors)
         return losses, {name: found[name] for name in self.trainable}
-
-    def assume_probed(self, inputs: Inputs) -> None:
-        """Checks nothing, and has nothing to learn."""
-        super().assume_probed(inputs)
-        self._probed = True
 
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]

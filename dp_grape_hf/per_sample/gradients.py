@@ -350,7 +350,8 @@ def inner(left: Single, right: Single) -> Tensor:
             images = torch.bmm(right.rows.float(), gradient)  # (B, T, n)
             return (images * right.cols.float()).sum((1, 2))
         case Dense(), SparseRows():
-            looked_up = _take_rows(left.values.float(), right.indices)  # (B, T, n)
+            indices = right.indices[:, :, None].expand(right.values.shape)
+            looked_up = left.values.float().gather(1, indices)  # (B, T, n)
             return (looked_up * right.values.float()).sum((1, 2))
         case Factored(), Factored():
             row_gram = torch.bmm(left.rows.float(), right.rows.float().transpose(1, 2))
@@ -358,7 +359,8 @@ def inner(left: Single, right: Single) -> Tensor:
             return (row_gram * col_gram).sum((1, 2))  # (B, T, T') each
         case Factored(), SparseRows():
             # rows of the sparse form are one-hot: their Gram matrix with ours is a look-up.
-            picked = left.rows.float().gather(2, _repeat(right.indices, left.rows.shape[1]))
+            indices = right.indices[:, None, :].expand(-1, left.rows.shape[1], -1)
+            picked = left.rows.float().gather(2, indices)
             col_gram = torch.bmm(left.cols.float(), right.values.float().transpose(1, 2))
             return (picked * col_gram).sum((1, 2))  # (B, T, T') each
         case SparseRows(), SparseRows():
@@ -366,16 +368,6 @@ def inner(left: Single, right: Single) -> Tensor:
             gram = torch.bmm(left.values.float(), right.values.float().transpose(1, 2))
             return (gram * same_row).sum((1, 2))
     raise AssertionError((type(left), type(right)))
-
-
-def _take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Returns ``table[b, indices[b, t]]``, (B, T, n)."""
-    return table.gather(1, indices[:, :, None].expand(-1, -1, table.shape[-1]))
-
-
-def _repeat(indices: Tensor, positions: int) -> Tensor:
-    """Returns the indices (B, T') repeated for each of T positions, (B, T, T')."""
-    return indices[:, None, :].expand(-1, positions, -1)
 
 
 # ---- Several uses of one weight ----

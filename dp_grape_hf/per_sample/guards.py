@@ -66,7 +66,7 @@ def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
     """
     before = host_streams()
     yield
-    if not _equal(before, host_streams()):
+    if not all(map(same_state, before, host_streams())):
         _set_host_streams(before)
         if not reseeds():
             raise PrivacyError(DRAWS_BESIDE)
@@ -101,10 +101,6 @@ def _set_host_streams(state: tuple[Any, Any]) -> None:
 def same_state(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Whether two states of one stream are equal."""
     return all(map(np.array_equal, left, right))
-
-
-def _equal(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
-    return all(map(same_state, left, right))
 
 
 class TorchDraws(TorchDispatchMode):

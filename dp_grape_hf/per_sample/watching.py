@@ -34,8 +34,9 @@ from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
 
 SHARE = 1 / 100
-"""Of the physical batches, how many are watched, whatever is in them: processes with sharded weights
-must run the model equally often. That takes a hundredth of the time where a batch has one row."""
+"""Of the physical batches, how many are watched, whatever is in them, as processes with sharded
+weights must run the model equally often. That takes a hundredth of the time where a batch has one
+row."""
 
 
 class WatchedEngine(OuterEngine):
@@ -71,7 +72,6 @@ class WatchedEngine(OuterEngine):
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         row = self._chosen(inputs)
         if row is None:
             return self.examples(inputs, projectors)
@@ -85,7 +85,6 @@ class WatchedEngine(OuterEngine):
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        """Hands out the gradients of one group after another; returns losses (B,)."""
         row = self._chosen(inputs)
         if row is None:
             return self.examples.stream(inputs, projectors, *consumers)

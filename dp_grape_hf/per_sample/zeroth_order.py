@@ -79,7 +79,6 @@ class ZerothOrderEngine(PerSampleEngine):
         self.directions = Directions(self.trainable, seed, n_directions)
         self.groups = [(DIRECTION,)]
         self._step: int | None = None
-        self._probed = 0  # how many different samples a probe has seen: 0, 1, or 2 and more
         self._read: set[str] = set()  # names of the weights that passes were seen to read
 
     def use(self, step: int) -> None:
@@ -142,10 +141,6 @@ class ZerothOrderEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
-    def assume_probed(self, inputs: Inputs) -> None:
-        super().assume_probed(inputs)
-        self._probed = 2
-
     def _probe(self, inputs: Inputs) -> int:
         """Refuses a model that couples samples or hides a parameter.
 
@@ -157,7 +152,11 @@ class ZerothOrderEngine(PerSampleEngine):
         two, _ = self._trial(copies_of(inputs, 2))
         three, _ = self._trial(copies_of(inputs, 3))
         refuse_coupled_losses(two[:1], torch.cat([two, three]))
-        self._refuse_unread()
+        self.refuse_unused(
+            self._read,
+            " If the model does use them, it does so through code that PyTorch's function modes do "
+            "not see (TorchScript, a kernel of its own).",
+        )
         pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
         return 2 if any(map(self._probe_pair, pairs)) else 1
 
@@ -184,16 +183,6 @@ class ZerothOrderEngine(PerSampleEngine):
         """Does as ``_differences``, from the same random numbers every time."""
         with keeping_random_state():
             return self._differences(inputs)
-
-    def _refuse_unread(self) -> None:
-        """Refuses parameters that no operation of a pass was seen to read."""
-        try:
-            self.refuse_unused(self._read)
-        except PrivacyError as error:
-            raise type(error)(
-                f"{error} If the model does use them, it does so through code that PyTorch's "
-                "function modes do not see (TorchScript, a kernel of its own)."
-            ) from None
 
 
 class _Displaced(TorchFunctionMode):

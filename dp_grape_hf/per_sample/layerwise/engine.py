@@ -9,7 +9,6 @@ result would be wrong.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -81,14 +80,12 @@ class LayerwiseEngine(PerSampleEngine):
         self._activations = [m for m in model.modules() if recomputes and is_recomputable(m)]
         self._sites = Sites(model, {id(p): name for name, p in self.trainable.items()})
         self._group_of = {name: group for group in self.groups for name in group}
-        self._probed = 0  # how many different samples the probe has seen, up to 2
         self._learnt_anew = False  # whether calls were learnt since the last probe
         self._looping = 0  # how many modules are known to run sample by sample
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and per-sample gradients by parameter name (sensitive)."""
         self._prepare(inputs, projectors)
         losses, found = self._pass(inputs, projectors)
         self._probe_what_is_new(inputs, projectors)
@@ -160,33 +157,25 @@ class LayerwiseEngine(PerSampleEngine):
         What a stream has consumed is not returned. A parameter that this pass left out, by layer
         drop say, has gradient zero.
         """
-        if self.in_step:
+        samples = iter(range(batch_size_of(inputs)))
+        while True:
             try:
                 return self._try_pass(inputs, projectors, only, consumers)
-            except UnknownTensorError as error:
-                raise UnsupportedModelError(
-                    f"{error} To learn of it now would run the model once more than other "
-                    "processes do. Leave fsdp out."
-                ) from error
-        batch_size = batch_size_of(inputs)
-        for sample in range(batch_size):
-            try:
-                return self._looping_pass(inputs, projectors, only, consumers)
-            except UnknownTensorError:  # a mask, say, that the samples seen so far did not need
+            except NotVectorisedError:  # at most once for each site, which loops from now on
+                if self.in_step:
+                    raise
+            except UnknownTensorError as error:  # a mask, say, that no sample has needed so far
+                if self.in_step:
+                    raise UnsupportedModelError(
+                        f"{error} To learn of it now would run the model once more than other "
+                        "processes do. Leave fsdp out."
+                    ) from error
+                if (sample := next(samples, None)) is None:
+                    raise UnsupportedModelError(
+                        f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
+                    ) from error
                 self._learn(inputs, sample)
                 self._learnt_anew = True
-        try:
-            return self._looping_pass(inputs, projectors, only, consumers)
-        except UnknownTensorError as error:
-            raise UnsupportedModelError(
-                f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
-            ) from error
-
-    def _looping_pass(self, *args: Any) -> tuple[Tensor, Gradients]:
-        """Makes a pass again where vmap failed: what failed runs sample by sample from then on."""
-        while True:
-            with contextlib.suppress(NotVectorisedError):  # at most once for each site
-                return self._try_pass(*args)
 
     def _try_pass(
         self,
@@ -249,7 +238,6 @@ class LayerwiseEngine(PerSampleEngine):
         """Learns which tensors carry the batch, from shapes alone: nothing is checked."""
         super().assume_probed(inputs)
         self._learn(inputs, 0)
-        self._probed = 2
 
     def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
         """Learns from two and three samples: the first, and the others copies of one sample."""

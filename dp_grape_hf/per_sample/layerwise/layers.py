@@ -20,12 +20,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.per_sample.functional import call_with
 from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.layerwise.rules import LayerRule, rule_for
 from dp_grape_hf.per_sample.probing import Selections
@@ -246,7 +246,7 @@ class Site:
     def carrying(
         self, leaves: Sequence[Any], structure: str, batch_size: int, shapes: Shapes
     ) -> list[int]:
-        """Returns which of the leaves of an input or output carry the batch.
+        """Returns which of the leaves of an input carry the batch.
 
         Raises:
             UnknownTensorError: if that is not known: a mask that the first samples did not need.
@@ -521,9 +521,11 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
     if not two and site.reason:  # a mere container: its own parent may tell the samples apart
         return site.reason
     for a, b in zip(two, three, strict=True):
-        if site.rule is None and (reason := _learn_tensors(site, a, b, shapes)):
-            return reason
         if site.rule is None:
+            for key in a.sizes.keys() & b.sizes.keys():
+                rows = site.tensors.setdefault(key, Rows())
+                if reason := rows.learn(a.sizes[key], b.sizes[key], shapes):
+                    return f"{site.label} {reason}"
             if not _all_own(a.differentiable, b.differentiable):
                 return (
                     f"{site.label} computes a tensor that all samples share, so it does not tell "
@@ -532,7 +534,8 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
             if any(_without_samples(site.tensors.get(key)) for key in a.selected):
                 return f"{site.label} {_POSITIONS_ALONE}"
             site.broadcast = 1 in a.differentiable
-            if a.differentiable != b.differentiable and not _carried(site, a):
+            carries = any(rows.carries for key, rows in site.tensors.items() if key in a.given)
+            if a.differentiable != b.differentiable and not carries:
                 return (
                     f"{site.label} is told the number of samples and given none of their tensors, "
                     "so its calls do not tell them apart."
@@ -566,20 +569,6 @@ def _without_samples(rows: Rows | None) -> bool:
     return rows is not None and bool(rows.carries) and not rows.one_each
 
 
-def _learn_tensors(site: Site, two: _Call, three: _Call, shapes: Shapes) -> str | None:
-    """Stores which tensors of a call carry the batch, and how many rows they have."""
-    for key in two.sizes.keys() & three.sizes.keys():
-        rows = site.tensors.setdefault(key, Rows())
-        if reason := rows.learn(two.sizes[key], three.sizes[key], shapes):
-            return f"{site.label} {reason}"
-    return None
-
-
-def _carried(site: Site, call: _Call) -> bool:
-    """Returns whether a tensor that a site without a rule is given carries the batch."""
-    return any(rows.carries for key, rows in site.tensors.items() if key in call.given)
-
-
 def _expand(size: int, output: Any) -> Any:
     if isinstance(output, Tensor) and output.dim() and len(output) == 1:
         return output.expand(size, *output.shape[1:])
@@ -592,13 +581,9 @@ def _with_fresh_weights(site: Site, forward: Forward, args: Any, kwargs: Any) ->
     The weights themselves take no part: gradients that reach them come from elsewhere.
     """
     weights = dict(site.module.named_parameters())
-    fresh = {local: weights[local].detach().requires_grad_() for local in site.parameters}
-    wrapper = site.module.forward
-    try:
-        site.module.forward = forward
-        return functional_call(site.module, fresh, args, kwargs)
-    finally:
-        site.module.forward = wrapper
+    own = [weights[local] for local in site.parameters]
+    fresh = {id(weight): weight.detach().requires_grad_() for weight in own}
+    return call_with(site.module, forward, fresh, args, kwargs)
 
 
 def _differentiable(output: Any) -> list[int]:

@@ -73,12 +73,7 @@ def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[Laye
 
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
-    """Returns the closed-form rule of a layer, or None where only the generic rule is exact.
-
-    Raises:
-        UnsupportedModelError: if the layer type couples the samples of a batch.
-    """
-    refuse_coupling(layer)
+    """Returns the closed-form rule of a layer, or None where only the generic rule is exact."""
     if not {name for name, _ in layer.named_parameters(recurse=False)} <= {"weight", "bias"}:
         return None  # somebody gave the layer a parameter that its rule does not know
     rule = RULES.get(type(layer))
@@ -100,9 +95,10 @@ def is_recomputable(layer: nn.Module) -> bool:
     return type(layer) in _KEEP_THEIR_INPUT
 
 
-def refuse_coupling(layer: nn.Module) -> None:
+def refuse_coupling(path: str, layer: nn.Module) -> None:
     """Refuses a layer in which one sample's output depends on another sample."""
-    name = type(layer).__name__
+    kind = type(layer).__name__
+    name = f"{path or 'the model'}: {kind}"
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         raise UnsupportedModelError(
             f"{name} mixes samples through batch statistics, so a per-sample gradient does not "
@@ -114,7 +110,7 @@ def refuse_coupling(layer: nn.Module) -> None:
             "its gradient with the contents of the whole batch. Set max_norm=None and "
             "scale_grad_by_freq=False."
         )
-    if name == "NystromformerSelfAttention" and layer.num_landmarks != layer.seq_len:
+    if kind == "NystromformerSelfAttention" and layer.num_landmarks != layer.seq_len:
         raise UnsupportedModelError(
             f"{name} with {layer.num_landmarks=} of {layer.seq_len=} positions inverts a matrix by "
             "iterations, which begin at one that is divided by a maximum over the whole batch. Set "
