@@ -82,15 +82,7 @@ def call_for_one(
     """Returns what ``call_in_coordinates`` does, outside vmap: for any code, one sample at a time.
 
     A weight is then its own value, of which autograd computes the whole gradient of one sample; the
-    gradient in z is its projection.
-
-    Args:
-        module: as in ``call_in_coordinates``, and so are the others; coordinates are of the sample.
-        forward: what to call.
-        coordinates: outside vmap.
-        projectors: of the parameters that are projected.
-        args: of this sample.
-        kwargs: of this sample.
+    gradient in z is its projection. Arguments are as there, with coordinates of this sample.
     """
     weights = dict(module.named_parameters())
     own: dict[int, Tensor] = {

@@ -187,7 +187,7 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
         id(config): config
         for module in modules
         if (config := getattr(module, "config", None)) is not None
-        and _is_kernel(getattr(config, "_attn_implementation", None))
+        and re.search("flash|flex", getattr(config, "_attn_implementation", None) or "")
     }.values()
     before = [config._attn_implementation for config in configs]
     checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
@@ -215,11 +215,6 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
                 f"{name}. Under torch.func.vmap that has no value after the pass, so the model is "
                 'spoilt. Make it anew without that buffer, or use engine="layerwise".'
             )
-
-
-def _is_kernel(implementation: Any) -> bool:
-    """Returns whether attention of that name is a kernel that takes a batch of its own only."""
-    return isinstance(implementation, str) and bool(re.search("flash|flex", implementation))
 
 
 class Batching(TorchFunctionMode):

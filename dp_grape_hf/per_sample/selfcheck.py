@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.engine import Gradients, PerSampleEngine, batch_size_of
 from dp_grape_hf.per_sample.guards import keeping_random_state, refusing_changed_weights
-from dp_grape_hf.per_sample.losses.losses import LossFunction, ModelLoss, checked, split
+from dp_grape_hf.per_sample.losses.losses import ModelLoss, checked, split
 from dp_grape_hf.per_sample.losses.trainer_loss import OTHERWISE, TrainerLoss
 from dp_grape_hf.per_sample.prints import (
     Prints,
@@ -105,7 +105,8 @@ def examine_trainer_loss(
     several = rows_of(inputs, [row % size for row in range(max(4, size))])
     with evaluating(engine.model):
         with torch.no_grad():
-            outputs, asked = _outputs_and_labels(loss, engine.model, several)
+            given, asked = loss.split(several)
+            outputs = engine.model(**given)
         if (labels := _all_classes(outputs, several.get("labels"))) is not None:
             _, asked = loss.split({**several, "labels": labels})
 
@@ -141,13 +142,6 @@ def _all_classes(outputs: Any, labels: Any) -> Tensor | None:
         return None
     classes = min(score.shape[1] for score in scores)
     return torch.arange(len(labels), device=labels.device).to(labels.dtype) % classes
-
-
-def _outputs_and_labels(
-    loss: LossFunction, model: nn.Module, inputs: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    rest, labels = split(loss, inputs)
-    return model(**rest), labels
 
 
 # ---- Gradients ----
@@ -285,8 +279,8 @@ def _loss_alone(engine: PerSampleEngine, one: Mapping[str, Any]) -> Tensor:
         own = engine.loss.of_batch(engine.model, one)
         if own is not None and own.isfinite():
             return own
-    outputs, labels = _outputs_and_labels(engine.loss, engine.model, one)
-    return checked(engine.loss(outputs, labels), batch_size_of(one)).mean()
+    inputs, labels = split(engine.loss, one)
+    return checked(engine.loss(engine.model(**inputs), labels), batch_size_of(one)).mean()
 
 
 def _owner(model: nn.Module, name: str) -> str:

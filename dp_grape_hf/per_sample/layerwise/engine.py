@@ -35,7 +35,7 @@ from dp_grape_hf.per_sample.layerwise.layers import (
     replaced_forwards,
     shapes_of,
 )
-from dp_grape_hf.per_sample.layerwise.rules import is_recomputable
+from dp_grape_hf.per_sample.layerwise.rules import RECOMPUTABLE
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import (
     copies_of,
@@ -74,10 +74,10 @@ class LayerwiseEngine(PerSampleEngine):
         grad_sample_mode: str = GradSampleMode.AUTO,
     ) -> None:
         super().__init__(model, loss, grad_sample_mode)
-        recomputes = self.device.type != "cpu"
-        if recompute_activations is not None:
-            recomputes = recompute_activations
-        self._activations = [m for m in model.modules() if recomputes and is_recomputable(m)]
+        if recompute_activations is None:
+            recompute_activations = self.device.type != "cpu"
+        again = RECOMPUTABLE if recompute_activations else ()
+        self._activations = [module for module in model.modules() if type(module) in again]
         self._sites = Sites(model, {id(p): name for name, p in self.trainable.items()})
         self._group_of = {name: group for group in self.groups for name in group}
         self._learnt_anew = False  # whether calls were learnt since the last probe

@@ -26,11 +26,14 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.per_sample.gradients import Dense, Factored, Single, SparseRows
 
-_KEEP_THEIR_INPUT = {
+RECOMPUTABLE = {
     *(nn.GELU, nn.SiLU, nn.Mish),
     *(activations.GELUActivation, activations.NewGELUActivation, activations.FastGELUActivation),
     *(activations.QuickGELUActivation, activations.GELUTanh, activations.SiLUActivation),
 }
+"""Activation functions that are cheap and keep their input: a layer behind one may compute its own
+input anew instead of keeping it as well. ReLU and tanh are not among them: they keep their
+output."""
 
 
 class LayerRule:
@@ -84,15 +87,6 @@ def rule_for(layer: nn.Module) -> LayerRule | None:
     if rule is None and type(layer).__name__.endswith(("RMSNorm", "LayerNorm")):
         rule = RULES[nn.RMSNorm]  # T5's LayerNorm is one; the rule proves it before it applies
     return rule if rule is not None and rule.applies(layer) else None
-
-
-def is_recomputable(layer: nn.Module) -> bool:
-    """Returns whether a layer is an activation function that is cheap, and keeps its input.
-
-    A layer behind it may then compute its own input anew instead of keeping it as well. ReLU and
-    tanh are not among them: they keep their output.
-    """
-    return type(layer) in _KEEP_THEIR_INPUT
 
 
 def refuse_coupling(path: str, layer: nn.Module) -> None:
