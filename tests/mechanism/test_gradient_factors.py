@@ -130,7 +130,8 @@ def met_by_noise(
     return dict(zip(names, seen[0], strict=True))
 
 
-EXTREME = {
+EXTREME: dict[str, dict[str, float] | None] = {
+    "none": None,
     "large and small": {"first": 1e3, "last": 1e-3},
     "large": {"bias": 1e3},
     "small": {"*": 1e-3},

@@ -120,7 +120,6 @@ def test_five_standard_deviations_are_exceeded_as_often_as_they_should_be() -> N
 BROKEN: dict[str, tuple[Callable[[Array], Any], Callable[[Array], None]]] = {
     "of half precision": (lambda x: x.astype(np.float16).astype(np.float32), check_fine),
     "clipped at 4": (lambda x: x.clip(-4, 4), lambda x: check_tails(x, 4.0)),
-    "without numbers beyond 4.2": (lambda x: x[abs(x) < 4.2], lambda x: check_tails(x, 4.2)),
     "0.5 % too small": (lambda x: x * np.float32(0.995), check_moments),
     "shifted": (lambda x: x + np.float32(0.005), check_moments),
     "uniform": (lambda x: (scipy.special.ndtr(x) - 0.5) * math.sqrt(12), check_kolmogorov_smirnov),
@@ -184,8 +183,14 @@ def test_streams_of_threads_and_ranks_are_independent(
 ) -> None:
     """Each rank has a generator of its own, and each of its threads a share of the numbers."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    ranks = [noise_of(2**19, secure) for _ in range(2)]
-    shares = [share for rank in ranks for share in rank.reshape(4, -1)]
+    shapes = [(3,), (2**18 - 20,), (), (0, 7), (16,), (2**9, 2**9)]  # 2**19 numbers
+    shares: list[Array] = []
+    for _ in range(2):
+        values = [torch.zeros(shape) for shape in shapes]
+        add_noise_(values, 1.0, noise_generator(secure=secure))
+        rank = torch.cat([value.flatten() for value in values]).numpy()
+        check_no_lag(rank)
+        shares.extend(rank.reshape(4, -1))
     for i, share in enumerate(shares):
         check_moments(share)
         for other in shares[:i]:
@@ -281,12 +286,6 @@ def test_the_grid_is_a_power_of_two_and_fine(std: float) -> None:
     assert std * 2**-13 < grid_of(std) <= std * 2**-12
 
 
-def test_secure_noise_divides_last() -> None:
-    value = torch.full((3,), 1e6)
-    add_noise_([value, torch.zeros(0)], 1e-3, noise_generator(secure=True), divisor=4.0)
-    torch.testing.assert_close(value, torch.full((3,), 2.5e5))
-
-
 def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -368,7 +367,8 @@ def test_noise_on_a_gpu_is_normal_and_of_several_keys(secure: bool) -> None:
     add_noise_([value], 1.0, generator)
     streams = generator.streams(SECURE_DRAWS if secure else 2)
     assert all(isinstance(stream, SecretGenerator) for stream in streams)
-    assert len({torch.Generator.initial_seed(stream) for stream in streams}) == len(streams)
+    halves = {torch.Generator.initial_seed(stream) >> 32 for stream in streams}
+    assert len(halves) == len(streams)  # all 64 bits are fresh; two agree by chance in 2**32
     sample = value.cpu().numpy()
     check_moments(sample)
     check_tails(sample, 3.0, 4.0, 4.5)

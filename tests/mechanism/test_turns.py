@@ -11,23 +11,13 @@ from scipy.linalg import toeplitz
 
 from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Ledger
-from dp_grape_hf.mechanism import (
-    PoissonBatchSampler,
-    Turn,
-    UnitBatchSampler,
-    read_units,
-)
+from dp_grape_hf.mechanism import PoissonBatchSampler, Turn
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.per_sample import Dense
-from tests.support.mechanism import Given, make_private, released
+from tests.support.mechanism import Given, coins, make_private, released
 
 COEFFICIENTS = (0.8, 0.48, 0.36)
 BANDED = {"noise": "banded", "coefficients": "[0.8, 0.48, 0.36]"}
-
-
-def _coins(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # ---- Noise ----
@@ -36,13 +26,13 @@ def _coins(seed: int = 0) -> torch.Generator:
 def test_noise_is_the_inverse_matrix_times_independent_noise() -> None:
     """Of two tensors at once; z is what the same generator would have drawn alone."""
     steps, std, divisor = 8, 0.5, 4.0
-    noise, generator = BandedNoise(COEFFICIENTS), _coins()
+    noise, generator = BandedNoise(COEFFICIENTS), coins()
     found = []
     for _ in range(steps):
         values = [torch.ones(3), torch.zeros(2, 2)]
         noise.add_(values, std, generator, divisor)
         found.append(torch.cat([v.flatten() for v in values]))
-    again = _coins()
+    again = coins()
     shapes = [(3,), (2, 2)]
     drawn = [
         torch.cat([torch.empty(s).normal_(0, std, generator=again).flatten() for s in shapes])
@@ -74,7 +64,7 @@ def test_without_noise_bands_change_nothing() -> None:
 
 def test_earlier_noise_cannot_be_saved() -> None:
     noise = BandedNoise(COEFFICIENTS)
-    noise.add_([torch.zeros(3)], 1.0, _coins(), 1.0)
+    noise.add_([torch.zeros(3)], 1.0, coins(), 1.0)
     for save in (pickle.dumps, copy.deepcopy):
         with pytest.raises(PrivacyError, match="cannot be pickled or copied"):
             save(noise)  # type: ignore[operator]
@@ -86,7 +76,7 @@ def test_earlier_noise_cannot_be_saved() -> None:
 def _table(bands: int, steps: int, *, rate: float = 0.1, size: int = 240) -> torch.Tensor:
     """1.0 where an example entered a draw, (steps, examples)."""
     table = torch.zeros(steps, size)
-    draws = PoissonBatchSampler(size, rate, steps, _coins(), turns=lambda: Turn(bands, 0))
+    draws = PoissonBatchSampler(size, rate, steps, coins(), turns=lambda: Turn(bands, 0))
     for step, draw in enumerate(draws):
         table[step, draw] = 1.0
     return table
@@ -112,7 +102,7 @@ def test_each_example_is_drawn_with_probability_b_q_in_its_turn() -> None:
 
 def test_groups_are_coins_of_each() -> None:
     """Sizes as of 30,000 coins: chi-square of 6 groups; neighbours share a group by chance."""
-    groups = Groups(30_000, 6, _coins())
+    groups = Groups(30_000, 6, coins())
     members = [groups.members(number) for number in range(6)]
     assert sorted(torch.cat(members).tolist()) == list(range(30_000))
     sizes = torch.tensor([float(len(m)) for m in members])
@@ -125,7 +115,7 @@ def test_groups_are_coins_of_each() -> None:
 
 
 def test_groups_stay_over_rounds_and_differ_between_runs() -> None:
-    first, second = (Groups(500, 4, _coins(seed)) for seed in (0, 1))
+    first, second = (Groups(500, 4, coins(seed)) for seed in (0, 1))
     for number in range(4):
         assert torch.equal(first.members(number), first.members(number + 8))
         assert not torch.equal(first.members(number), second.members(number))
@@ -134,7 +124,7 @@ def test_groups_stay_over_rounds_and_differ_between_runs() -> None:
 def test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release() -> None:
     """A loader's workers may have drawn ahead: what they drew was nobody's turn."""
     made = [0]
-    draws = PoissonBatchSampler(300, 0.2, 50, _coins(), turns=lambda: Turn(5, made[0]))
+    draws = PoissonBatchSampler(300, 0.2, 50, coins(), turns=lambda: Turn(5, made[0]))
     groups: list[set[int]] = [set() for _ in range(5)]
     for used, ahead in ((7, 3), (11, 1), (50, 0)):
         whole = iter(draws)
@@ -144,36 +134,3 @@ def test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release() -> Non
         for _ in range(ahead):
             next(whole)
     assert not any(groups[i] & groups[j] for i in range(5) for j in range(i))
-
-
-def test_units_take_turns_as_a_whole() -> None:
-    data = [{"user": f"{number % 60}"} for number in range(240)]
-    units = read_units(data, "user")
-    draws = PoissonBatchSampler(60, 0.1, 200, _coins(), turns=lambda: Turn(4, 0))
-    last: dict[int, int] = {}
-    for step, drawn in enumerate(UnitBatchSampler(draws, units)):
-        for examples in drawn:
-            user = examples[0] % 60
-            assert sorted(examples) == [user, user + 60, user + 120, user + 180]
-            assert step - last.get(user, -9) >= 4
-            last[user] = step
-
-
-def test_ranks_share_the_draws_of_a_group() -> None:
-    def of(rank: int, world_size: int) -> list[list[int]]:
-        turns = lambda: Turn(3, 0)  # noqa: E731
-        return list(PoissonBatchSampler(90, 0.2, 30, _coins(), rank, world_size, turns=turns))
-
-    for whole, first, second in zip(of(0, 1), of(0, 2), of(1, 2), strict=True):
-        assert sorted(first + second) == whole
-
-
-# ---- What is recorded ----
-
-
-def test_a_resumed_run_counts_a_block_of_its_own() -> None:
-    engine = make_private(Given(w=(3,)), noise_multiplier=2.0, sample_rate=0.05, **BANDED)
-    ledger = engine.ledger
-    assert isinstance(ledger, Ledger)
-    ledger.record(7)  # 3 of three bands
-    assert [ledger.composed[0].counted, ledger.composed[0].bands] == [3, 3]

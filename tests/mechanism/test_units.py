@@ -26,7 +26,7 @@ from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.units import UnitSum
 from dp_grape_hf.projections import DIRECTION
 from recipes.models.matrix import projectors_for
-from tests.support.mechanism import make_private, released
+from tests.support.mechanism import coins, make_private, released
 from tests.support.models import only, row
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 from tests.support.trainers import (
@@ -36,11 +36,6 @@ from tests.support.trainers import (
     assert_same_weights,
     points,
 )
-
-
-def _coins(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 # ---- Whose an example is ----
 
@@ -116,7 +111,7 @@ MEMBERS = [UNITS.examples(unit).tolist() for unit in range(len(UNITS))]
 
 
 def _draws(sample_rate: float, steps: int, seed: int = 0, cap: int | None = None, **place: Any):  # type: ignore[no-untyped-def]
-    draws = PoissonBatchSampler(len(UNITS), sample_rate, steps, _coins(seed), **place)
+    draws = PoissonBatchSampler(len(UNITS), sample_rate, steps, coins(seed), **place)
     return list(UnitBatchSampler(draws, UNITS, cap))
 
 
@@ -125,7 +120,7 @@ def _unit_of(examples: list[int]) -> int:
 
 
 def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
-    plain = PoissonBatchSampler(len(UNITS), 0.4, 200, _coins())
+    plain = PoissonBatchSampler(len(UNITS), 0.4, 200, coins())
     drawn = _draws(0.4, 200)
     assert drawn == [[MEMBERS[unit] for unit in draw] for draw in plain]
     assert [] in drawn
@@ -166,7 +161,7 @@ def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
     """Chi-square of the 100 pairs of consecutive subsets, 2 of 5: false alarm below 1e-5."""
     steps, kinds = 4001, set(itertools.combinations(range(5), 2))
     one = read_units([{"user": 0}] * 5, "user")
-    draws = UnitBatchSampler(PoissonBatchSampler(1, 1.0, steps, _coins()), one, 2)
+    draws = UnitBatchSampler(PoissonBatchSampler(1, 1.0, steps, coins()), one, 2)
     subsets = [tuple(draw[0]) for draw in draws]
     assert set(subsets) == kinds
     pairs = Counter(itertools.pairwise(subsets))
@@ -178,9 +173,9 @@ def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
 
 def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrivacyError, match=r"num_samples must be the number of units"):
-        UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, _coins()), UNITS)
+        UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, coins()), UNITS)
     with pytest.raises(PrivacyError, match="max_examples_per_unit=0 must be at least 1"):
-        UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, _coins()), UNITS, 0)
+        UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, coins()), UNITS, 0)
 
 
 # ---- Physical batches ----

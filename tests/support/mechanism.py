@@ -48,6 +48,11 @@ class Given(PerSampleEngine):
         return next(iter(gradients.values())).squared_norm(), gradients
 
 
+def coins(seed: int = 0) -> torch.Generator:
+    """Returns coins that are known, for draws that can be repeated."""
+    return torch.Generator().manual_seed(seed)
+
+
 def make_private(
     per_sample: PerSampleEngine,
     *,
