@@ -29,7 +29,7 @@ from dp_grape_hf.accounting import (
     expected_steps_per_epoch,
     find_noise_multiplier,
 )
-from dp_grape_hf.accounting.accountants import PLD, PRV, Accountant, Block
+from dp_grape_hf.accounting.accountants import PLD, PRV, Block
 from dp_grape_hf.errors import PrivacyError
 from tests.support.marks import slow_but
 
@@ -62,7 +62,6 @@ VALID_TARGET: dict[str, Any] = {
     "steps": 10,
     "accountant": "rdp",
 }
-VARIANTS: list[dict[str, Any]] = [{"norm_directions": 16}, {"adjacency": "replace_one"}]
 
 
 @lru_cache
@@ -87,17 +86,6 @@ def tight_epsilon(
     return float(losses.self_compose(steps).get_epsilon_for_delta(delta))
 
 
-@lru_cache
-def calibrated(num_samples: int, batch: int, steps: int, epsilon: float, accountant: str) -> float:
-    return find_noise_multiplier(
-        target_epsilon=epsilon,
-        target_delta=1e-5,
-        sample_rate=batch / num_samples,
-        steps=steps,
-        accountant=accountant,
-    )
-
-
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """ε of the Gaussian mechanism with sensitivity / noise std = mu (Balle and Wang, 2018)."""
 
@@ -116,24 +104,31 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def test_calibration_is_within_a_percent_above_the_tight_noise(
     case: tuple[int, int, int, float],
 ) -> None:
-    tight = TIGHT[case]
+    num_samples, batch, steps, epsilon = case
     for accountant in (LEAST, "prv"):
-        assert tight * 0.9999 <= calibrated(*case, accountant) <= 1.003 * tight
+        found = find_noise_multiplier(
+            target_epsilon=epsilon,
+            target_delta=1e-5,
+            sample_rate=batch / num_samples,
+            steps=steps,
+            accountant=accountant,
+        )
+        assert TIGHT[case] * 0.9999 <= found <= 1.003 * TIGHT[case]
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_calibration_inverts_accounting(accountant: str) -> None:
-    case = num_samples, batch, steps, target = 2560, 64, 1000, 6.0
-    found = calibrated(*case, accountant)
-    assert epsilon_of(found, batch / num_samples, steps, 1e-5, accountant) <= target
-    assert epsilon_of(0.99 * found, batch / num_samples, steps, 1e-5, accountant) > target
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_calibration_inverts_accounting_of_every_variant(variant: dict[str, Any]) -> None:
-    found = find_noise_multiplier(**VALID_TARGET | variant)
-    assert compute_epsilon(**VALID | variant | {"noise_multiplier": found}) <= 2.0
-    assert compute_epsilon(**VALID | variant | {"noise_multiplier": 0.99 * found}) > 2.0
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"accountant": name, "sample_rate": 0.025, "steps": 1000} for name in ACCOUNTANTS),
+        {"norm_directions": 16},
+        {"adjacency": "replace_one"},
+    ],
+    ids=str,
+)
+def test_calibration_inverts_accounting(changes: dict[str, Any]) -> None:
+    found = find_noise_multiplier(**VALID_TARGET | changes)
+    assert compute_epsilon(**VALID | changes | {"noise_multiplier": found}) <= 2.0
+    assert compute_epsilon(**VALID | changes | {"noise_multiplier": 0.99 * found}) > 2.0
 
 
 def test_a_budget_finer_than_the_accountant_is_refused() -> None:
@@ -273,20 +268,28 @@ def test_the_least_of_all_is_returned_and_its_owner_named(
 def test_whichever_has_the_least_answers_for_all_steps(
     best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    """It is built again only when it is outgrown, for twice the steps, and remembers answers."""
+    asked: list[tuple[str, int]] = []
+    built: list[tuple[str, int]] = []
     for name, accountant in ACCOUNTANTS.items():
 
+        def build(_: object, __: object, most: Sequence[int], ___: float, name: str = name) -> None:
+            built.append((name, *most))
+
         def epsilon(_: object, counts: Sequence[int], name: str = name) -> float:
-            asked.append(name)
+            asked.append((name, *counts))
             return counts[0] * (1.0 if name == best else 2.0)
 
-        monkeypatch.setattr(accountant, "__init__", lambda *_: None)
+        monkeypatch.setattr(accountant, "__init__", build)
         monkeypatch.setattr(accountant, "epsilon", epsilon)
     curve = EpsilonCurve(Releases(1.0, 0.1, 10), 1e-5)
-    assert [curve.epsilon(steps) for steps in (1, 5, 10, 12)] == [1, 5, 10, 12]
+    assert built == []
+    assert [curve.epsilon(steps) for steps in (1, 5, 10, 5, 12, 20)] == [1, 5, 10, 5, 12, 20]
     assert curve.accountant == best
-    assert sorted(asked[:3]) == sorted(ACCOUNTANTS)
-    assert {*asked[3:]} == {best}
+    assert sorted(built[:3]) == sorted((name, 10) for name in ACCOUNTANTS)
+    assert built[3:] == [(best, 20)]
+    assert sorted(asked[:3]) == sorted((name, 10) for name in ACCOUNTANTS)
+    assert asked[3:] == [(best, 1), (best, 5), (best, 20), (best, 12)]
 
 
 def test_without_the_extra_the_least_is_found_among_the_others(
@@ -376,34 +379,6 @@ def test_a_curve_agrees_with_single_answers_before_and_after_it_is_outgrown(
     assert curve.accountant == accountant
 
 
-def test_a_curve_builds_its_accountant_once_and_remembers_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    built: list[Sequence[int]] = []
-    asked: list[Sequence[int]] = []
-
-    class Counting(Accountant, name="counting"):
-        def __init__(
-            self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float
-        ) -> None:
-            built.append(max_counts)
-
-        def epsilon(self, counts: Sequence[int]) -> float:
-            asked.append(counts)
-            return float(counts[0])
-
-    try:
-        curve = EpsilonCurve(Releases(1.0, 0.1, 10), 1e-5, accountant="counting")
-        assert built == []
-        assert [curve.epsilon(steps) for steps in (3, 3, 10, 3)] == [3, 3, 10, 3]
-        assert (built, asked) == ([[10]], [[10], [3]])
-        assert curve.epsilon(11) == 11
-        assert curve.epsilon(20) == 20
-        assert built == [[10], [20]]
-    finally:
-        del ACCOUNTANTS["counting"]
-
-
 # ---- Fallbacks ----
 
 
@@ -462,7 +437,7 @@ def test_an_answer_that_is_not_finite_is_replaced(
 
 @pytest.mark.parametrize("variant", [{}, {"adjacency": "replace_one"}], ids=str)
 @pytest.mark.parametrize("sigma", [1e-200, 0.05, 1e200])
-@pytest.mark.parametrize("q", [1e-300, 0.5, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("q", [1e-300, 1 - 1e-12, 1.0])
 def test_rdp_never_fails(sigma: float, q: float, variant: dict[str, Any]) -> None:
     question = {"noise_multiplier": sigma, "sample_rate": q, "steps": 10**6}
     assert compute_epsilon(**VALID | question | variant) >= 0
@@ -475,11 +450,6 @@ def test_an_absent_extra_is_named_with_the_command_that_installs_it(
     with pytest.raises(PrivacyError, match=r"dp_accounting.*pip install dp_grape_hf\[pld\]"):
         compute_epsilon(**VALID | {"accountant": "pld"})
     assert compute_epsilon(**VALID | {"accountant": "prv"}) > 0
-
-
-def test_an_accountant_has_one_name() -> None:
-    with pytest.raises(AssertionError, match="two accountants"):
-        type("Again", (Accountant,), {}, name="rdp")
 
 
 def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,19 +491,9 @@ def test_a_bad_argument_is_named_with_its_value(name: str, value: object) -> Non
             assert f"{name}={value!r}" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("release", "message"),
-    [
-        ((-1.0, 0.1, 1), r"noise_multiplier=-1\.0"),
-        ((1.0, 2.0, 0), r"sample_rate=2\.0"),
-        ((1.0, 0.1, -1), "steps=-1"),
-    ],
-)
-def test_a_bad_block_is_refused_even_if_it_is_empty(
-    release: tuple[float, float, int], message: str
-) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        compose_epsilon([Releases(1.0, 0.1, 5), Releases(*release)], delta=1e-5)
+def test_a_bad_block_is_refused_even_if_it_is_empty() -> None:
+    with pytest.raises(PrivacyError, match=r"sample_rate=2\.0"):
+        compose_epsilon([Releases(1.0, 0.1, 5), Releases(1.0, 2.0, 0)], delta=1e-5)
     with pytest.raises(PrivacyError, match=r"delta=0\.0"):
         compose_epsilon([], delta=0.0)
 
@@ -541,7 +501,6 @@ def test_a_bad_block_is_refused_even_if_it_is_empty(
 def test_an_epoch_is_one_over_q_steps_rounded_up() -> None:
     for steps in range(1, 3000):
         assert expected_steps_per_epoch(1 / steps) == steps
-        assert expected_steps_per_epoch(7 / (7 * steps)) == steps
     assert expected_steps_per_epoch(0.3) == 4
     assert expected_steps_per_epoch(0.7) == 2
     assert expected_steps_per_epoch(1 / (1000 + 1e-3)) == 1001

@@ -154,11 +154,6 @@ def test_the_accountants_agree() -> None:
     assert tight <= rdp <= 1.6 * tight
 
 
-def test_another_adjacency_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="adjacency='substitute' must be one of"):
-        compute_epsilon(**VALID | {"adjacency": "substitute"})
-
-
 def test_releases_about_different_neighbours_do_not_compose() -> None:
     with pytest.raises(PrivacyError, match="are about different neighbours"):
         compose_epsilon(

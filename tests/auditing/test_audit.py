@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -238,14 +239,6 @@ def test_principal_directions_keep_all_of_a_canary(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_a_sampled_run_draws_what_it_says() -> None:
-    """At q = 0.25 and without noise, a canary that is in shows itself in a quarter of the steps."""
-    settings = {"noise_multiplier": 0.0, "canaries": 400, "steps": 8, "guesses": 1}
-    result = audit(AuditSettings(sample_rate=0.25, **settings))
-    assert (result.sample_rate, result.steps) == (0.25, 8)
-    assert result.correct == 1
-
-
 ATTACKED: list[dict[str, Any]] = [
     {"method": "dp_grape", "steps": 2},
     {"method": "dp_jl", "steps": 1},
@@ -265,8 +258,8 @@ def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> 
     assert result.correct > 0.55 * result.settings.number_of_guesses
 
 
-def _less_noise(values: Any, std: float, *rest: Any) -> None:
-    add_noise_(values, std / 4, *rest)
+def less_noise(times: float, values: Any, std: float, *rest: Any) -> None:
+    add_noise_(values, std / times, *rest)
 
 
 @pytest.mark.slow
@@ -274,11 +267,7 @@ def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four bands, in which each canary that is in has one turn, and takes it."""
-
-    def less(values: Any, std: float, *rest: Any) -> None:
-        add_noise_(values, std / 8, *rest)
-
-    monkeypatch.setattr(banded, "add_noise_", less)
+    monkeypatch.setattr(banded, "add_noise_", partial(less_noise, 8))
     settings = {"noise": "banded", "target_epsilon": 4.0, "sample_rate": 0.25, "steps": 4}
     result = audit(AuditSettings(canaries=4000, guesses=400, method="dp_sgd", **settings))
     assert not result.passed
@@ -323,7 +312,7 @@ def test_a_claim_that_is_not_kept_is_refuted(
     sabotage: str, factors: Any, projection: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sabotage == "less noise":
-        monkeypatch.setattr(release, "add_noise_", _less_noise)
+        monkeypatch.setattr(release, "add_noise_", partial(less_noise, 4))
     else:
         (saboteur,) = (s for s in SABOTEURS if s.name == sabotage)
         saboteur.apply(monkeypatch)
@@ -346,7 +335,6 @@ def test_a_claim_that_is_not_kept_is_refuted(
         ({"tables": 0}, "tables=0 must be at least 1"),
         ({"confidence": 0.0}, "confidence=0.0 must lie in"),
         # And what the trainer refuses.
-        ({"method": "dp_sgd", "projection": "principal"}, "projection='principal' must be one of"),
         ({"projection": "svd"}, "projection='svd' must be one of"),
         ({"gradient_factors": {"head": 4}}, "gradient_factors='head': this pattern matches none"),
     ],
@@ -387,18 +375,14 @@ def test_the_command_names_the_projection_and_the_factors(
 def test_the_command_fails_where_the_claim_is_refuted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(release, "add_noise_", _less_noise)
-    assert main(["audit", "--canaries", "4000", "--max_steps", "1", "--eps", "1"]) == 1
-    assert "NOT AS PRIVATE AS IT CLAIMS" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json", "--eps", "1"]) == 0
+    command = ["audit", "--canaries", "4000", "--max_steps", "1", "--eps", "1"]
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]
     assert found["claimed_epsilon"] == pytest.approx(1.0, abs=1e-3)
-    assert found["guesses"] == 50
+    monkeypatch.setattr(release, "add_noise_", partial(less_noise, 4))
+    assert main(command) == 1
+    assert "NOT AS PRIVATE AS IT CLAIMS" in capsys.readouterr().out
 
 
 def test_the_command_refuses_a_delta_that_promises_nothing(
