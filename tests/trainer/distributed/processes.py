@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,20 @@ def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> N
         *("-m", module, str(folder)),
     ]
     settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
-    run = subprocess.run(
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, **settings},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    ) as run:
+        try:
+            said, _ = run.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # it ends its processes then; killed, it would leave them waiting
+            said, _ = run.communicate()
+    assert run.returncode == 0, said
 
 
 def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | None]:
@@ -61,8 +66,12 @@ def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | No
     ]
     for rank in ranks:
         rank.start()
+    deadline = time.monotonic() + 300
     for rank in ranks:
-        rank.join(timeout=300)
+        rank.join(timeout=max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        if rank.is_alive():  # and waits for one that does not come
+            rank.kill()
     return [rank.exitcode for rank in ranks]
 
 

@@ -1,6 +1,6 @@
 """What each of several processes does in ``test_processes``; started by a launcher.
 
-    accelerate launch --multi_gpu --num_processes 2 -m tests.trainer.distributed.run FOLDER [NAMES]
+    accelerate launch --multi_gpu --num_processes 2 -m tests.trainer.distributed.run FOLDER
 
 Each scenario returns what the test wants to see; it is saved as ``FOLDER/<scenario>-<rank>.pt``. An
 error is a result as well, and must leave the processes in step for the next scenario.
@@ -22,11 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
 from dp_grape_hf.arguments import METHODS
-from dp_grape_hf.distributed import from_first, group_size, sum_over_processes_
+from dp_grape_hf.distributed import group_size, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Streams
@@ -43,7 +43,6 @@ from tests.support.trainers import (
     points,
     spy_releases,
     tiny,
-    weights_of,
 )
 from tests.trainer.distributed.traffic import per_call
 
@@ -93,7 +92,6 @@ USERS = RUN | {
     "expected_batch_size": 5,
 }
 ROBERTA = {"projection_rank": 8, "expected_batch_size": 4, "max_steps": 3}
-PRINCIPAL = ROBERTA | {"projection": "principal", "projection_update_steps": 2}
 CHOSEN = dict.fromkeys(("learning_rate", "expected_batch_size", "max_grad_norm", "projection_rank"))
 CHOSEN |= {"projection": "principal", "projection_update_steps": None, "max_steps": 3}
 
@@ -147,8 +145,6 @@ def trained(
 
 EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
     "equal": lambda: RUN | {"eval_dataset": points(7), "eval_strategy": "epoch"},
-    "equal_roberta": lambda: ROBERTA | roberta(),
-    "equal_principal": lambda: PRINCIPAL | roberta(),
     "equal_chosen": lambda: CHOSEN | roberta(),
     "equal_banded": lambda: BANDED,
     "uneven": lambda: UNEVEN,
@@ -206,25 +202,6 @@ def private_bytes(folder: Path) -> Any:
     return log
 
 
-def plain_bytes(folder: Path) -> Any:
-    log: list[Any] = []
-    args = TrainingArguments(
-        output_dir=str(folder / "plain"),
-        use_cpu=True,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
-    )
-    with per_call(Trainer, "training_step", log):
-        Trainer(args=args, **roberta()).train()
-    return log
-
-
 # ---- Resuming with another number of processes ----
 
 
@@ -248,20 +225,10 @@ def save(folder: Path) -> Any:
 
 
 def resume(folder: Path) -> Any:
-    """Goes on from the checkpoint of one process in two, or of two in three."""
-    size = dist.get_world_size()
+    """Goes on from the checkpoint of one process."""
     state = torch.load(folder / "noise.pt")
     with refusing_files():
-        return trained(folder / f"saved-{size - 1}-for-{size}", resume=True, stream=state, **SAVED)
-
-
-def adapter(folder: Path) -> Any:
-    """Saves what the run changed, in the first process; each returns its own weights."""
-    settings = {"save_as": "adapter", "optim_target_modules": ["body"], "projection_rank": 1}
-    trainer = make_trainer(folder / "adapter", **METHOD | settings)
-    trainer.train()
-    trainer.save_model()
-    return weights_of(trainer.model)
+        return trained(folder / "saved-1-for-2", resume=True, stream=state, **SAVED)
 
 
 def resume_with_default_batch_size(folder: Path) -> Any:
@@ -354,10 +321,6 @@ def other_arguments(folder: Path) -> Any:
 # ---- The functions themselves ----
 
 
-def decided(folder: Path) -> Any:
-    return from_first(lambda: (dist.get_rank(), "decided"))
-
-
 def sums(folder: Path) -> Any:
     """Tensors that travel together and one that travels alone."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -367,31 +330,25 @@ def sums(folder: Path) -> Any:
     return values
 
 
-SCENARIOS: dict[int, list[Callable[[Path], Any]]] = {
-    2: [
-        *(named(equal, name) for name in EQUAL),
-        *(every_method, noise, initial, private_bytes, plain_bytes),
-        *(save, resume, resume_with_default_batch_size),
-        *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
-        *(other_data, other_users, other_arguments),
-        *(decided, sums, adapter),
-    ],
-    3: [named(equal, "uneven"), resume, sums],
-}
-"""World size -> what is done, in this order."""
-
-
 Scenarios = list[Callable[[Path], Any]]
+SCENARIOS: Scenarios = [
+    *(named(equal, name) for name in EQUAL),
+    *(every_method, noise, initial, private_bytes),
+    *(save, resume, resume_with_default_batch_size),
+    *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
+    *(other_data, other_users, other_arguments, sums),
+]
+"""What two processes do, in this order."""
 
 
-def main(folder: str, scenarios: Scenarios | None = None) -> None:
+def main(folder: str, scenarios: Scenarios) -> None:
     """Joins the group that the environment names, as the Trainer does, and runs its scenarios."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     gc.freeze()  # the Trainer collects garbage often: not among all that was imported
     make_args(folder)
     rank, size = dist.get_rank(), dist.get_world_size()
-    for scenario in scenarios or SCENARIOS[size]:
+    for scenario in scenarios:
         started = time.monotonic()
         try:
             outcome = {"result": scenario(Path(folder))}
@@ -406,9 +363,7 @@ def main(folder: str, scenarios: Scenarios | None = None) -> None:
     dist.destroy_process_group()
 
 
-def main_of(
-    rank: int, world_size: int, port: int, folder: str, scenarios: Scenarios | None = None
-) -> None:
+def main_of(rank: int, world_size: int, port: int, folder: str, scenarios: Scenarios) -> None:
     """Runs ``main`` in a process that no launcher has told its place."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: f"{value}" for name, value in place.items()})
@@ -418,4 +373,4 @@ def main_of(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], SCENARIOS)
