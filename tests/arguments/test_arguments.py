@@ -1,11 +1,8 @@
 """What may be asked for, in Python, on the command line and in files, and what is refused."""
 
-import copy
 import dataclasses
 import io
-import json
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +38,11 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
 
 def test_with_a_rate_only_the_budget_has_no_default() -> None:
     args = make(learning_rate=1e-3)
-    assert {name: getattr(args, name) for name in OWN_FIELDS} == {
-        "target_epsilon": 6.0,
-        "target_delta": 1e-5,
-        "noise_multiplier": None,
-        "adjacency": "add_or_remove_one",
-        "noise": "independent",
-        "privacy_unit_column": None,
-        "max_examples_per_unit": None,
-        "earlier_data": None,
-        "earlier_ledger": None,
-        "grad_sample_mode": "auto",
-        "n_directions": 1,
-        "norm_directions": None,
-        "accountant": "least",
-        "max_grad_norm": 1.0,
-        "clipping": "flat",
-        "secure_noise": False,
-        "expected_batch_size": 8,
-        "num_samples": None,
-        "method": "dp_grape",
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "update_rule": "adam",
-        "learning_rate_factors": None,
-        "gradient_factors": None,
-        "perturbation": 1e-3,
-        "projection": "principal",
-        "projection_rank": 16,
-        "projection_update_steps": None,
-        "projection_seed": 0,
-        "engine": "layerwise",
-        "save_as": "model",
-        "eval_data_is_public": False,
-    }
+    promised = (args.adjacency, args.noise, args.accountant, args.max_grad_norm, args.clipping)
+    assert promised == ("add_or_remove_one", "independent", "least", 1.0, "flat")
+    made_of = (args.method, args.projection, args.projection_rank, args.projection_update_steps)
+    assert made_of == ("dp_grape", "principal", 16, None)
+    assert (args.update_rule, args.lr_scheduler_type) == ("adam", "linear")
     assert args.private
     assert not args.chooses
 
@@ -172,13 +140,11 @@ def through_torch(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
     "copied",
     [
         dataclasses.replace,
-        copy.deepcopy,
-        lambda args: pickle.loads(pickle.dumps(args)),
         through_torch,
         rebuilt,
         lambda args: rebuilt(rebuilt(args)),
     ],
-    ids=["replace", "deepcopy", "pickle", "torch.save", "to_dict", "to_dict twice"],
+    ids=["replace", "torch.save", "to_dict", "to_dict twice"],
 )
 def test_a_copy_keeps_every_value(copied: Any) -> None:
     args = make(
@@ -232,20 +198,9 @@ def test_the_command_line_takes_long_and_short_names() -> None:
     assert long.to_dict() == short.to_dict() == expected.to_dict()
 
 
-@pytest.mark.parametrize("given", ["--eps 4 --target_epsilon 3", "--target_epsilon 4 --eps 3"])
-def test_the_last_of_two_names_on_the_command_line_counts(given: str) -> None:
-    """As argparse has it of an option that is given twice."""
-    assert parse(*given.split(), "--delta", "1e-6").target_epsilon == 3.0
-
-
 def test_no_noise_is_asked_for_on_the_command_line_by_its_name() -> None:
     args = parse("--noise_multiplier", "0", "--max_grad_norm", "inf")
     assert (args.noise_multiplier, args.max_grad_norm, args.private) == (0.0, math.inf, False)
-
-
-def test_a_refusal_reaches_the_command_line() -> None:
-    with pytest.raises(PrivacyError, match="target_delta=None"):
-        parse("--eps", "3")
 
 
 def test_help_explains_every_field_and_shows_the_short_names() -> None:
@@ -262,16 +217,6 @@ def test_help_explains_every_field_and_shows_the_short_names() -> None:
 
 
 # ---- Files ----
-
-
-def test_a_yaml_file_gives_what_keywords_give(tmp_path: Path) -> None:
-    settings = HOST | BUDGET | {"projection_rank": 4, "learning_rate": 0.01, "max_steps": 7}
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "args.json").write_text(json.dumps(settings))
-    parser = HfArgumentParser(DPGrapeTrainingArguments)
-    expected = DPGrapeTrainingArguments(**settings).to_dict()
-    assert parser.parse_yaml_file(tmp_path / "args.yaml")[0].to_dict() == expected
-    assert parser.parse_json_file(tmp_path / "args.json")[0].to_dict() == expected
 
 
 def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
@@ -293,24 +238,15 @@ def test_text_that_is_no_number_is_refused(name: str) -> None:
         make(**settings)
 
 
-def test_a_misspelt_key_in_a_file_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "args.json"
-    file.write_text(json.dumps(HOST | BUDGET | {"max_gradient_norm": 1.0}))
-    with pytest.raises(ValueError, match="max_gradient_norm"):
-        HfArgumentParser(DPGrapeTrainingArguments).parse_json_file(file)
-
-
 # ---- Refused: values ----
 
 VALUES = [
-    *(("target_epsilon", value) for value in (0.0, -1.0, math.inf, math.nan)),
-    *(("target_delta", value) for value in (0.0, 1.0, -1e-5, 2.0, math.nan)),
+    *(("target_epsilon", value) for value in (0.0, math.inf, math.nan)),
+    *(("target_delta", value) for value in (0.0, 1.0, math.nan)),
     *(("noise_multiplier", value) for value in (-1.0, math.inf, math.nan)),
-    *(("max_grad_norm", value) for value in (0.0, -0.5, math.nan, math.inf)),
-    *(("expected_batch_size", value) for value in (0, -4)),
-    *(("num_samples", value) for value in (0, -1)),
-    *(("projection_rank", value) for value in (0, -1)),
-    *(("projection_update_steps", value) for value in (0, -1)),
+    *(("max_grad_norm", value) for value in (-0.5, math.nan, math.inf)),
+    *((name, 0) for name in ("expected_batch_size", "num_samples")),
+    *((name, 0) for name in ("projection_rank", "projection_update_steps")),
     ("projection_seed", -1),
     ("projection", "fourier"),
     ("engine", "hooks"),
@@ -347,18 +283,6 @@ def test_exactly_one_of_budget_and_noise_is_given(
 def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
     with pytest.raises(PrivacyError, match=r"target_delta=None.*1e-5"):
         DPGrapeTrainingArguments(**HOST | promise)
-
-
-def test_no_noise_is_allowed_on_explicit_request_only() -> None:
-    args = make(**NO_NOISE, max_grad_norm=math.inf)
-    assert (args.noise_multiplier, args.private) == (0.0, False)
-    assert args.max_grad_norm == math.inf
-    assert make(**NO_NOISE | {"noise_multiplier": 0}).private is False
-
-
-def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="expected_batch_size=0"):
-        make(per_device_train_batch_size=0, learning_rate=1e-3)
 
 
 # ---- Refused: options of the host ----
@@ -421,6 +345,7 @@ def test_a_tracker_that_uploads_checkpoints_is_refused(
         monkeypatch.setenv(variable, "checkpoint")
     with pytest.raises(PrivacyError, match=f"report_to=.*{tracker}.*{variable}"):
         make(**trackers)
+    assert make().report_to == []  # what a tracker reads that is not used
     if variable:
         monkeypatch.setenv(variable, "False")
         assert make(**trackers).report_to == trackers["report_to"]
@@ -437,13 +362,6 @@ def test_a_tracker_that_logs_gradients_is_refused(
     assert make().report_to == []
     monkeypatch.setenv("WANDB_WATCH", "parameters")
     assert make(**trackers).report_to == ["wandb"]
-
-
-def test_a_variable_of_a_tracker_that_is_not_used_is_nothing_to_refuse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
-    assert make().report_to == []
 
 
 def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
@@ -464,30 +382,21 @@ def test_bfloat16_and_schedules_remain_free() -> None:
 
 # ---- Gradient checkpointing ----
 
-CHECKPOINTING = {"activation_checkpointing", "gradient_checkpointing"}
 
-
-@pytest.mark.parametrize("kwargs", [None, {}, {"use_reentrant": False}, '{"use_reentrant": false}'])
+@pytest.mark.parametrize(
+    "kwargs", [None, {"every_n_layers": 2}, '{"use_reentrant": false}'], ids=str
+)
 def test_checkpointing_is_never_reentrant(kwargs: Any) -> None:
+    """Other settings of it are kept."""
+    kept = dict(kwargs) if isinstance(kwargs, dict) else {}
     args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
-    for name in CHECKPOINTING:
-        assert getattr(args, name) is True
-        assert getattr(args, f"{name}_kwargs") == {"use_reentrant": False}
-
-
-def test_checkpointing_is_never_reentrant_under_its_old_name() -> None:
     with pytest.warns(FutureWarning, match="gradient_checkpointing"):
-        args = make(gradient_checkpointing=True)
-    for name in CHECKPOINTING:
-        assert getattr(args, name) is True
-        assert getattr(args, f"{name}_kwargs") == {"use_reentrant": False}
-
-
-def test_other_settings_of_checkpointing_are_kept() -> None:
-    kwargs = {"every_n_layers": 2}
-    args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
-    assert args.activation_checkpointing_kwargs == {"every_n_layers": 2, "use_reentrant": False}
-    assert kwargs == {"every_n_layers": 2}
+        by_old_name = make(gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        assert getattr(args, name) is getattr(by_old_name, name) is True
+        settings = getattr(args, f"{name}_kwargs")
+        assert settings == getattr(by_old_name, f"{name}_kwargs") == kept | {"use_reentrant": False}
+    assert kwargs == kept or not kept
 
 
 def test_without_checkpointing_its_settings_are_left_alone() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
     Trainer,
     TrainingArguments,
@@ -110,16 +109,6 @@ def batch_of_all() -> dict[str, Tensor]:
     return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
 
 
-def mean_gradients(weights: Weights) -> Weights:
-    """Returns the gradient of the mean loss over all of ``points``, by autograd."""
-    leaves = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
-    batch = batch_of_all()
-    model = TinyForSequenceClassification()
-    logits = torch.func.functional_call(model, leaves, (batch["x"],))["logits"]
-    loss = functional.cross_entropy(logits, batch["labels"])
-    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-
 # ---- Definitions ----
 
 
@@ -150,27 +139,6 @@ def along(gradient: Tensor, basis: Tensor, update: Callable[[Tensor], Tensor]) -
     if len(basis) == gradient.shape[1]:
         return update(gradient @ basis) @ basis.T
     return basis @ update(basis.T @ gradient)
-
-
-def galore(start: Weights, rank: int, every: int, steps: int) -> Iterable[Weights]:
-    """GaLore (Zhao et al. 2024, Algorithm 2, alpha = 1): SVD of the gradient every few steps."""
-    weights, moments = dict(start), {name: Moments() for name in start}
-    bases: Weights = {}
-    for step in range(steps):
-        for name, gradient in mean_gradients(weights).items():
-            if gradient.dim() != 2:
-                weights[name] = weights[name] - moments[name].update(gradient)
-                continue
-            if step % every == 0:
-                bases[name] = singular_vectors(gradient, rank)
-            weights[name] = weights[name] - along(gradient, bases[name], moments[name].update)
-        yield dict(weights)
-
-
-def test_galore_is_its_definition(tmp_path: Path) -> None:
-    found = run(tmp_path, "galore", **PLAIN, max_steps=7)
-    expected = list(galore(found[0], rank=2, every=3, steps=7))
-    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
 
 
 def public_galore(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -208,13 +176,7 @@ def test_galore_is_the_public_implementation(
         assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_dp_galore_without_noise_and_clipping_is_galore(tmp_path: Path) -> None:
-    plain = run(tmp_path / "a", "galore", **PLAIN, max_steps=7)
-    private = run(tmp_path / "b", "dp_galore", **EXACT, max_steps=7)
-    assert_same_steps(private, plain, atol=1e-5, rtol=1e-4)
-
-
-def noisy_sum(weights: Weights, noise: list[Tensor], max_grad_norm: float) -> Weights:
+def noisy_sum(weights: Weights, noise: Iterable[Tensor], max_grad_norm: float) -> Weights:
     """Returns ``(sum_i clip(g_i, C) + noise) / B`` over all of ``points``, sample by sample."""
     model = TinyForSequenceClassification()
     model.load_state_dict(weights)
@@ -227,15 +189,17 @@ def noisy_sum(weights: Weights, noise: list[Tensor], max_grad_norm: float) -> We
     }
 
 
-def definition(start: Weights, steps: int, seed: int, update: Update) -> Iterable[Weights]:
-    """Yields the weights after each step of a private method: clip to 0.5, sigma = 2, update."""
+def definition(
+    start: Weights, steps: int, update: Update, *, max_grad_norm: float = 0.5, std: float = 1.0
+) -> Iterable[Weights]:
+    """Yields the weights after each step of a method: clip, add noise of that ``std``, update."""
     weights = dict(start)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(8)
     for step in range(steps):
         noise = [
-            torch.empty(w.shape).normal_(0, 1.0, generator=generator) for w in weights.values()
+            torch.empty(w.shape).normal_(0, std, generator=generator) for w in weights.values()
         ]
-        moves = update(step, noisy_sum(weights, noise, 0.5))
+        moves = update(step, noisy_sum(weights, noise, max_grad_norm))
         weights = {name: weights[name] - moves[name] for name in weights}
         yield dict(weights)
 
@@ -264,7 +228,7 @@ def adam() -> Update:
 
 
 def along_singular_vectors() -> Update:
-    """The subspace is that of the private gradient."""
+    """GaLore (Zhao et al. 2024, Algorithm 2, alpha = 1): SVD of the gradient every few steps."""
     moments: dict[str, Moments] = defaultdict(Moments)
     bases: Weights = {}
 
@@ -309,8 +273,15 @@ def test_a_private_method_is_its_definition(
     method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path
 ) -> None:
     found = noisy_run(tmp_path, method)
-    expected = definition(found[0], 5, 8, update())
+    expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
+
+
+def test_galore_is_its_definition(tmp_path: Path) -> None:
+    found = run(tmp_path, "galore", **PLAIN, max_steps=7)
+    exact = {"max_grad_norm": float("inf"), "std": 0.0}
+    expected = definition(found[0], 7, along_singular_vectors(), **exact)
+    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_dp_grape_with_the_identity_is_dp_adam(tmp_path: Path) -> None:
@@ -380,7 +351,9 @@ def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None
     assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora")])
+@pytest.mark.parametrize(
+    ("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora"), ("dp_galore", "galore")]
+)
 def test_a_private_method_without_noise_and_clipping_is_its_counterpart(
     private: str, plain: str, tmp_path: Path
 ) -> None:
@@ -503,10 +476,6 @@ def test_an_empty_draw_releases_noise(
     [
         ({"method": "dp_garpe"}, "method='dp_garpe' must be one of"),
         ({"method": "dp_adam", "projection": "gaussian"}, r"projection='gaussian' must be one of"),
-        (
-            {"method": "dp_lora", "projection": "svd"},
-            r"projection='svd' must be one of \['identity'",
-        ),
         ({"method": "dp_grape", "projection": "svd"}, "projection='svd' must be one of"),
         ({"method": "dp_adam", "optim_target_modules": "body"}, "optim_target_modules='body' is"),
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
@@ -515,10 +484,6 @@ def test_an_empty_draw_releases_noise(
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
         ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
-        (
-            {"learning_rate_factors": {"head": 2, "head.weight": 3}},
-            "'head.weight': all that this pattern matches is matched by one before it",
-        ),
         (
             {"method": "dpzero", "learning_rate_factors": {"head": 2}},
             "is about gradients by parameter, and method='dpzero' makes none",
@@ -532,7 +497,7 @@ def test_an_empty_draw_releases_noise(
                 {"method": method, "gradient_factors": {"head": 2}},
                 f"is about gradients that are clipped, and method='{method}' makes none",
             )
-            for method in ("dp_zo", "adam", "galore", "mezo")
+            for method in ("dp_zo", "adam")
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
@@ -542,9 +507,7 @@ def test_an_empty_draw_releases_noise(
         ({"privacy_unit_column": "id", "method": "adam"}, "protects nobody"),
         ({"privacy_unit_column": "id", "expected_batch_size": None}, "it counts units"),
         ({"method": "dpzero", "grad_sample_mode": "ghost"}, "'dpzero' does not compute"),
-        ({"method": "adam", "grad_sample_mode": "ghost"}, "'adam' does not compute"),
         ({"engine": "functorch", "grad_sample_mode": "ghost"}, "not a mode of engine='functorch'"),
-        ({"clipping": "per_layer"}, "clipping='per_layer' must be one of"),
         ({"method": "dp_jl", "adjacency": "replace_one"}, "have no joint analysis"),
         ({"adjacency": "replace"}, "adjacency='replace' must be one of"),
         ({"grad_sample_mode": "hooks"}, "grad_sample_mode='hooks' must be one of"),
@@ -557,7 +520,6 @@ def test_wrong_combinations_are_refused(
         make_trainer(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("method", ["dpzero", "dp_zo"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -569,10 +531,10 @@ def test_wrong_combinations_are_refused(
     ids=["autocast", "small steps", "adam", "bfloat16"],
 )
 def test_rounding_that_a_finite_difference_would_magnify_is_refused(
-    method: str, changes: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
-        make_trainer(tmp_path, method=method, **changes)
+        make_trainer(tmp_path, method="dpzero", **changes)
 
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])
@@ -591,36 +553,36 @@ def test_every_projected_row_has_a_family() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp_grape", "dp_sgd", "adam"])
-@pytest.mark.parametrize("patterns", ['{"head": 3}', {"body.weight": 0.5, "*.bias": 2}, {"*": 4}])
+@pytest.mark.parametrize(
+    ("method", "patterns", "factors"),
+    [
+        ("dp_grape", '{"head": 3}', {"head.weight": 3.0, "head.bias": 3.0}),
+        (
+            "dp_sgd",
+            {"body.weight": 0.5, "*.bias": 2},
+            {"body.weight": 0.5, "body.bias": 2.0, "head.bias": 2.0},
+        ),
+        ("adam", {"*": 4}, dict.fromkeys(weights_of(TinyForSequenceClassification()), 4.0)),
+    ],
+)
 def test_parameters_that_match_move_so_many_times_as_far(
-    method: str, patterns: Any, tmp_path: Path
+    method: str, patterns: Any, factors: dict[str, float], tmp_path: Path
 ) -> None:
     """In the first step, where all starts from the same weights and gradients."""
-    start = weights_of(TinyForSequenceClassification())
-    settings = NOISY | {"method": method, "max_steps": 1, "weight_decay": 0.0}
-    if method == "adam":
-        del settings["noise_multiplier"], settings["max_grad_norm"]
-    moves = []
-    for factors in (None, patterns):
-        trainer = make_trainer(
-            tmp_path,
+    settings = NOISY if METHODS[method].private else PLAIN
+    one, other = (
+        run(
+            tmp_path / f"{given}",
+            method,
             known_streams=Streams.known(7),
-            **settings,
-            learning_rate_factors=factors,
+            **settings | {"max_steps": 1},
+            learning_rate_factors=given,
         )
-        trainer.train()
-        weights = weights_of(trainer.model)
-        moves.append({name: weights[name] - start[name] for name in start})
-    factor_of = dict.fromkeys(start, 1.0)
-    if isinstance(patterns, str):
-        factor_of |= {"head.weight": 3.0, "head.bias": 3.0}
-    elif "*" in patterns:
-        factor_of = dict.fromkeys(start, 4.0)
-    else:
-        factor_of |= {"body.weight": 0.5, "body.bias": 2.0, "head.bias": 2.0}
-    for name, factor in factor_of.items():
-        torch.testing.assert_close(moves[1][name], factor * moves[0][name], atol=1e-6, rtol=1e-4)
+        for given in (None, patterns)
+    )
+    for name, start in one[0].items():
+        expected = factors.get(name, 1.0) * (one[1][name] - start)
+        torch.testing.assert_close(other[1][name] - start, expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -674,14 +636,12 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
 
 # ---- Gradient factors ----
 
-FIRST_ORDER = [name for name in PRIVATE if not METHODS[name].zeroth_order]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"method": method} for method in FIRST_ORDER),
+        *({"method": method} for method in ("dp_grape", "dp_lora", "dp_jl")),
         {"method": "dp_adam", "grad_sample_mode": "ghost"},
         {"method": "dp_adam", "engine": "functorch"},
         {"privacy_unit_column": "user", "expected_batch_size": 4},
