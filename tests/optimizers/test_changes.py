@@ -32,7 +32,6 @@ def test_the_product_of_the_factors_is_what_all_steps_added() -> None:
     before, plain = copies(weights), copy.deepcopy(weights)
     optimizer = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
     other = ProjectedOptimizer(plain.values(), 0.1)
-    assert optimizer.changes is not None
     for number in range(7):  # three periods of at most three steps
         projectors = draw(number // 3)
         step(optimizer, weights, number, projectors)
@@ -77,7 +76,6 @@ def test_a_saved_state_goes_on_with_the_same_periods(stop: int) -> None:
     for number in range(stop, 6):
         step(resumed, weights, number, draw(number // 3))
     step(resumed, weights, 6, draw(0))
-    assert resumed.changes is not None
     for name, change in added(before, weights).items():
         left, right = resumed.changes.factors(weights[name])
         assert left.shape[1] == 2 * RANK
@@ -116,7 +114,6 @@ def test_what_is_kept_apart_counts_once_it_is_merged_and_is_not_rounded() -> Non
     branches.merge_()
     resumed = ProjectedOptimizer(layer.parameters(), **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert resumed.changes is not None
     left, right = resumed.changes.factors(layer.weight)
     assert left.dtype is right.dtype is torch.float32
     torch.testing.assert_close(left @ right, exact.weight - before, rtol=1e-5, atol=1e-7)

@@ -54,6 +54,11 @@ def step(
     optimizer.step()
 
 
+def assert_same(found: Parameters, expected: Parameters, **tolerance: float) -> None:
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, msg=name, **tolerance)
+
+
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
