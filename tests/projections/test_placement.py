@@ -2,7 +2,6 @@
 
 import pytest
 
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import Placement, Side, placements
 
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
@@ -59,8 +58,3 @@ def test_a_placement_says_side_and_shape_of_p() -> None:
         "tall": Placement(LEFT, 32, 7),
         "small": Placement(RIGHT, 40, 7),
     }
-
-
-def test_a_rank_below_one_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="projection_rank=0 must be at least 1"):
-        placements({"a": (8, 9)}, 0)

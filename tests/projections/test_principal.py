@@ -26,7 +26,6 @@ RANK = 8
 SPEECH = {str(row): row for row in rows(WIDE)}["Wav2Vec2, classification of waves"]
 MODELS = {
     "bert": row("BERT, sequence classification"),
-    "roberta": row("RoBERTa, sequence classification"),
     "gpt2": row("GPT-2, causal LM"),
     "t5": row("T5, seq2seq LM"),
     "vit": row("ViT, image classification"),
@@ -95,17 +94,6 @@ def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> No
     best = torch.linalg.eigvalsh(moment).flip(0)[:16].sum()
     held = (found.directions.double().T @ moment @ found.directions.double()).trace()
     assert held > 0.99 * best
-
-
-def test_they_hold_far_more_of_a_gradient_than_random_ones() -> None:
-    model = made("bert")
-    name = "bert.encoder.layer.0.intermediate.dense.weight"
-    p = measured(model, [name], rank=3)[name].directions
-    ids = torch.randint(5, 60, (1, 20), generator=torch.Generator().manual_seed(3))
-    model(input_ids=ids).logits.sum().backward()
-    gradient = model.get_parameter(name).grad
-    kept = (gradient @ p).square().sum() / gradient.square().sum()
-    assert kept > 2 * 3 / p.shape[0]
 
 
 def test_no_matrix_of_the_width_squared_is_made() -> None:
@@ -254,15 +242,6 @@ def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs() -> None:
         weights = [n for n in default_targets(model) if min(model.get_parameter(n).shape) > RANK]
         found = measured(model, weights)
         assert all(principal.total > 0 for principal in found.values()), each
-
-
-def test_inputs_follow_from_the_seed_alone() -> None:
-    model = made("bert")
-    one, same, other = (
-        [b["input_ids"] for b in synthetic_batches(model, None, seed)] for seed in (0, 0, 1)
-    )
-    assert all(map(torch.equal, one, same))
-    assert not any(map(torch.equal, one, other))
 
 
 def test_images_have_the_spectrum_of_natural_ones() -> None:

@@ -1,8 +1,6 @@
 """Projections of private gradients: GaLore's singular vectors, or those of the public seed."""
 
-import importlib.util
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,38 +122,10 @@ def test_svd_projects_what_has_more_singular_vectors_than_the_rank(rank: int) ->
         )
 
 
-@pytest.mark.parametrize("shape", [(6, 16), (16, 6), (6, 6)])
-def test_svd_projects_as_galore_does(shape: tuple[int, int]) -> None:
-    """Signs included, on which moments depend that are kept at a redraw."""
-    theirs = galore_projector()(2, update_proj_gap=3, scale=1.0, proj_type="std")
-    ours = released(shapes={"w": shape})
-    for step in range(7):
-        gradient = gradients(step, {"w": shape})["w"]
-        projector = ours.at(step, {"w": gradient})["w"]
-        expected = theirs.project(gradient, step)
-        found = projector.project(gradient)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(projector.lift(found), theirs.project_back(expected))
-
-
-def galore_projector() -> Any:
-    """The class of galore-torch, without its package, which wants bitsandbytes."""
-    package = importlib.util.find_spec("galore_torch")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("galore-torch is not installed: there is nothing to compare with")
-    file = Path(package.submodule_search_locations[0]) / "galore_projector.py"
-    spec = importlib.util.spec_from_file_location("galore_projector", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GaLoreProjector
-
-
 # ---- State ----
 
 
-@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
 def test_a_resumed_run_goes_on_with_the_same_p(stop: int) -> None:
     projections = released()
     for step in range(stop):
@@ -168,22 +138,6 @@ def test_a_resumed_run_goes_on_with_the_same_p(stop: int) -> None:
     for step in range(stop, 8):
         expected = matrices(projections.at(step, gradients(step)))
         assert same(matrices(resumed.at(step, gradients(step))), expected)
-
-
-def test_a_run_that_is_not_started_has_a_state() -> None:
-    resumed = released()
-    resumed.load_state_dict(released().state_dict())
-    assert same(matrices(resumed.at(0, gradients(0))), matrices(released().at(0, gradients(0))))
-
-
-def test_a_loaded_state_shares_no_memory_with_the_run() -> None:
-    projections, resumed = released(), released()
-    before = matrices(projections.at(0, gradients(0)))
-    state = projections.state_dict()
-    resumed.load_state_dict(state)
-    for matrix in state["matrices"].values():
-        matrix.zero_()
-    assert same(matrices(resumed.at(1, {})), before)
 
 
 def test_resuming_between_two_redraws_without_the_state_is_refused() -> None:
