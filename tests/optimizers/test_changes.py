@@ -48,15 +48,6 @@ def test_the_product_of_the_factors_is_what_all_steps_added() -> None:
     assert optimizer.state_bytes() == other.state_bytes() + 4 * numbers
 
 
-def test_an_optimizer_that_was_not_asked_to_keeps_none() -> None:
-    weights = parameters()
-    optimizer = ProjectedOptimizer(weights.values(), 0.1)
-    step(optimizer, weights, 0, draw(0))
-    assert optimizer.changes is None
-    keys = {key for entry in optimizer.state_dict()["state"].values() for key in entry}
-    assert keys == {"step", "exp_avg", "exp_avg_sq"}
-
-
 @pytest.mark.parametrize("stop", [3, 5], ids="after {} steps".format)
 def test_a_saved_state_goes_on_with_the_same_periods(stop: int) -> None:
     """A P that was drawn again is known by its numbers, and so is one of an earlier period."""

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import get_linear_schedule_with_warmup
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers import ProjectedAdam
@@ -24,7 +23,7 @@ from tests.support.optimizers import (
 # ---- Without a projection: AdamW ----
 
 
-def test_groups_and_a_schedule_act_as_on_adamw() -> None:
+def test_groups_have_settings_of_their_own_as_on_adamw() -> None:
     """The groups of the Hugging Face Trainer: vectors do not decay."""
 
     def groups(weights: Parameters) -> list[dict[str, Any]]:
@@ -38,20 +37,14 @@ def test_groups_and_a_schedule_act_as_on_adamw() -> None:
     ours, theirs = parameters(), parameters()
     optimizer = ProjectedAdam(groups(ours), lr=0.1)
     reference = torch.optim.AdamW(groups(theirs), lr=0.1)
-    schedules = [get_linear_schedule_with_warmup(o, 3, 10) for o in (optimizer, reference)]
-    rates = []
-    for i in range(10):
+    for i in range(6):
         step(optimizer, ours, i)
         for name, gradient in gradients(i, {}).items():
             theirs[name].grad = gradient
         reference.step()
-        for schedule in schedules:
-            schedule.step()
         assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        assert rates[-1] == [group["lr"] for group in reference.param_groups]
-    assert rates[2] == [0.1, 0.05]
-    assert rates[-1] == [0.0, 0.0]
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] *= 0.7  # as a schedule does
 
 
 # ---- Its gradients ----

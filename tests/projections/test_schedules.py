@@ -111,17 +111,6 @@ def test_other_families_draw_what_the_schedule_at_capture_draws(family: str) -> 
     projections.load_state_dict({})
 
 
-@pytest.mark.parametrize("rank", [3, 4, 19, 20])
-def test_svd_projects_what_has_more_singular_vectors_than_the_rank(rank: int) -> None:
-    shapes = {"w": (4, 20), "v": (20, 4), "u": (20, 20)}
-    found = released(shapes=shapes, rank=rank).at(0, gradients(0, shapes))
-    assert found.keys() == {name for name, shape in shapes.items() if rank < min(shape)}
-    for name, projector in found.items():
-        assert projector.project(torch.ones(shapes[name])).shape == projector.coordinate_shape(
-            torch.Size(shapes[name])
-        )
-
-
 # ---- State ----
 
 

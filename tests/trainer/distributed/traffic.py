@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,8 +41,5 @@ def per_call(cls: type, name: str, log: list[list[tuple[str, int]]]) -> Iterator
         log.append(traffic.messages)
         return result
 
-    setattr(cls, name, counted)
-    try:
+    with patch.object(cls, name, counted):
         yield
-    finally:
-        setattr(cls, name, original)
