@@ -285,6 +285,11 @@ def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
         DPGrapeTrainingArguments(**HOST | promise)
 
 
+def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
+    with pytest.raises(PrivacyError, match="expected_batch_size=0"):
+        make(per_device_train_batch_size=0, learning_rate=1e-3)
+
+
 # ---- Refused: options of the host ----
 
 OPTIONS = [
