@@ -14,15 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-)
+from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import keeping_random_state, make_engine
+from tests.per_sample.functions import squares
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import TinyForSequenceClassification, examples_of, make_trainer
@@ -50,10 +46,6 @@ def with_zero_head(tosses: Iterable[str], *few: str) -> pytest.MarkDecorator:
     params = [pytest.param(name, False, id=f"{name}-") for name in tosses]
     params += [pytest.param(name, True, id=f"{name}-zero head") for name in few]
     return pytest.mark.parametrize(("name", "zero"), params)
-
-
-def squares(outputs: Tensor, _: Any) -> Tensor:
-    return (outputs - 1).square().sum(1)
 
 
 def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
@@ -225,7 +217,6 @@ SIGNS: dict[str, Toss] = {
     "the first": turns(lambda count: torch.rand(count)[0] < 0.5),
     "the mean": turns(lambda count: torch.rand(count).mean() < 0.5),
     "the largest": turns(lambda count: torch.randint(2, (count,)).max()),
-    "the least": turns(lambda count: torch.randint(2, (count,)).min()),
     "the parity": turns(lambda count: torch.randint(2, (count,)).sum() % 2),
     "in opposite pairs": turns(antithetic),
     "in strata": turns(lambda n: (torch.rand(1) + torch.arange(n) / n) % 1 < 0.5),
@@ -297,7 +288,6 @@ def test_the_draw_that_is_at_fault_is_named() -> None:
 
 
 def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() -> None:
-
     engine = make_engine("layerwise", Small(drops_layers).eval(), squares)
     engine({"x": torch.randn(3, 4)}, {})
     engine.model.train()
@@ -334,7 +324,7 @@ def test_what_the_examination_takes(toss: Toss, passes: int) -> None:
     assert {*tried} <= {2, 3}
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["dropout", "dropout, recomputed", "a loop over samples"])
 def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str) -> None:
     def tensors() -> int:
         gradients(OWN[name])
@@ -396,44 +386,7 @@ def test_weights_of_zero_are_others_meanwhile_and_then_put_back_bit_for_bit(fail
         assert torch.equal(weight.signbit(), values.signbit())
 
 
-def test_a_private_run_with_shared_signs_and_a_new_head_is_refused(tmp_path: Path) -> None:
-    class SignsForSequenceClassification(TinyForSequenceClassification):
-        def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
-            return super().forward(SIGNS["the first"](x) if self.training else x, labels, id)
-
-    model = SignsForSequenceClassification()
-    nn.init.zeros_(model.head.weight)
-    trainer = make_trainer(tmp_path, model=model)
-    with pytest.raises(PrivacyError, match="for each sample of a physical batch"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
-
-
 # ---- Models that have them ----
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_a_speech_model_is_refused_with_layer_drop_and_spec_augment_only() -> None:
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"intermediate_size": 16, "num_feat_extract_layers": 2, "classifier_proj_size": 8}
-    shape |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 20}
-    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4)}
-    masks = {"mask_time_prob": 0.3, "mask_time_length": 2}
-    inputs = {"input_values": torch.randn(3, 800), "labels": torch.tensor([0, 1, 2])}
-
-    def computed(layerdrop: float, augments: bool) -> Tensor:
-        settings = {"layerdrop": layerdrop, "apply_spec_augment": augments, "num_labels": 3}
-        config = Wav2Vec2Config(**shape, **convolutions, **masks, **settings)
-        model = Wav2Vec2ForSequenceClassification(config).train()
-        model.base_model.masked_spec_embed.requires_grad_(False)  # of SpecAugment alone
-        return per_sample_gradients(model, inputs)[0]
-
-    with pytest.raises(PrivacyError, match=r"layerdrop=0\.0"):
-        computed(0.1, False)
-    with pytest.raises(PrivacyError, match="apply_spec_augment=False"):
-        computed(0.0, True)
-    assert computed(0.0, False).isfinite().all()
 
 
 def test_a_private_run_with_layer_drop_is_refused_before_its_first_release(tmp_path: Path) -> None:
@@ -449,14 +402,6 @@ def test_a_private_run_with_layer_drop_is_refused_before_its_first_release(tmp_p
 # ---- Streams beside torch's, and seeds ----
 
 
-def shares_numpy(hidden: Tensor) -> Tensor:
-    return hidden * float(np.random.rand())
-
-
-def shares_python(hidden: Tensor) -> Tensor:
-    return hidden * random.random()
-
-
 def rewinds_numpy(hidden: Tensor) -> Tensor:
     state = np.random.get_state()
     hidden = hidden * float(np.random.rand())
@@ -464,8 +409,16 @@ def rewinds_numpy(hidden: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("toss", [shares_numpy, shares_python, rewinds_numpy])
-def test_a_forward_that_draws_beside_torch_is_refused(toss: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "toss",
+    [
+        lambda hidden: hidden * float(np.random.rand()),
+        lambda hidden: hidden * random.random(),
+        rewinds_numpy,
+    ],
+    ids=["numpy", "Python", "numpy, rewound"],
+)
+def test_a_forward_that_draws_beside_torch_is_refused(toss: Toss) -> None:
     with pytest.raises(PrivacyError, match="numpy or Python"):
         gradients(toss)
 
@@ -505,7 +458,7 @@ def rewinds_torch(hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("toss", [seeds_torch, seeds_torch_alone, rewinds_torch])
-def test_a_forward_that_sets_torchs_stream_is_refused(toss: Callable[[Tensor], Tensor]) -> None:
+def test_a_forward_that_sets_torchs_stream_is_refused(toss: Toss) -> None:
     with pytest.raises(PrivacyError, match="seeds torch's global random numbers"):
         gradients(toss)
 
@@ -513,13 +466,12 @@ def test_a_forward_that_sets_torchs_stream_is_refused(toss: Callable[[Tensor], T
 class NoisyForSequenceClassification(TinyForSequenceClassification):
     """Adds noise to its features."""
 
-    def __init__(self, noise: Callable[[Tensor], Tensor], in_training_only: bool = False) -> None:
+    def __init__(self, noise: Toss) -> None:
         super().__init__()
-        self.noise, self.in_training_only = noise, in_training_only
+        self.noise = noise
 
     def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
-        quiet = self.in_training_only and not self.training
-        return super().forward(x if quiet else self.noise(x), labels, id)
+        return super().forward(self.noise(x), labels, id)
 
 
 _OWN = torch.Generator().manual_seed(0)
@@ -531,57 +483,38 @@ def draws_from_a_generator(hidden: Tensor) -> Tensor:
 
 @both
 def test_a_generator_of_the_models_own_is_refused_whatever_it_does(engine: str) -> None:
-    with pytest.raises(PrivacyError, match="a generator of its own"):
-        gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
-
-
-def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
-    model = NoisyForSequenceClassification(draws_from_a_generator, in_training_only=True)
-    with pytest.raises(PrivacyError, match="a generator of its own"):
-        make_trainer(tmp_path, model=model).train()
+    """Neither is it called coupling."""
+    for toss in (
+        lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN),
+        draws_from_a_generator,
+    ):
+        with pytest.raises(PrivacyError, match="a generator of its own"):
+            gradients(toss, engine)
 
 
 # ---- Noise in evaluation mode: the same sample is never the same ----
 
 
-def dropout_by_hand(x: Tensor) -> Tensor:
-    return x * (torch.rand_like(x) > 0.3)
-
-
-def noise_of_the_embeddings(x: Tensor) -> Tensor:
-    return x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1)
-
-
-def dropout_that_never_ends(x: Tensor) -> Tensor:
-    return functional.dropout(x, 0.3)
-
-
-def noise_of_numpy(x: Tensor) -> Tensor:
-    return x + torch.from_numpy(np.random.rand(*x.shape)).float()
-
-
-NOISE = {
-    dropout_by_hand: "rand_like in ",
-    noise_of_the_embeddings: "uniform in ",
-    dropout_that_never_ends: "bernoulli in ",
-    noise_of_numpy: "of numpy or Python",
-    draws_from_a_generator: "a generator of its own",
+NOISE: dict[str, Toss] = {
+    "rand_like in ": lambda x: x * (torch.rand_like(x) > 0.3),
+    "uniform in ": lambda x: x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1),
+    "bernoulli in ": dropout,
+    "of numpy or Python": lambda x: x + torch.from_numpy(np.random.rand(*x.shape)).float(),
+    "a generator of its own": draws_from_a_generator,
 }
 
 
 @pytest.mark.parametrize(
-    ("noise", "how"),
+    ("called", "how"),
     [
-        *((noise, "layerwise") for noise in NOISE),
-        *((dropout_by_hand, how) for how in ("functorch", "dpzero")),
+        *((called, "layerwise") for called in NOISE),
+        *(("rand_like in ", how) for how in ("functorch", "dpzero")),
     ],
 )
-def test_noise_in_evaluation_mode_is_called_noise(
-    noise: Callable[[Tensor], Tensor], how: str, tmp_path: Path
-) -> None:
+def test_noise_in_evaluation_mode_is_called_noise(called: str, how: str, tmp_path: Path) -> None:
     chosen = {"method": how} if how == "dpzero" else {"engine": how}
-    trainer = make_trainer(tmp_path, model=NoisyForSequenceClassification(noise), **chosen)
-    with pytest.raises(UnsupportedModelError, match=f"{NOISE[noise]}.*in training mode only"):
+    trainer = make_trainer(tmp_path, model=NoisyForSequenceClassification(NOISE[called]), **chosen)
+    with pytest.raises(UnsupportedModelError, match=f"{called}.*in training mode only"):
         trainer.train()
     assert trainer.ledger.steps == 0
 

@@ -14,11 +14,10 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import make_engine
+from tests.per_sample.functions import squares
 from tests.support.collators import tokenizer
-from tests.support.mechanism import make_private
-from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.mechanism import make_private, released
 from tests.support.trainers import TinyForSequenceClassification, make_trainer, points
 
 
@@ -34,10 +33,6 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor, scale: Any = None) -> Tensor:
         return self.second(self.between(self.first(x)).relu())
-
-
-def squares(outputs: Tensor, _: Any) -> Tensor:
-    return outputs.square().sum(1)
 
 
 class MixesInTraining(Small):
@@ -64,22 +59,6 @@ def test_an_input_without_samples_is_refused(extra: Any) -> None:
         per_sample_gradients(Small(), inputs, loss=squares)
 
 
-def test_positions_selected_by_value_are_told_apart_where_they_lose_their_samples() -> None:
-    """Both samples have two positions here, and other numbers of them elsewhere."""
-
-    class Gathers(Small):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            chosen = self.first(x[mask])  # (number of true positions, 5)
-            filled = torch.zeros(*mask.shape, 5).masked_scatter(mask[..., None], chosen)
-            return self.second(filled.sum(1))
-
-    inputs = {"x": torch.randn(2, 3, 4), "mask": torch.tensor([[True, True, False]] * 2)}
-    engine = make_engine("layerwise", Gathers(), squares)
-    for other in (inputs, {**inputs, "mask": torch.tensor([[True] * 3, [False, True, False]])}):
-        expected = single_sample_gradients(engine.model, other, None, squares)[1]
-        assert_gradients_equal(engine(other, {})[1], expected)
-
-
 class MovingAverage(Small):
     def __init__(self, after: int, through_data: bool) -> None:
         super().__init__()
@@ -100,17 +79,11 @@ def test_a_frozen_parameter_that_follows_the_data_is_refused(
     after: int, through_data: bool
 ) -> None:
     """The probe's own two training passes come before the first that counts."""
-    engine = make_private(
-        make_engine("layerwise", MovingAverage(after, through_data).train(), squares)
-    )
-
-    def passes(engine: PrivateMechanism) -> None:
-        engine.begin({})
-        for _ in range(8):
-            engine.accumulate({"x": torch.randn(4, 4)})
-
+    model = MovingAverage(after, through_data).train()
+    engine = make_private(make_engine("layerwise", model, squares))
+    batches = [{"x": torch.randn(4, 4)} for _ in range(8)]
     with pytest.raises(UnsupportedModelError, match="average"):
-        passes(engine)
+        released(engine, batches)
 
 
 class RemembersInExtraState(Small):
@@ -142,9 +115,8 @@ class RemembersComplexNumbers(Small):
 @pytest.mark.parametrize("model", [RemembersInExtraState, RemembersComplexNumbers])
 def test_whatever_is_saved_with_the_weights_may_not_follow_the_data(model: type[Small]) -> None:
     engine = make_private(make_engine("layerwise", model().train(), squares))
-    engine.begin({})
     with pytest.raises(UnsupportedModelError, match="saved with the weights"):
-        engine.accumulate({"x": torch.randn(4, 4)})
+        released(engine, [{"x": torch.randn(4, 4)}])
 
 
 # ---- At the size of a physical batch ----

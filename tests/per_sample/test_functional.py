@@ -15,6 +15,7 @@ from dp_grape_hf.per_sample import Gradients, make_engine
 from dp_grape_hf.per_sample.functional import outside_vmap
 from dp_grape_hf.projections import Projector, Side
 from recipes.models.matrix import dense
+from tests.per_sample.functions import Function
 from tests.support.oracles import Largest, relative_error, single_sample_gradients
 
 B, T, N = 3, 5, 6  # samples, positions, features
@@ -63,19 +64,6 @@ def argument_of(module: nn.Module) -> str:
 # ---- Modules ----
 
 
-class Function(nn.Module):
-    """Layers by name, and what is computed with them."""
-
-    def __init__(self, compute: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
-
-
 class Matrix(nn.Module):
     """A bare matrix, that its parent uses."""
 
@@ -93,12 +81,6 @@ def tied() -> nn.Module:
 def frozen_bias() -> nn.Module:
     layer = nn.Linear(N, 4)
     layer.bias.requires_grad_(False)
-    return layer
-
-
-def conv1d(outputs: int) -> nn.Module:
-    layer = Conv1D(outputs, N)
-    nn.init.normal_(layer.bias)
     return layer
 
 
@@ -121,10 +103,6 @@ def on_each_side(name: str) -> list[Sides]:
 MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
     "linear": (lambda: nn.Linear(N, 4), on_each_side("weight")),
     "frozen bias": (frozen_bias, [{}, {"weight": RIGHT}]),
-    "linear on a vector": (
-        lambda: Function(lambda m, x: m.layer(x[:, 0]), layer=nn.Linear(N, 4)),
-        on_each_side("layer.weight"),
-    ),
     "linear on four dimensions": (
         lambda: Function(lambda m, x: m.layer(x[:, None, :, None]), layer=nn.Linear(N, 4)),
         on_each_side("layer.weight"),
@@ -133,8 +111,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
         lambda: Function(lambda m, x: m.layer(torch.eye(N)) @ x.mT[:, :4], layer=nn.Linear(N, 4)),
         on_each_side("layer.weight"),
     ),
-    "Conv1D": (lambda: conv1d(4), on_each_side("weight")),
-    "wide Conv1D": (lambda: conv1d(9), on_each_side("weight")),
+    "Conv1D": (lambda: Conv1D(4, N), on_each_side("weight")),
     "embedding": (
         lambda: Function(look_up, table=nn.Embedding(ROWS, N)),
         on_each_side("table.weight"),

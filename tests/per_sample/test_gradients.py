@@ -82,13 +82,6 @@ def test_gradients_that_cancel_have_a_norm_of_about_zero_and_never_less(form: st
         assert (norm <= 1e-4 * scale).all()
 
 
-@each_form
-def test_a_factor_of_zero_leaves_a_sample_out(form: str) -> None:
-    gradient = FORMS[form]()
-    factors = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(gradient.weighted_sum(factors), materialised(gradient)[0])
-
-
 def test_a_gradient_need_not_be_a_matrix_in_its_dense_form() -> None:
     values = torch.randn(B, 2, 3, 4, 5)
     gradient = Dense(values)

@@ -3,6 +3,7 @@
 Each must be refused, or be right. Shapes: B samples, T positions.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample import ENGINES, make_engine
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
+from tests.per_sample.functions import Function
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 WIDTH, VOCABULARY = 8, 20
@@ -26,7 +28,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor | None) -> Tensor:
 def texts(*lengths: int, positions: int = 6) -> dict[str, Tensor]:
     mask = (torch.arange(positions)[None] < torch.tensor(lengths)[:, None]).long()
     ids = torch.randint(1, VOCABULARY, mask.shape)
-    return {"ids": ids, "mask": mask, "labels": torch.randint(0, 3, (len(mask),))}
+    return {"x": ids, "mask": mask, "labels": torch.randint(0, 3, (len(mask),))}
 
 
 def check(engine: Any, batch: dict[str, Tensor]) -> None:
@@ -45,13 +47,13 @@ class Unpads(nn.Module):
         self.table, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         if bool(mask.all()):
-            hidden = self.layer(self.table(ids)).tanh()
+            hidden = self.layer(self.table(x)).tanh()
         else:
             keep = mask.bool()
-            found = self.layer(self.table(ids[keep])).tanh()
-            hidden = torch.zeros(*ids.shape, WIDTH).masked_scatter(keep[..., None], found)
+            found = self.layer(self.table(x[keep])).tanh()
+            hidden = torch.zeros(*x.shape, WIDTH).masked_scatter(keep[..., None], found)
         return self.head(hidden.sum(1))
 
 
@@ -80,22 +82,20 @@ class Unpadded(nn.Module):
         return torch.zeros_like(hidden).masked_scatter(keep[..., None], found)
 
 
-class Around(nn.Module):
-    """Has a module around that is given positions with their samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.block = nn.Embedding(VOCABULARY, WIDTH), Unpadded()
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.head(self.block(self.table(ids), mask).sum(1))
+def classifier(compute: Callable[..., Tensor], **layers: nn.Module) -> nn.Module:
+    """Looks words up, computes something with some layers, and has a head."""
+    table, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+    return Function(compute, table=table, **layers, head=head)
 
 
 def test_positions_that_were_selected_are_left_to_the_module_around(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = LayerwiseEngine(Around(), cross_entropy)
+    def compute(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        """Gives a module positions with their samples."""
+        return m.head(m.block(m.table(x), mask).sum(1))
+
+    engine = LayerwiseEngine(classifier(compute, block=Unpadded()), cross_entropy)
     for batch in (texts(6, 6), texts(6, 2), texts(4, 1, positions=7)):
         check(engine, batch)
     assert "block (Unpadded) cannot be vectorised" in caplog.text
@@ -113,31 +113,27 @@ class Masked(nn.Module):
         return scores.softmax(-1) @ x
 
 
-class Attends(nn.Module):
+def attends(every: bool) -> LayerwiseEngine:
     """Makes a mask for each sample only where there is padding; ``every`` time if asked."""
 
-    def __init__(self, every: bool) -> None:
-        super().__init__()
-        self.every = every
-        self.table, self.masked = nn.Embedding(VOCABULARY, WIDTH), Masked()
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        seen = torch.full((ids.shape[1], ids.shape[1]), -1e4).triu(1)[None]  # (1, T, T)
-        if self.every or not bool(mask.all()):
+    def compute(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        seen = torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)[None]  # (1, T, T)
+        if every or not bool(mask.all()):
             seen = seen + (1 - mask.float())[:, None, :] * -1e4  # (B, T, T)
-        return self.head(self.masked(self.table(ids), seen).reshape(len(ids), -1, WIDTH).mean(1))
+        return m.head(m.masked(m.table(x), seen).reshape(len(x), -1, WIDTH).mean(1))
+
+    return LayerwiseEngine(classifier(compute, masked=Masked()), cross_entropy)
 
 
 def test_a_mask_of_each_sample_does_not_reach_the_others() -> None:
-    engine = LayerwiseEngine(Attends(every=False), cross_entropy)
+    engine = attends(every=False)
     check(engine, texts(6, 6, 6))
     check(engine, texts(6, 4, 2))
-    check(LayerwiseEngine(Attends(every=True), cross_entropy), texts(6, 4, 2))
+    check(attends(every=True), texts(6, 4, 2))
 
 
 def test_texts_of_other_lengths_need_no_new_look_at_the_model() -> None:
-    engine = LayerwiseEngine(Attends(every=True), cross_entropy)
+    engine = attends(every=True)
     check(engine, texts(6, 4, 2))
     calls: list[int] = []
     engine._learn = lambda *args: calls.append(1)  # type: ignore[assignment,method-assign,func-returns-value]
@@ -146,22 +142,16 @@ def test_texts_of_other_lengths_need_no_new_look_at_the_model() -> None:
     assert not calls
 
 
-class PositionsFirst(nn.Module):
+def positions_first(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Flattens positions before samples, which is the same where there is one position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        hidden = self.table(ids).transpose(0, 1).reshape(-1, WIDTH)
-        return self.head(self.layer(hidden).tanh().view(ids.shape[1], -1, WIDTH).mean(0))
+    hidden = m.table(x).transpose(0, 1).reshape(-1, WIDTH)
+    return m.head(m.layer(hidden).tanh().view(x.shape[1], -1, WIDTH).mean(0))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_order_of_rows_that_shows_later_is_refused_then(stream: bool) -> None:
-    engine = LayerwiseEngine(PositionsFirst(), cross_entropy)
+    model = classifier(positions_first, layer=nn.Linear(WIDTH, WIDTH))
+    engine = LayerwiseEngine(model, cross_entropy)
     check(engine, texts(1, 1, 1, positions=1))
 
     def run(inputs: Any, projectors: Any) -> Any:
@@ -176,27 +166,17 @@ def test_an_order_of_rows_that_shows_later_is_refused_then(stream: bool) -> None
 # ---- The first samples show nothing ----
 
 
-class Centred(nn.Module):
+def centred(m: Any, x: Tensor) -> Tensor:
     """Couples its samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x).tanh()
-        return self.head(hidden - hidden.mean(0, keepdim=True))
-
-
-def with_ignored(outputs: Tensor, labels: Tensor | None) -> Tensor:
-    assert labels is not None
-    return functional.cross_entropy(outputs, labels, reduction="none", ignore_index=-100)
+    hidden = m.layer(x).tanh()
+    return m.head(hidden - hidden.mean(0, keepdim=True))
 
 
 @pytest.mark.parametrize("samples", [2, 4])
 @pytest.mark.parametrize("broken", ["nothing to learn", "nan"])
 def test_samples_without_gradients_do_not_vouch_for_a_model(broken: str, samples: int) -> None:
-    engine = LayerwiseEngine(Centred(), with_ignored)
+    layers = {"layer": nn.Linear(5, WIDTH), "head": nn.Linear(WIDTH, 3)}
+    engine = LayerwiseEngine(Function(centred, **layers), cross_entropy)
     batch = {"x": torch.randn(samples, 5), "labels": torch.zeros(samples, dtype=torch.long)}
     if broken == "nan":
         batch["x"][:2] = torch.nan
@@ -260,21 +240,14 @@ class GatedRMSNorm(nn.Module):
         return self.weight * (normalised if gate is None else normalised * gate.sigmoid())
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(VOCABULARY, WIDTH), GatedRMSNorm()
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        hidden = self.table(ids)
-        gates = (hidden.flip(1),) if ids.shape[1] > 4 else ()
-        return self.head(self.norm(hidden, *gates).tanh().mean(1))
-
-
 def test_a_layer_that_is_given_a_second_tensor_loses_its_rule() -> None:
+    def compute(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = m.table(x)
+        gates = (hidden.flip(1),) if x.shape[1] > 4 else ()
+        return m.head(m.norm(hidden, *gates).tanh().mean(1))
+
     for lengths in ((6, 3), (3, 6)):
-        engine = LayerwiseEngine(Gated(), cross_entropy)
+        engine = LayerwiseEngine(classifier(compute, norm=GatedRMSNorm()), cross_entropy)
         for positions in lengths:
             check(engine, texts(2, 2, 2, positions=positions))
 
@@ -287,18 +260,11 @@ class TiedTable(nn.Embedding):
         return found + (found @ self.weight.T).tanh() @ self.weight
 
 
-class UsesTiedTable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = TiedTable(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x).mean(1))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_uses_of_a_weight_beside_the_usual_one_count(engine: str) -> None:
     labels = torch.randint(0, 3, (4,))
     check(make_engine(engine, Scaled(), cross_entropy), {"x": torch.randn(4, 5), "labels": labels})
+    table, head = TiedTable(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+    model = Function(lambda m, x: m.head(m.table(x).mean(1)), table=table, head=head)
     ids = torch.randint(0, VOCABULARY, (4, 6))
-    check(make_engine(engine, UsesTiedTable(), cross_entropy), {"x": ids, "labels": labels})
+    check(make_engine(engine, model, cross_entropy), {"x": ids, "labels": labels})

@@ -34,7 +34,6 @@ from recipes.models.zoo import (
     FIRST_WORD,
     GPT2,
     HEADS,
-    HIDDEN,
     IGNORED,
     LABELS,
     LLAMA,
@@ -54,7 +53,6 @@ __all__ = [
     "CASES",
     "FIRST_WORD",
     "HEADS",
-    "HIDDEN",
     "IGNORED",
     "LABELS",
     "PAD",
@@ -79,28 +77,21 @@ class Case:
     model: Callable[..., PreTrainedModel]  # (seed=0, **changes to the configuration)
     batch: Callable[..., Batch]  # (B, T=positions, seed=0, padding="right")
     positions: int = 9  # T, for models that fix it
-    broadcasts: tuple[str, ...] = ()  # tables that are looked up once for all samples
 
     def __str__(self) -> str:
         return self.name
 
 
-def _of_texts(
-    name: str, cls: Any, config: Any, settings: Any, target: str, *broadcasts: str
-) -> Case:
-    model, batch = partial(build, cls, config, settings), partial(texts, target=target)
-    return Case(name, model, batch, broadcasts=broadcasts)
+def _of_texts(name: str, cls: Any, config: Any, settings: Any, target: str) -> Case:
+    return Case(name, partial(build, cls, config, settings), partial(texts, target=target))
 
 
-_BERT_POSITIONS = "bert.embeddings.position_embeddings.weight"
 CASES = [
     _of_texts("roberta-classifier", RobertaForSequenceClassification, RobertaConfig, BERT, "class"),
     _of_texts("roberta-masked-lm", RobertaForMaskedLM, RobertaConfig, BERT, "masked"),
-    _of_texts(
-        "bert-classifier", BertForSequenceClassification, BertConfig, BERT, "class", _BERT_POSITIONS
-    ),
+    _of_texts("bert-classifier", BertForSequenceClassification, BertConfig, BERT, "class"),
     _of_texts("opt", OPTForCausalLM, OPTConfig, OPT, "tokens"),
-    _of_texts("gpt2", GPT2LMHeadModel, GPT2Config, GPT2, "tokens", "transformer.wpe.weight"),
+    _of_texts("gpt2", GPT2LMHeadModel, GPT2Config, GPT2, "tokens"),
     _of_texts("llama", LlamaForCausalLM, LlamaConfig, LLAMA, "tokens"),
     Case("vit", partial(build, ViTForImageClassification, ViTConfig, VIT), images, positions=5),
 ]

@@ -207,7 +207,9 @@ check = partial(assert_exact, loss=loss)
 @each_row
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 def test_a_layers_gradients_equal_those_of_single_samples(row: Row) -> None:
+    """By a closed form where it is exact; none belongs to a layer without a rule that applies."""
     model = Wrapped(row)
+    assert (rule_for(model.layer) is not None) == row.closed
     for batch_size in (1, B):
         # Kernels that sum in another order for another batch size round otherwise.
         with torch.backends.mkldnn.flags(enabled=False):
@@ -219,13 +221,6 @@ def test_a_layers_gradients_equal_those_of_single_samples(row: Row) -> None:
             for name, shape in shapes.items()
         }
         check(model, {"x": row.inputs(B)}, projectors)
-
-
-@each_row
-def test_the_closed_form_is_used_where_it_is_exact(row: Row) -> None:
-    assert (rule_for(row.layer()) is not None) == row.closed, (
-        "closed=False belongs to a row whose layer has no rule, or one that does not apply"
-    )
 
 
 def test_every_rule_has_a_row() -> None:

@@ -17,7 +17,8 @@ from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
 from recipes.models.matrix import dense, projectors_for
-from tests.support.models import CASES, HEADS, Case, only
+from tests.per_sample.functions import Function, mean_output
+from tests.support.models import only
 from tests.support.oracles import (
     assert_exact,
     assert_gradients_equal,
@@ -26,10 +27,6 @@ from tests.support.oracles import (
 )
 
 WIDTH = 6
-
-
-def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:
-    return outputs.flatten(1).sin().mean(1)
 
 
 check = partial(assert_exact, loss=mean_output)
@@ -42,8 +39,10 @@ def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
 # ---- Gradient checkpointing ----
 
 
-@pytest.mark.parametrize("case", [only("gpt2"), only("llama")], ids=str)
-def test_gradients_are_exact_under_gradient_checkpointing(case: Case) -> None:
+@pytest.mark.parametrize(("name", "tables"), [("gpt2", 1), ("llama", 0)])
+def test_gradients_are_exact_under_gradient_checkpointing(name: str, tables: int) -> None:
+    """Where a table is looked up once for all samples, and where none is."""
+    case = only(name)
     model, inputs = case.model(use_cache=False), case.batch(4, case.positions)
     projectors = projectors_for(model, 8)
     plain = per_sample_gradients(model, inputs, projections=projectors)[1]
@@ -56,7 +55,7 @@ def test_gradients_are_exact_under_gradient_checkpointing(case: Case) -> None:
     # The probe evaluates twice for noise, eight times more (and twice more to try a table with one
     # row per sample), twice for the model's own loss, and trains twice for gradients and five times
     # for coins; what trains is repeated.
-    assert next(forwards) == 2 + 8 + 2 * bool(case.broadcasts) + 2 + 2 * (2 + 5) + 2
+    assert next(forwards) == 2 + 8 + 2 * tables + 2 + 2 * (2 + 5) + 2
     assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
     assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
 
@@ -68,41 +67,21 @@ def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient() -> None:
         per_sample_gradients(model, inputs)
 
 
-class Checkpointed(nn.Module):
-    """A checkpointed block, also in evaluation, with a weight shared by two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        for _ in range(2):
-            hidden = checkpoint(self.block, hidden, use_reentrant=False)
-        return hidden @ self.table(x[:, :1]).transpose(1, 2)
-
-
 def test_a_checkpointed_block_may_run_twice() -> None:
-    check(
-        Checkpointed(), tokens(3), {"block.0.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
-    )
+    """Also in evaluation mode."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x)
+        for _ in range(2):
+            hidden = checkpoint(m.block, hidden, use_reentrant=False)
+        return hidden @ m.table(x[:, :1]).transpose(1, 2)
+
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+    model = Function(compute, table=nn.Embedding(7, WIDTH), block=block)
+    check(model, tokens(3), {"block.0.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)})
 
 
 # ---- Shapes that lie ----
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.broadcasts], ids=str)
-@pytest.mark.parametrize("batch_size", [1, HEADS, 9])
-def test_a_table_looked_up_once_for_all_samples_has_a_gradient_of_each(
-    case: Case, batch_size: int
-) -> None:
-    model, inputs = case.model(), case.batch(batch_size, 9)
-    gradients = per_sample_gradients(model, inputs)[1]
-    _, expected = single_sample_gradients(model, inputs)
-    for name in case.broadcasts:
-        found, right = dense({name: gradients[name]}, batch_size), {name: expected[name]}
-        assert relative_error(found, right) < 1e-5
 
 
 class Flattening(nn.Module):
@@ -131,28 +110,26 @@ def test_inputs_flattened_from_samples_and_positions_are_told_apart(
     check(Flattening(), tokens(batch_size, positions), projectors)
 
 
-class RelativePositions(nn.Module):
+def attend(m: Any, x: Tensor) -> Tensor:
     """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
+    places = torch.arange(x.shape[1])
+    scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
+    hidden = m.table(x)
+    return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.scores = nn.Embedding(7, WIDTH), nn.Embedding(9, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])
-        scores = self.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
-        hidden = self.table(x)
-        return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
+def relative_positions() -> nn.Module:
+    return Function(attend, table=nn.Embedding(7, WIDTH), scores=nn.Embedding(9, 1))
 
 
 @pytest.mark.parametrize("batch_size", [3, 5], ids=["three", "as many as positions"])
 def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size: int) -> None:
-    check(RelativePositions(), tokens(batch_size, 5))
+    check(relative_positions(), tokens(batch_size, 5))
 
 
 def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
     with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*scores"):
-        per_sample_gradients(RelativePositions(), tokens(3, 1), loss=mean_output)
+        per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
 
 
 # ---- A weight with several uses ----
@@ -161,7 +138,7 @@ def test_a_relative_position_table_is_refused_when_there_is_one_position() -> No
 class Shared(nn.Module):
     """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
 
-    def __init__(self, projects_table: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table, self.again = nn.Embedding(7, WIDTH), nn.Embedding(7, WIDTH, padding_idx=0)
         self.again.weight = self.table.weight
@@ -370,53 +347,12 @@ def test_a_layer_given_a_different_number_of_positions_of_each_sample_leaves_the
     assert_gradients_equal(engine({"x": x}, {})[1], expected)
 
 
-class Skipping(Flattening):
-    """Layer drop: leaves a layer out of some passes."""
-
-    skips = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.skips and self.training:
-            return self.table(x.flatten()).view(*x.shape, WIDTH)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_layer_left_out_of_one_pass_has_gradient_zero_in_it(first: bool) -> None:
-    model = Skipping()
-    projectors = {"up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
-    engine = LayerwiseEngine(model, mean_output)
-    if not first:
-        engine(tokens(3), projectors)
-    model.skips = True
-    _, gradients = engine(tokens(3), projectors)
-    assert list(gradients) == [name for name, _ in model.named_parameters()]
-    assert (gradients["table.weight"].squared_norm() > 0).all()
-    for name in ("up.weight", "up.bias", "norm.weight", "down.weight"):
-        assert torch.equal(gradients[name].squared_norm(), torch.zeros(3))
-    assert gradients["up.weight"].weighted_sum(torch.ones(3)).shape == (8, 2)
-    assert gradients["down.weight"].weighted_sum(torch.ones(3)).shape == (WIDTH, 8)
-
-
-class Attention(nn.Module):
-    """torch's own attention, which owns raw matrices and uses its child's weight itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        return self.attention(hidden, hidden, hidden, need_weights=False)[0]
-
-
 def test_torchs_multi_head_attention_is_exact() -> None:
-    check(
-        Attention(),
-        tokens(4),
-        {"attention.in_proj_weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)},
-    )
+    """It owns raw matrices, and uses its child's weight itself."""
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    model = Function(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    projectors = {"attention.in_proj_weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
+    check(model, {"x": torch.randn(4, 5, WIDTH)}, projectors)
 
 
 # ---- Refusals ----
@@ -495,35 +431,20 @@ def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
     )
 
 
-class Reused(nn.Module):
-    """Calls one layer on a row for each sample, then on one row for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table(x) + self.table(torch.arange(x.shape[1])[None])
-
-
 def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
-    check(Reused(), tokens(3))
-
-
-class Fickle(nn.Module):
-    """Hands its layer one row for each sample in short texts, one for each pair in longer ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        return hidden + self.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
+    table = nn.Embedding(7, WIDTH)
+    check(
+        Function(lambda m, x: m.table(x) + m.table(torch.arange(5)[None]), table=table), tokens(3)
+    )
 
 
 def test_a_layer_that_stops_carrying_the_batch_is_refused() -> None:
-    engine = LayerwiseEngine(Fickle(), mean_output)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x)
+        return hidden + m.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
+
+    layers = {"table": nn.Embedding(7, WIDTH), "linear": nn.Linear(WIDTH, WIDTH)}
+    engine = LayerwiseEngine(Function(compute, **layers), mean_output)
     engine(tokens(3, 4), {})
     with pytest.raises(PrivacyError, match="couples samples"):
         engine(tokens(3, 5), {})

@@ -78,6 +78,7 @@ def samples_of(inputs: Batch) -> list[Batch]:
         *("T5, question answering", "BART's decoder, causal LM"),
         "BERT + prompt tuning, question answering",
         *("Llama + prompt tuning, causal LM", "Llama + prompt tuning, sequence classification"),
+        "Llama + prefix tuning, causal LM",  # which has no positions of its own
     ],
 )
 def test_each_head_equals_the_models_own_loss_for_a_batch_of_one(name: str) -> None:
@@ -167,19 +168,16 @@ def test_masks_that_a_model_draws_in_every_pass_are_asked_for() -> None:
         per_sample(model, inputs)
 
 
-def test_a_causal_loss_does_not_predict_the_first_token() -> None:
-    model, inputs = only("gpt2").model(), only("gpt2").batch(B)
+@pytest.mark.parametrize(
+    ("name", "shifts"), [("GPT-2, causal LM", True), ("BART's decoder, causal LM", False)]
+)
+def test_a_causal_loss_predicts_the_first_token_only_if_the_user_shifts_the_labels(
+    name: str, shifts: bool
+) -> None:
+    model, inputs = row(name).model(), row(name).batch(B)
     before = per_sample(model, inputs)
     inputs["labels"][:, 0] = 7
-    assert torch.equal(per_sample(model, inputs), before)
-
-
-def test_a_decoder_whose_user_shifts_the_labels_is_not_shifted_again() -> None:
-    entry = row("BART's decoder, causal LM")
-    model, inputs = entry.model(), entry.batch(B)
-    before = per_sample(model, inputs)
-    inputs["labels"][:, 0] = 7
-    assert not torch.allclose(per_sample(model, inputs), before)
+    assert torch.allclose(per_sample(model, inputs), before) == shifts
 
 
 def test_an_answer_outside_the_text_counts_as_zero() -> None:
@@ -277,14 +275,6 @@ def test_virtual_tokens_have_no_label() -> None:
     assert logits.shape[1] == labels.shape[1] + 3
     expected = loss_for(entry.model())({"logits": logits[:, 3:]}, labels)
     torch.testing.assert_close(per_sample(model, inputs), expected)
-
-
-def test_prefix_tuning_has_no_positions_of_its_own() -> None:
-    peft = pytest.importorskip("peft")
-    entry = row("Llama, causal LM")
-    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    model, inputs = peft.get_peft_model(entry.model(), config), entry.batch(B)
-    torch.testing.assert_close(per_sample(model, inputs), own(model, inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_a_prompt_whose_loss_is_weighed_is_refused() -> None:
