@@ -6,17 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DataCollatorWithPadding,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    default_data_collator,
-)
+from transformers import default_data_collator
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import make_engine
 from tests.per_sample.functions import squares
-from tests.support.collators import tokenizer
 from tests.support.mechanism import make_private, released
 from tests.support.trainers import TinyForSequenceClassification, make_trainer, points
 
@@ -193,39 +187,11 @@ def test_a_run_without_any_gradient_is_refused(
     assert trainer.ledger.steps == 0
 
 
-# ---- Collators ----
-
-
-def texts(count: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for i in range(count):
-        ids = torch.randint(5, 30, (3 + i % 6,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": i % 2})
-    return rows
-
-
-def test_padding_that_moves_positions_is_an_examples_own(tmp_path: Path) -> None:
-    """GPT-2 counts positions from the left, padding included: by how much, others do not tell."""
-    config = GPT2Config(
-        vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=1, num_labels=2,
-        bos_token_id=2, eos_token_id=2,
-    )  # fmt: skip
-    trainer = make_trainer(
-        tmp_path,
-        model=GPT2ForSequenceClassification(config),
-        train_dataset=texts(24),
-        data_collator=DataCollatorWithPadding(tokenizer("left")),
-        max_steps=2,
-    )
-    trainer.train()
-    assert trainer.ledger.steps == 2
+# ---- What a run is given ----
 
 
 class SeededCollator:
     """Draws from a seed of its own, as collators of transformers may."""
-
-    seed = None
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
