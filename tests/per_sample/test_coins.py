@@ -18,7 +18,7 @@ from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.per_sample import keeping_random_state, make_engine
-from tests.per_sample.functions import squares
+from tests.per_sample.functions import Function, squares
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import TinyForSequenceClassification, examples_of, make_trainer
@@ -150,19 +150,13 @@ def test_dropout_of_as_many_samples_as_the_values_tell_passes(trained: bool) -> 
 def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
     """Two copies of a text of nine words have as many numbers as three of a text of six."""
 
-    class TwoTexts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def compute(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (functional.dropout(m.layer(t).flatten(0, 1), 0.5, m.training) for t in (x, y))
+        return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x, y = (
-                functional.dropout(self.layer(t).flatten(0, 1), 0.5, self.training) for t in (x, y)
-            )
-            return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
-
+    model = Function(compute, layer=nn.Linear(4, 4))
     inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
-    losses, _ = per_sample_gradients(TwoTexts(), inputs, loss=lambda outputs, _: outputs)
+    losses, _ = per_sample_gradients(model, inputs, loss=lambda outputs, _: outputs)
     assert losses.shape == (3,)
 
 

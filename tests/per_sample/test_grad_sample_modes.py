@@ -25,6 +25,7 @@ from dp_grape_hf.per_sample.layerwise.capture import Pass
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
 from recipes.models.matrix import projectors_for
+from tests.per_sample.functions import Function
 from tests.support import mechanism
 from tests.support.mechanism import make_private, sample_norms, split
 from tests.support.models import only
@@ -248,15 +249,6 @@ class _InPlace(torch.autograd.Function):
         return ctx.gradient.mul_(grad_output[:, None])
 
 
-class _Squares(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _InPlace.apply(self.layer(x)), weight
-
-
 @pytest.mark.parametrize(("growth", "refused"), [(5e-6, False), (5e-3, True), (4.0, True)])
 def test_a_gradient_that_grows_when_it_is_computed_again_stays_below_the_bound_or_is_refused(
     growth: float, refused: bool
@@ -265,9 +257,10 @@ def test_a_gradient_that_grows_when_it_is_computed_again_stays_below_the_bound_o
 
     With a weight of 1 the kernel repeats itself, and the first batch shows nothing.
     """
-    per_sample = make_engine(
-        "layerwise", _Squares(), lambda outputs, labels: outputs[0] * outputs[1], "ghost"
+    model = Function(
+        lambda m, x, weight: weight * _InPlace.apply(m.layer(x)), layer=nn.Linear(4, 3)
     )
+    per_sample = make_engine("layerwise", model, lambda outputs, labels: outputs, "ghost")
     x = 100 * torch.randn(1, 4)
     released(per_sample, [{"x": x, "weight": torch.ones(1)}])
     batch = {"x": x, "weight": torch.full((1,), 1 + growth)}

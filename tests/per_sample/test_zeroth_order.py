@@ -310,9 +310,9 @@ def taken(step: Callable[[], Any], given: Any) -> int:
 def test_no_more_than_the_weights_of_one_operation_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(directions_module, "_BLOCK", 1000)
+    monkeypatch.setattr(directions_module, "_BLOCK", 4000)
     monkeypatch.setattr(directions_module, "_KEPT", 0)
-    features, depth = 100, 8
+    features, depth = 200, 8
     model = nn.Sequential(*[nn.Linear(features, features) for _ in range(depth)])
     weight = model[0].weight.nbytes
     x, scalars = torch.ones(2, features), torch.ones(2)

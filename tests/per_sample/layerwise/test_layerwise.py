@@ -484,21 +484,7 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(probed: bool) -> Non
     engine(tokens(3), {})
 
 
-# ---- Dropout and mixed precision ----
-
-
-def test_dropout_is_drawn_for_each_sample() -> None:
-    case = only("roberta-classifier")
-    model = case.model(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
-    inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in case.batch(2).items()}
-    engine = LayerwiseEngine(model)
-    losses, gradients = engine(inputs, projectors_for(model, 8))
-    assert losses.unique().numel() == 3  # copies of one sample, under different masks
-    for name, gradient in gradients.items():
-        assert gradient.squared_norm().isfinite().all(), name
-    assert not torch.equal(engine(inputs, {})[0], losses)
-    model.eval()
-    assert torch.allclose(*engine(inputs, {})[0][:2])
+# ---- Dropout ----
 
 
 def test_dropout_inside_a_module_without_a_rule_is_drawn_for_each_sample() -> None:

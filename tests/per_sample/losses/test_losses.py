@@ -25,29 +25,24 @@ B = 4
 classifier = only("roberta-classifier")
 
 # Per problem type: the configuration, and labels for B samples.
+CLASSES, NUMBERS = torch.tensor([0, 2, 1, 2]), torch.tensor([0.5, -1.0, 2.0, 0.0])
 PROBLEMS: dict[str, tuple[dict[str, Any], Tensor]] = {
-    "single_label_classification": ({}, torch.tensor([0, 2, 1, 2])),
-    "declared single label": (
-        {"problem_type": "single_label_classification"},
-        torch.tensor([0, 2, 1, 2]),
-    ),
+    "single_label_classification": ({}, CLASSES),
+    "declared single label": ({"problem_type": "single_label_classification"}, CLASSES),
     "multi_label_classification": (
         {"problem_type": "multi_label_classification"},
         torch.tensor([[0.0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]),
     ),
     "multi label by float labels": ({}, torch.eye(LABELS)[[0, 1, 2, 1]]),
-    "regression": ({"num_labels": 1}, torch.tensor([0.5, -1.0, 2.0, 0.0])),
-    "regression with column labels": (
-        {"num_labels": 1},
-        torch.tensor([[0.5], [-1.0], [2.0], [0.0]]),
-    ),
+    "regression": ({"num_labels": 1}, NUMBERS),
+    "regression with column labels": ({"num_labels": 1}, NUMBERS[:, None]),
     "declared regression": (
         {"problem_type": "regression", "num_labels": LABELS},
         torch.tensor([[0.5, 1, -1], [2, 0, 0], [0, 0, 0.25], [1, 1, 1]]),
     ),
     "declared regression of one number": (
         {"problem_type": "regression", "num_labels": 1},
-        torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        NUMBERS,
     ),
 }
 
