@@ -123,6 +123,17 @@ def test_a_loss_of_the_trainers_own_is_what_is_trained(
     assert own.evaluate(points(seed=1))["eval_loss"] > 0
 
 
+def test_a_loss_of_the_trainers_own_needs_no_model_whose_loss_is_known(tmp_path: Path) -> None:
+    class Tiny(TinyForSequenceClassification):
+        """Has no suffix that tells its loss."""
+
+    unknown, known = (
+        trained(tmp_path / cls.__name__, Squared, model=cls())
+        for cls in (Tiny, TinyForSequenceClassification)
+    )
+    assert_same_weights(weights_of(unknown.model), weights_of(known.model), **EQUAL)
+
+
 @pytest.mark.slow
 def test_a_language_models_own_divisor_is_left_to_the_package(tmp_path: Path) -> None:
     """Its loss of a batch is a mean over tokens, not of texts; a subclass that keeps it may be."""
