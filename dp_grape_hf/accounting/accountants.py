@@ -126,12 +126,8 @@ class PRV(Accountant, name="prv"):
         from prv_accountant.composers import Heterogeneous
         from prv_accountant.domain import Domain
 
-        blocks, ever = _without_rare(blocks, max_counts, delta)
-        _refuse_little_noise(blocks)
-        self._steps = sum(max_counts)
-        self._delta = delta = _after_rounding(
-            _what_is_left(delta, ever), self._steps, np.longdouble
-        )
+        blocks, delta = _for_convolution(blocks, max_counts, delta, np.longdouble)
+        self._steps, self._delta = sum(max_counts), delta
         self._delta_error = delta / 1000
         rough = max(1e-3, RDP(blocks, max_counts, delta).epsilon(max_counts))
         beyond = min(2.0, rough / 4)
@@ -176,10 +172,8 @@ class PLD(Accountant, name="pld"):
     max_epsilon = 1000.0  # about 10 s
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
-        blocks, ever = _without_rare(blocks, max_counts, delta)
-        _refuse_little_noise(blocks)
-        steps = sum(max_counts)
-        self._delta = delta = _after_rounding(_what_is_left(delta, ever), steps, np.float64)
+        blocks, delta = _for_convolution(blocks, max_counts, delta, np.float64)
+        steps, self._delta = sum(max_counts), delta
         rough = RDP(blocks, max_counts, delta).epsilon(max_counts)
         if not rough <= self.max_epsilon:
             raise AccountantFailure(f"epsilon may reach {rough:.3g}, above {self.max_epsilon:g}")
@@ -260,28 +254,36 @@ def _charged(
     return list(left), -math.expm1(float(np.dot(counts, never)))
 
 
-def _without_rare(
-    blocks: Sequence[Block], counts: Sequence[int], delta: float
-) -> tuple[list[Block], float]:
-    """Charges to δ as many of the largest sensitivities as are hardly ever met."""
-    for limit in _limits(blocks):
-        left, ever = _charged(blocks, counts, limit)
-        if ever <= delta / 10000:
-            return left, ever
-    raise AccountantFailure(f"unbounded sensitivities are likelier than {delta / 10000:.0e}")
-
-
 def _what_is_left(delta: float, ever: float) -> float:
     """Returns the δ' with ``delta = ever + (1 - ever) δ'``."""
     return (delta - ever) / (1 - ever)
 
 
-def _after_rounding(delta: float, steps: int, number: type[np.floating[Any]]) -> float:
-    """Charges to δ what the convolutions may err by: less than one rounding of 1 a release."""
+def _for_convolution(
+    blocks: Sequence[Block], counts: Sequence[int], delta: float, number: type[np.floating[Any]]
+) -> tuple[list[Block], float]:
+    """Charges to δ the largest sensitivities that are hardly ever met, and what rounding may err.
+
+    That is less than one rounding of 1 a release, in the numbers that are convolved.
+
+    Returns:
+        The releases without those sensitivities, and the δ that is left for them.
+    """
+    charged = (_charged(blocks, counts, limit) for limit in _limits(blocks))
+    hardly = next(((left, ever) for left, ever in charged if ever <= delta / 10000), None)
+    if hardly is None:
+        raise AccountantFailure(f"unbounded sensitivities are likelier than {delta / 10000:.0e}")
+    left, ever = hardly
+    least = min(sigma for block in left for _, sigma in block.parts())
+    if least < 0.1:  # numerical convolution would take minutes to find an epsilon in the hundreds
+        reach = max(size for block in left for _, size in block.sensitivities)
+        at = f" at {reach:.3g} times the sensitivity" if reach > 1 else ""
+        raise AccountantFailure(f"noise_multiplier={least:g}{at} is below 0.1")
+    delta, steps = _what_is_left(delta, ever), sum(counts)
     error = steps * float(np.finfo(number).eps)
     if error > delta / 1000:
         raise AccountantFailure(f"delta={delta:.1e} is lost in the rounding of {steps} releases")
-    return delta - error
+    return left, delta - error
 
 
 # ---- What the accountants share ----
@@ -458,11 +460,3 @@ def _quiet() -> Iterator[None]:
             yield
     except (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError) as error:
         raise AccountantFailure(f"{type(error).__name__}: {error}") from error
-
-
-def _refuse_little_noise(blocks: Sequence[Block]) -> None:
-    least = min(sigma for block in blocks for _, sigma in block.parts())
-    if least < 0.1:  # numerical convolution would take minutes to find an epsilon in the hundreds
-        reach = max(size for block in blocks for _, size in block.sensitivities)
-        at = f" at {reach:.3g} times the sensitivity" if reach > 1 else ""
-        raise AccountantFailure(f"noise_multiplier={least:g}{at} is below 0.1")

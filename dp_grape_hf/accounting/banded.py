@@ -66,8 +66,7 @@ def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None =
     rates = np.asarray(schedule, dtype=np.float64)
     of_period = np.arange(len(rates)) // (period or max(1, len(rates)))
     split = (of_period == np.arange(of_period[-1] + 1)[:, None]) * rates
-    sums: _Numbers = scipy.signal.lfilter([1.0], [1.0, -inertia], split[:, ::-1])[:, ::-1]
-    return sums
+    return _transposed_inverse(np.array([1.0, -inertia]), split)
 
 
 def noise_left(coefficients: Sequence[float], arrives: _Numbers) -> float:

@@ -136,7 +136,6 @@ def find_noise_multiplier(
             f"{steps=} releases nothing, so every noise multiplier meets {target_epsilon=}; give "
             "the number of steps the run will take."
         )
-    _check_accountant(accountant)
     used = compose_epsilon(earlier, delta=target_delta, accountant=accountant)
     if used >= target_epsilon:
         raise PrivacyError(
@@ -182,7 +181,6 @@ class EpsilonCurve:
         accountant: str = LEAST,
         earlier: Sequence[Releases] = (),
     ) -> None:
-        releases.block()  # refuses what is out of range
         self._own, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
         _check_accountant(accountant)

@@ -72,15 +72,9 @@ class Releases:
             f"adjacency={self.adjacency!r} must be one of {list(Adjacency)}.",
         )
         replaces = self.adjacency == Adjacency.REPLACE_ONE
-        unusual = [
-            f"{name}={getattr(self, name)!r}"
-            for name, given in (
-                ("norm_directions", self.norm_directions is not None),
-                ("adjacency", replaces),
-                ("bands", self.bands > 1),
-            )
-            if given
-        ]
+        k = self.norm_directions
+        given = {"norm_directions": k is not None, "adjacency": replaces, "bands": self.bands > 1}
+        unusual = [f"{name}={getattr(self, name)!r}" for name in given if given[name]]
         require(
             len(unusual) <= 1,
             f"{' and '.join(unusual)} have no joint analysis: use at most one of estimated norms "
@@ -92,7 +86,6 @@ class Releases:
             f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
             f"most 1/{self.bands}; got {self.sample_rate!r}.",
         )
-        k = self.norm_directions
         law = ONCE if k is None else sensitivities(int(k), sigma)
         return Block(sigma, min(1.0, rate), law, replaces)
 

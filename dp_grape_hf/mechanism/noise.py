@@ -37,14 +37,6 @@ _AT_ONCE = {"cpu": 2**15, "other": 2**22}  # numbers; two float64 buffers of tha
 # ---- Plain ----
 
 
-def add_noise_in_slices_(
-    parts: list[torch.Tensor], std: float, generator: torch.Generator, divisor: float
-) -> None:
-    """Works on slices that stay in the cache from the draw to the division."""
-    for part in parts:
-        part.add_(torch.empty_like(part).normal_(0, std, generator=generator)).div_(divisor)
-
-
 def add_noise_at_once_(
     parts: list[torch.Tensor],
     std: float,
@@ -157,7 +149,8 @@ def add_noise_(
     if isinstance(generator, SecretGenerator):
         _add_secret_noise_(parts, std, generator, divisor)
     elif cpu:
-        add_noise_in_slices_(parts, std, generator, divisor)
+        for part in parts:  # which stays in the cache from the draw to the division
+            part.add_(torch.empty_like(part).normal_(0, std, generator=generator)).div_(divisor)
     else:
         add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
 

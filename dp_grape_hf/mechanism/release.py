@@ -327,7 +327,7 @@ class BatchGradient:
         self.per_sample = per_sample
         self.ledger = ledger
         self._distributed = distributed
-        self._sum: dict[str, Tensor] | None = None
+        self._sum: dict[str, Tensor] = {}
         self._count = 0
 
     def begin(self, projectors: Mapping[str, Projector]) -> None:
@@ -336,8 +336,6 @@ class BatchGradient:
 
     def accumulate(self, inputs: Inputs) -> Tensor:
         """Adds the gradients of a physical batch; returns its losses (B,)."""
-        if self._sum is None:
-            raise PrivacyError("accumulate() without begin(): no logical batch was started.")
         losses = self.per_sample.losses(inputs)
         trainable = self.per_sample.trainable
         with self.per_sample.observer.phase(BACKWARD):
@@ -354,9 +352,7 @@ class BatchGradient:
 
         A collective call where the batch is spread over several processes.
         """
-        if self._sum is None:
-            raise PrivacyError("release() without begin(): no logical batch was started.")
-        total, self._sum = self._sum, None
+        total, self._sum = self._sum, {}
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
         count = torch.tensor([float(self._count)], device=self.per_sample.device)
@@ -371,6 +367,6 @@ class BatchGradient:
 
     def abandon(self) -> None:
         """Drops the logical batch after an error, and makes the other processes fail as well."""
-        self._sum = None
+        self._sum = {}
         if self._distributed:
             give_up(self.per_sample.device)
