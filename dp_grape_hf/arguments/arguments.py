@@ -528,8 +528,7 @@ class DPGrapeArguments(_Host):
                     "adds noise and has no finite epsilon. Leave it out, or choose a private "
                     f"method: {', '.join(name for name, row in METHODS.items() if row.private)}."
                 )
-        for name, value in (("noise_multiplier", 0.0), ("max_grad_norm", math.inf)):
-            setattr(self, name, value)
+        self.noise_multiplier, self.max_grad_norm = 0.0, math.inf
 
 
 def _is_factor(pattern: Any, value: Any) -> bool:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
-    Releases,
     expected_steps_per_epoch,
     find_bands,
     find_noise_multiplier,
@@ -127,7 +126,7 @@ class PrivacyPlan:
         if args.private and delta is not None:
             if earlier is not None and (earlier.same_data or earlier.resumed):
                 require_same_neighbours(self._mechanism, earlier.runs)
-            self._curve = self._curve_after(self._spent_before)
+            self._curve = self._curve_of_run()
             if self._spent_before and args.target_epsilon is not None:
                 self._say_what_is_left()
 
@@ -204,12 +203,12 @@ class PrivacyPlan:
             coefficients=coefficients,
         )
 
-    def _curve_after(self, earlier: Sequence[Releases]) -> EpsilonCurve:
+    def _curve_of_run(self) -> EpsilonCurve:
         """Returns epsilon by this run's steps, in addition to earlier releases."""
         delta = self._args.target_delta
         assert delta is not None
         own = self._mechanism.releases(self.steps)
-        return EpsilonCurve(own, delta, self._args.accountant, earlier)
+        return EpsilonCurve(own, delta, self._args.accountant, self._spent_before)
 
     def _asked(self, num_samples: int) -> Mechanism:
         """Returns what the arguments ask for; without noise, where that is still to be found."""
@@ -336,7 +335,7 @@ class PrivacyPlan:
         coefficients = mechanism.coefficients if banded else None
         self._mechanism = self._with_noise(mechanism.noise_multiplier, coefficients)
         if self._mechanism != before:
-            self._curve = self._curve and self._curve_after(self._spent_before)
+            self._curve = self._curve and self._curve_of_run()
 
     def _keep_noise(self, recorded: Mechanism) -> None:
         """Goes on with the noise of a run that is resumed, where that keeps the budget.

@@ -28,13 +28,9 @@ LEAST_PERTURBATION = 1e-4
 # ---- Ours, among each other ----
 
 
-def _projects(row: Method) -> bool:
-    return row.projected is not None
-
-
 # Options that mean nothing in some methods: what they are about, and the methods that do that.
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
-    "optim_target_modules": ("a projection", _projects),
+    "optim_target_modules": ("a projection", lambda row: row.projected is not None),
     "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
     "gradient_factors": (
         "gradients that are clipped",

@@ -28,13 +28,7 @@ def tabulated(
 ) -> str:
     """Returns tables of a run that is to begin: its numbers, and what is trained at which rate.
 
-    Args:
-        rates: and what the noise of the run does at these.
-        mechanism: of the run.
-        steps: T.
-        rule: that makes moves of releases.
-        schedule: of the rates.
-        notes: sentences below.
+    ``notes`` are sentences below.
     """
     own = mechanism
     promise = ""

@@ -55,11 +55,6 @@ class Units:
         return len(self.offsets) - 1
 
     @property
-    def num_examples(self) -> int:
-        """Number of examples of all units together."""
-        return len(self.order)
-
-    @property
     def largest(self) -> int:
         """Number of examples of the largest unit. Sensitive."""
         return int(self.offsets.diff().max())

@@ -28,7 +28,21 @@ def projection_targets(
     Raises:
         PrivacyError: if ``wanted`` matches nothing.
     """
-    return default_targets(model) if wanted is None else _matching(model, trainable, wanted)
+    if wanted is None:
+        return default_targets(model)
+    names = [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, (*MATRIX_LAYERS, nn.Embedding))
+        and (wanted == "all-linear" or check_target_module_exists(wanted, path))
+    ]
+    names = [name for name in names if name in trainable]
+    if not names:
+        raise PrivacyError(
+            f"optim_target_modules={wanted!r} matches no trainable linear layer or embedding. "
+            "Give names or regular expressions of modules, or leave it out."
+        )
+    return names
 
 
 def input_dimensions(model: nn.Module) -> dict[str, int]:
@@ -48,24 +62,6 @@ def feature_dimensions(model: nn.Module) -> dict[str, int]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(m.weight)]: 0 for m in model.modules() if isinstance(m, Conv1D)}
-
-
-def _matching(
-    model: nn.Module, trainable: Mapping[str, nn.Parameter], wanted: str | list[str]
-) -> list[str]:
-    names = [
-        f"{path}.weight"
-        for path, module in model.named_modules()
-        if isinstance(module, (*MATRIX_LAYERS, nn.Embedding))
-        and (wanted == "all-linear" or check_target_module_exists(wanted, path))
-    ]
-    names = [name for name in names if name in trainable]
-    if not names:
-        raise PrivacyError(
-            f"optim_target_modules={wanted!r} matches no trainable linear layer or embedding. "
-            "Give names or regular expressions of modules, or leave it out."
-        )
-    return names
 
 
 def default_targets(model: Any) -> list[str]:

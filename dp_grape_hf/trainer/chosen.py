@@ -113,17 +113,17 @@ def find_rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
         if not args.chooses:
             return None
         run.projectors_at(0)  # which all of them measure together
-    return from_first(lambda: _rates(run, plan, inputs))
 
+    def measured() -> Rates | None:
+        try:
+            with evaluating(run.model):
+                return _measured(run, plan, _output_layer(run.model, inputs), inputs)
+        except Exception:
+            if args.chooses:
+                raise
+            return None  # nothing is known of inputs of this model, and nothing need be
 
-def _rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
-    try:
-        with evaluating(run.model):
-            return _measured(run, plan, _output_layer(run.model, inputs), inputs)
-    except Exception:
-        if run.args.chooses:
-            raise
-        return None  # nothing is known of inputs of this model, and nothing need be
+    return from_first(measured)
 
 
 def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs: Batches) -> Rates:
@@ -159,14 +159,7 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
 
 
 def table_of(rates: Rates, run: Run, plan: PrivacyPlan, averaged: str | None) -> str:
-    """Returns tables of a run as it will begin.
-
-    Args:
-        rates: by parameter name, and what noise alone does at these.
-        run: its parts.
-        plan: its numbers.
-        averaged: the layer that was made an average.
-    """
+    """Returns tables of a run as it will begin; ``averaged`` is the layer made an average."""
     notes = []
     if averaged is not None:
         notes.append(f"The head is new: {averaged}, which it reads, is made an average.")

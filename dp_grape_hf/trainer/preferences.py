@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,23 +32,20 @@ from dp_grape_hf.per_sample import (
     evaluating,
     side_by_side,
 )
-from dp_grape_hf.trainer.sft import TRLMixin
+from dp_grape_hf.trainer.sft import REFUSED_IF_SET, TRLMixin
 
-_COUPLES = "the load-balancing loss of experts averages over the tokens of the batch; set it to 0.0"
-_OF_PAIRS = {
-    "activation_offloading": "it was not tried with per-sample gradients; use "
-    "gradient_checkpointing=True",
+REFUSED_OF_REWARDS = {
+    "activation_offloading": REFUSED_IF_SET["activation_offloading"],
     "label_smoothing_factor": "it is about words of a vocabulary, and TRL has no use for it; leave "
     "it at 0",
 }
-REFUSED_OF_REWARDS = _OF_PAIRS
 """Name of an option of ``RewardConfig`` -> why it is refused, and what to do instead."""
 
 REFUSED_OF_DPO = {
-    **_OF_PAIRS,
-    "padding_free": "the batch then is one row, in which examples cannot be told apart; leave it "
-    "at False",
-    "router_aux_loss_coef": _COUPLES,
+    **REFUSED_OF_REWARDS,
+    "padding_free": REFUSED_IF_SET["padding_free"],
+    "router_aux_loss_coef": "the load-balancing loss of experts averages over the tokens of the "
+    "batch; set it to 0.0",
     "sync_ref_model": "it would copy weights beside which updates are kept; leave it at False",
     "use_weighting": "its weights of pairs are not known to this package; leave it at False",
     "ld_alpha": "its shares of long texts are not known to this package; leave it out",
@@ -55,19 +53,12 @@ REFUSED_OF_DPO = {
 """Name of an option of ``DPOConfig`` -> why it is refused, and what to do instead."""
 
 
-@dataclass(frozen=True)
-class PairCollator:
+def _pairs(collator: Callable[[list[Any]], Any], examples: list[Any]) -> dict[str, Any]:
     """Puts the two texts of a pair side by side: (2 B, ...) as (B, 2, ...).
 
-    Args:
-        collator: TRL's, or one that gives rows in its order: all chosen texts, then the others.
+    The collator is TRL's, or one that gives rows in its order: all chosen texts, then the others.
     """
-
-    collator: Callable[[list[Any]], Any]
-
-    def __call__(self, examples: list[Any]) -> dict[str, Any]:
-        """Returns a batch of pairs."""
-        return side_by_side(self.collator(examples), len(examples))
+    return side_by_side(collator(examples), len(examples))
 
 
 class _PairsMixin(TRLMixin):
@@ -80,9 +71,7 @@ class _PairsMixin(TRLMixin):
                 "it out: synthetic inputs serve as well."
             )
         dataset, collator = super()._with_used_columns(dataset, what)
-        return dataset, PairCollator(collator)
-
-    _metrics: dict[str, Any]
+        return dataset, partial(_pairs, collator)
 
     def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Returns the loss of TRL, and leaves no trace of it in what is logged."""

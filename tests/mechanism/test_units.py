@@ -67,7 +67,7 @@ def test_equal_values_are_one_unit(dataset: Any) -> None:
         [1, 5],
         [2, 4],
     ]
-    assert (len(units), units.num_examples, units.largest) == (3, 7, 3)
+    assert (len(units), len(units.order), units.largest) == (3, 7, 3)
 
 
 def test_the_checksum_tells_who_owns_what() -> None:

@@ -229,9 +229,9 @@ def test_other_data_are_read_again(tmp_path: Path) -> None:
     rows = owned().examples
     trainer = make_trainer(tmp_path, **OWNED, train_dataset=Examples(rows))
     trainer.train_dataset = Examples([row | {"user": row["user"] + "!"} for row in rows[:-1]])
-    assert trainer._units.num_examples == len(rows) - 1
+    assert len(trainer._units.order) == len(rows) - 1
     trainer.train_dataset = Examples(rows)
-    assert trainer._units.num_examples == len(rows)
+    assert len(trainer._units.order) == len(rows)
 
 
 @pytest.mark.parametrize(
