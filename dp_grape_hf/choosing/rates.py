@@ -87,8 +87,10 @@ def push_of_signal(
     """Returns how far a run takes a number whose gradient is the same at each step, at a rate of 1.
 
     Args:
-        rule, settings, schedule: as in ``walk_of_noise``.
+        rule: a name in ``UPDATE_RULES``.
+        settings: its own.
         size: of the gradient.
+        schedule: what the rate is multiplied by at each step.
     """
     same = torch.full((1,), size)
     return _moved(rule, settings, (same for _ in schedule), schedule)

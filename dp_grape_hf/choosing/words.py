@@ -28,7 +28,13 @@ def tabulated(
 ) -> str:
     """Returns tables of a run that is to begin: its numbers, and what is trained at which rate.
 
-    ``notes`` are sentences below.
+    Args:
+        rates: and what the noise of the run does at these.
+        mechanism: of the run.
+        steps: T.
+        rule: that makes moves of releases.
+        schedule: of the rates.
+        notes: sentences below.
     """
     own = mechanism
     promise = ""

@@ -26,7 +26,13 @@ SVD = "svd"
 
 
 class _Redrawn:
-    """Projectors that are made anew every F steps, or with None at the first alone.
+    """Projectors that are made anew every F steps.
+
+    Args:
+        placed: parameter name -> where its P acts, of those that are projected.
+        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``, and with
+            None at the first alone.
+        device: where projectors are used.
 
     Attributes:
         placements: parameter name -> where its P acts, of those that are projected.
@@ -195,8 +201,10 @@ class PrincipalProjection(_Saved):
 
     Args:
         shapes: as in ``ProjectionSchedule``, and so are ``rank`` and ``device``.
+        rank: r.
         update_steps: F; None measures before the first step only.
         measure: makes the matrices. All ranks call it at the same time, and get the same.
+        device: where projectors are used.
         input_dims: parameter name -> its dimension of features, of those where it is not 1.
         whole: parameter names, of those whose P is square.
 
