@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,11 +29,7 @@ UPDATES_OF_EPSILON = 40  # in the progress bar, per run: one takes the accountan
 
 
 class Withheld(float):
-    """In place of a number that is not private: NaN, and "withheld" wherever it is written."""
-
-    def __new__(cls) -> Withheld:
-        """Takes no number."""
-        return super().__new__(cls, math.nan)
+    """What is "withheld" wherever it is written."""
 
     def __repr__(self) -> str:
         return "withheld"
@@ -43,12 +38,16 @@ class Withheld(float):
         return f"{self!r}"
 
 
+WITHHELD = Withheld("nan")
+"""In place of a number that is not private."""
+
+
 class PrivateLogs(dict[str, Any]):
     """Logs of which callbacks may ask for the training loss, as many do: it reads "withheld"."""
 
     def __missing__(self, name: str) -> Any:
         if name in _LOGS_OF_THE_HOST:
-            return Withheld()
+            return WITHHELD
         raise KeyError(name)
 
 

@@ -68,11 +68,11 @@ from dp_grape_hf.projections import Batches, synthetic_batches
 from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
+    WITHHELD,
     OnlyPrivateLogs,
     PrivacyProgress,
     PrivateLogs,
     StopAtBudget,
-    Withheld,
     refuse_early_stopping,
 )
 from dp_grape_hf.trainer.checkpoints import (
@@ -442,7 +442,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         finally:
             self.private_run.stop()
         self._refused = False
-        return output._replace(training_loss=Withheld()) if self.args.private else output
+        return output._replace(training_loss=WITHHELD) if self.args.private else output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a run that was resumed when complete as it is; the original makes a step more."""

@@ -1,5 +1,6 @@
 import json
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,7 @@ def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
     trainer.save_model()
     assert math.isnan(output.training_loss), "it is not 0 either"
     assert f"{output.training_loss:.4f} {output.training_loss}" == "withheld withheld"
+    assert f"{pickle.loads(pickle.dumps(output)).training_loss}" == "withheld"
     assert set(output.metrics) <= PUBLIC_KEYS
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     for logs in (*tracker.logs, *trainer.state.log_history, *state["log_history"]):
