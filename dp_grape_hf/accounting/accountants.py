@@ -269,11 +269,12 @@ def _for_convolution(
     Returns:
         The releases without those sensitivities, and the δ that is left for them.
     """
-    charged = (_charged(blocks, counts, limit) for limit in _limits(blocks))
-    hardly = next(((left, ever) for left, ever in charged if ever <= delta / 10000), None)
-    if hardly is None:
+    for limit in _limits(blocks):
+        left, ever = _charged(blocks, counts, limit)
+        if ever <= delta / 10000:
+            break
+    else:
         raise AccountantFailure(f"unbounded sensitivities are likelier than {delta / 10000:.0e}")
-    left, ever = hardly
     least = min(sigma for block in left for _, sigma in block.parts())
     if least < 0.1:  # numerical convolution would take minutes to find an epsilon in the hundreds
         reach = max(size for block in left for _, size in block.sensitivities)
