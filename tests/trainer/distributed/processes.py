@@ -29,7 +29,7 @@ def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> N
         *("--dynamo_backend", "no", "--main_process_port", str(free_port())),
         *("-m", module, str(folder)),
     ]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "no configuration of the user")}
+    settings = {"HF_HOME": str(folder / "no configuration of the user")}
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -368,7 +368,6 @@ def main_of(rank: int, world_size: int, port: int, folder: str, scenarios: Scena
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: f"{value}" for name, value in place.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": f"{world_size}"})
-    os.environ["OMP_NUM_THREADS"] = "1"
     main(folder, scenarios)
 
 
