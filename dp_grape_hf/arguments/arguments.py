@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -28,6 +30,8 @@ from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
 from dp_grape_hf.optimizers import UPDATE_RULES
 from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
+
+logger = logging.getLogger(__name__)
 
 ALIASES = {
     "eps": "target_epsilon",
@@ -91,7 +95,8 @@ class DPGrapeArguments(_Host):
 
     Other than in ``TrainingArguments``: ``max_grad_norm`` bounds each sample's gradient, not the
     batch's; ``gradient_accumulation_steps`` only multiplies the expected batch size and is then set
-    to 1; an epoch has 1/q steps; ``optim`` is Adam in projected coordinates.
+    to 1; an epoch has 1/q steps; ``optim`` is Adam in projected coordinates; an accelerator other
+    than CUDA is left alone for the CPU, as the random numbers of no other were examined.
 
     Raises:
         PrivacyError: if a value is out of range, two values contradict each other, or an option
@@ -359,6 +364,7 @@ class DPGrapeArguments(_Host):
         self._fill_in()
         refuse_contradictions(self)
         refuse_host_options(self)
+        self._keep_to_examined_devices()
         super().__post_init__()
         refuse_machine(self)
         if self.noise != INDEPENDENT:
@@ -408,6 +414,19 @@ class DPGrapeArguments(_Host):
     def private(self) -> bool:
         """Whether noise is asked for."""
         return self.noise_multiplier != 0
+
+    def _keep_to_examined_devices(self) -> None:
+        if self.use_cpu or not torch.accelerator.is_available():
+            return
+        found = torch.accelerator.current_accelerator()
+        if found is not None and found.type != "cuda":
+            self.use_cpu = True
+            logger.warning(
+                "Training on the CPU: whether noise and dropout masks of the device %r are as "
+                "secret and as random as the guarantee needs was not examined. use_cpu=True says "
+                "the same without this warning.",
+                found.type,
+            )
 
     def _set_checkpointing_kwargs(self) -> None:
         kwargs: dict[str, Any] = dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]

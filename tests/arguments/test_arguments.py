@@ -285,6 +285,18 @@ def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
         DPGrapeTrainingArguments(**HOST | promise)
 
 
+@pytest.mark.parametrize(("found", "on_cpu"), [("mps", True), ("xpu", True), ("cuda", False)])
+def test_an_accelerator_whose_random_numbers_were_not_examined_is_left_alone(
+    found: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
+    args = DPGrapeTrainingArguments(output_dir="x", eps=1.0, delta=1e-5)
+    assert args.use_cpu is on_cpu
+    assert (f"'{found}'" in caplog.text) is on_cpu
+    assert args.device.type == "cpu"  # of this machine
+
+
 def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
     with pytest.raises(PrivacyError, match="expected_batch_size=0"):
         make(per_device_train_batch_size=0, learning_rate=1e-3)
