@@ -14,10 +14,11 @@ import torch
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
-def pytest_collection_finish() -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Leaves what was imported to no later collection of garbage: each run of a Trainer has one."""
-    gc.collect()
-    gc.freeze()
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
