@@ -21,9 +21,6 @@ LAUNCH = CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(BIN)/accelerate launch --cpu -
 HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(grep -E '^ *(Collecting|Downloading|Installing)' \
 	$(PIP_LOG) | tail -n 1 | cut -c 1-80)"
 
-# pip compiles none of the 18,000 modules that it unpacks: each that is imported is compiled once, then.
-unexport PYTHONDONTWRITEBYTECODE
-
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all seams check benchmark tables site dist clean
 .NOTPARALLEL:
@@ -83,6 +80,8 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml .ci/constraints.txt | $(BIN)/pyth
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 		--constraint .ci/constraints.txt --editable '.[$*]' >$(PIP_LOG) 2>&1; failed=$$?; kill $$!; \
 		test $$failed -eq 0 || { tail -n 20 $(PIP_LOG); exit 1; }
+# On all cores, which pip would not use. A few files are of other versions of Python, and are left.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib 2>/dev/null || true
 # A reference for the tests, alone: what it asks for is for its 8-bit optimizers.
 	$(if $(filter test dev,$*),@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--no-deps galore-torch==1.0)
