@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,11 +14,16 @@ import torch
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(wrapper=True)  # when fixtures are gone, whose garbage would be left for good
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, bool | None, bool | None]:
     """Leaves what was imported to no later collection of garbage: each run of a Trainer has one."""
+    ran = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    return ran
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
