@@ -372,6 +372,11 @@ class PrivacyPlan:
             epsilon = self._curve.epsilon(counted)
         return PrivacySpent(epsilon, self._args.target_delta, steps, own)
 
+    @property
+    def epsilon_of_run(self) -> float:
+        """Epsilon of all steps that are planned, earlier runs included."""
+        return math.inf if self._curve is None else self._curve.epsilon(self.steps)
+
     def releases_left(self, ledger: Ledger | None) -> float:
         """Returns how many more releases the budget allows; infinite without a target epsilon."""
         if self._args.target_epsilon is None or ledger is None:

@@ -2,7 +2,8 @@
 
 ``record`` holds the public parameters of a mechanism, ``entries`` the kinds of entries and the
 chain of their digests, ``storage`` the file, and ``Ledger`` appends to it and answers what was
-spent. ``earlier`` finds the runs that a model comes from.
+spent. ``earlier`` finds the runs that a model comes from, also by the ``provenance`` that is noted
+in a model's configuration.
 """
 
 from dp_grape_hf.ledger.earlier import (
@@ -27,6 +28,7 @@ from dp_grape_hf.ledger.entries import (
     require_same_neighbours,
 )
 from dp_grape_hf.ledger.ledger import Ledger
+from dp_grape_hf.ledger.provenance import beside_its_ledger, note_provenance
 from dp_grape_hf.ledger.record import (
     BANDED,
     EXAMPLE,
@@ -56,7 +58,9 @@ __all__ = [
     "Resume",
     "Start",
     "Weights",
+    "beside_its_ledger",
     "find_earlier",
+    "note_provenance",
     "refuse_used_folder",
     "remember",
     "require_same_neighbours",

@@ -22,6 +22,7 @@ from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import Choice, PrivacyError, require
 from dp_grape_hf.ledger.entries import LEDGER_NAME, Run, released
 from dp_grape_hf.ledger.ledger import Ledger
+from dp_grape_hf.ledger.provenance import provenance_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
     """Finds the ledger of the run that a model comes from; a collective call.
 
     It is looked for beside the weights, in the folder or the repository on the Hub that the model
-    says it was loaded from, or where ``args.earlier_ledger`` says. An adapter of PEFT does not know
+    says it was loaded from, or where ``args.earlier_ledger`` says. A model that was saved without
+    its ledger has a note in its configuration (``provenance``). An adapter of PEFT does not know
     its folder: there only the base model's is found.
 
     Args:
@@ -113,9 +115,9 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
     except _NotKnown as unknown:
         if args.private and args.earlier_data != EarlierData.OTHER:
             raise PrivacyError(
-                f"{unknown}, and earlier_data={args.earlier_data!r}. If it has none, or the runs "
-                "in it used no example of this run's data, say earlier_data='other'. If they did, "
-                "say earlier_data='same', and where that ledger is by earlier_ledger."
+                f"{unknown}, and earlier_data={args.earlier_data!r}. If there was no such run, or "
+                "none that used an example of this run's data, say earlier_data='other'. If one "
+                "did, say earlier_data='same', and where its ledger is by earlier_ledger."
             ) from unknown
         logger.info("%s. No earlier run is counted.", unknown)
         return None
@@ -185,6 +187,7 @@ def _of_model(model: nn.Module) -> _Found | None:
         return Ledger(trained.links), where, trained.path and trained.path.parent
     config = getattr(model, "config", None)
     revision = getattr(config, "_commit_hash", None)
+    note = provenance_of(model)
     # Where it says that it was loaded from; PEFT's wrappers ask the model inside.
     names = getattr(model, "name_or_path", None), getattr(config, "_name_or_path", None)
     unknown = None
@@ -196,9 +199,17 @@ def _of_model(model: nn.Module) -> _Found | None:
             unknown = failure
             continue
         if path is not None and path.is_file():
-            return _newest(path)
+            found = _newest(path)
+            if note is None or found[0].has_ended_with(note.get("ledger", found[0].head)):
+                return found
     if unknown is not None:
         raise unknown
+    if note is not None:
+        raise _NotKnown(
+            f"The config of this model says that it was trained privately before, with epsilon "
+            f"{note.get('epsilon')} at delta {note.get('delta')}, and the {LEDGER_NAME} of that "
+            "run is not where the model was loaded from"
+        )
     return None
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger
+from dp_grape_hf.ledger import Ledger, beside_its_ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
 from dp_grape_hf.trainer.run import Run
@@ -89,7 +89,8 @@ class SavingMixin(Host):
             publisher.save(updates, folder, changes=self.private_run.changes(), weights=weights)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
             return
-        super()._save(output_dir, weights)
+        with beside_its_ledger(self.model):
+            super()._save(output_dir, weights)
         if self.ledger is not None:
             publisher.record(updates, folder)
 

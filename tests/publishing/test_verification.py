@@ -501,10 +501,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     given: dict[str, Any] = {"train_dataset": examples_of(NAME), "max_steps": 2}
     model = only(NAME).model()
+    model.save_pretrained(folder / "base")
     trainer = make_trainer(folder / "whole", model=model, **given)
     trainer.train()
     trainer.save_model()
-    model.save_pretrained(folder / "base")
     base = AutoModelForSequenceClassification.from_pretrained(folder / "base")
     config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
     trainer = make_trainer(folder / "adapter", model=get_peft_model(base, config), **given)
