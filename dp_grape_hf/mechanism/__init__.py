@@ -7,7 +7,7 @@ it up and makes it private, and ``noise`` and ``streams`` are the randomness, wh
 ``signal`` tells how much of a release is more than noise.
 """
 
-from dp_grape_hf.mechanism.banded import INDEPENDENT, Turn
+from dp_grape_hf.mechanism.banded import Turn, Turns
 from dp_grape_hf.mechanism.clipping import (
     STABILITY,
     add_clipped_sum_,
@@ -15,7 +15,7 @@ from dp_grape_hf.mechanism.clipping import (
     factors_by_name,
     in_parts,
 )
-from dp_grape_hf.mechanism.collation import Grid, OwnRows
+from dp_grape_hf.mechanism.collation import Grid, OwnRows, repeatable_seeds, secret_seeds
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
@@ -42,7 +42,6 @@ from dp_grape_hf.mechanism.units import (
 )
 
 __all__ = [
-    "INDEPENDENT",
     "NOISE_SLICE",
     "STABILITY",
     "BatchGradient",
@@ -56,6 +55,7 @@ __all__ = [
     "Signal",
     "Streams",
     "Turn",
+    "Turns",
     "UnitBatchSampler",
     "UnitCollator",
     "UnitDataset",
@@ -68,6 +68,8 @@ __all__ = [
     "noise_generator",
     "read_units",
     "refuse_large_unit",
+    "repeatable_seeds",
     "secret_generator",
+    "secret_seeds",
     "shared_sampling_generator",
 ]

@@ -1,4 +1,4 @@
-"""Noise that is correlated over steps, and whose turn it is to be drawn.
+"""Noise that is correlated over steps, and which examples may take part in a step.
 
 What it costs and why is in ``accounting.banded``: each unit has a group, a coin of its own decides
 which, and the groups take turns. So a unit takes part at most once in as many steps as there are
@@ -7,24 +7,68 @@ bands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.mechanism.noise import add_noise_
 
 
 class Turn(NamedTuple):
-    """Where a run is among its bands."""
+    """What a batch was sampled for."""
 
     bands: int
-    made: int  # releases since the run was started or resumed
+    release: int  # its number since the run was started or resumed, from 0
 
 
-INDEPENDENT = Turn(1, 0)
+class Turns:
+    """Whose turn it is in each step of one run, from its start or from where it was resumed.
+
+    The groups belong to the run and not to a loader: noise goes on where another loader begins, so
+    the groups must be the same ones.
+
+    Args:
+        bands: b, how many groups take turns; 1 for independent noise.
+
+    Attributes:
+        made: how many releases were made.
+    """
+
+    def __init__(self, bands: int = 1) -> None:
+        self.bands, self.made = bands, 0
+        self._groups: Groups | None = None
+
+    def groups(self, num_samples: int, generator: torch.Generator) -> Groups | None:
+        """Returns the groups, which are formed at the first call; None if there is one group.
+
+        Args:
+            num_samples: how many units there are.
+            generator: of coins that are secret.
+        """
+        if self.bands == 1:
+            return None
+        if self._groups is None:
+            self._groups = Groups(num_samples, self.bands, generator)
+        return self._groups
+
+    def require_next(self, turn: Turn | None) -> None:
+        """Refuses a sampled batch that is not that of the next release, where groups take turns.
+
+        Args:
+            turn: what the batch was sampled for; None if no sampler made it.
+        """
+        require(
+            self.bands == 1 or turn in (None, Turn(self.bands, self.made)),
+            f"This batch was sampled for {turn}, and Turn(bands={self.bands}, release="
+            f"{self.made}) is next. With correlated noise an example may take part once in as "
+            "many steps as there are bands, so the batches of a run are used in order, each of "
+            "them once. Call train() or start() first, take batches from one iterator of "
+            "trainer.get_train_dataloader(), and make a new one only when you leave that.",
+        )
+
 
 _PART = 2**18  # numbers of each earlier noise that are read at once
 
@@ -54,11 +98,6 @@ class BandedNoise:
             "the noise of earlier steps cannot be pickled or copied: whoever holds it knows what "
             "is added to later ones. Leave it out of what you save."
         )
-
-    @property
-    def turn(self) -> Turn:
-        """Which step is next."""
-        return Turn(1 + len(self._others), self.made)
 
     @property
     def kept(self) -> list[Tensor]:
@@ -126,6 +165,3 @@ class Groups:
         """Returns the units whose turn it is at a step, in increasing order."""
         group = number % self.count
         return self._order[self._ends[group - 1] if group else 0 : self._ends[group]]
-
-
-Turns = Callable[[], Turn]

@@ -16,6 +16,7 @@ Shapes: k rows of an example (1) or of a privacy unit.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -222,19 +223,43 @@ def _longer(value: Any, length: int, tokens: set[int]) -> Any:
 # ---- Coins ----
 
 
-def with_own_coins(function: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+Seeds = Callable[[int], list[list[int]]]
+"""Returns three seeds, below 2**63, for each of so many items."""
+
+
+def secret_seeds(count: int) -> list[list[int]]:
+    """Returns seeds from entropy of the operating system, whatever seeds anybody has set."""
+    words = np.frombuffer(os.urandom(24 * count), dtype=np.uint64) >> 1
+    seeds: list[list[int]] = words.reshape(count, 3).tolist()
+    return seeds
+
+
+def repeatable_seeds(count: int) -> list[list[int]]:
+    """Returns seeds that torch's global stream has next, for a run that a test repeats."""
+    seeds: list[list[int]] = torch.randint(2**63 - 1, (count, 3)).tolist()
+    return seeds
+
+
+def with_own_coins(
+    function: Callable[[Item], Made], items: Iterable[Item], seeds: Seeds = secret_seeds
+) -> list[Made]:
     """Returns what a function makes of each item, under global random numbers of the item's own.
 
-    The host's streams (torch's on the CPU, numpy's, Python's) are seeded anew for each item, by
-    numbers of torch's global stream, which is seeded in secret, and put back at the end. So what a
-    collator or a data set draws, seeds or rewinds for one example is nothing to the next, nor to
-    the model.
+    The host's streams (torch's on the CPU, numpy's, Python's) are seeded anew for each item, and
+    put back at the end. So what a collator or a data set draws, seeds or rewinds for one example is
+    nothing to the next, nor to the model.
+
+    Args:
+        function: makes something of one item.
+        items: of a draw.
+        seeds: makes the seeds. They must be secret: who knows them knows which numbers an item
+            would have had if another item had not been drawn.
     """
     items = list(items)
-    seeds = torch.randint(2**63 - 1, (len(items), 3)).tolist()
     made = []
     with keeping_random_state():
-        for item, (of_torch, of_python, of_numpy) in zip(items, seeds, strict=True):
+        each = zip(items, seeds(len(items)), strict=True)
+        for item, (of_torch, of_python, of_numpy) in each:
             torch.default_generator.manual_seed(of_torch)
             random.seed(of_python)
             np.random.seed([of_numpy % 2**32, of_numpy >> 32])

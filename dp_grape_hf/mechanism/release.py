@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch import Tensor
 from dp_grape_hf.distributed import give_up, hang_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import BANDED, Clipping, Ledger
-from dp_grape_hf.mechanism.banded import INDEPENDENT, BandedNoise, Turn
+from dp_grape_hf.mechanism.banded import BandedNoise, Turns
 from dp_grape_hf.mechanism.clipping import (
     EstimatedNorms,
     ExactNorms,
@@ -48,8 +49,8 @@ from dp_grape_hf.per_sample import (
     GradSampleMode,
     Inputs,
     PerSampleEngine,
+    StateGuard,
     guarding_streams,
-    refusing_changed_weights,
 )
 from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
@@ -85,6 +86,7 @@ class PrivateMechanism:
 
     Attributes:
         gradient_factors: parameter name -> f, which is public; 1 for those that are missing.
+        turns: which examples may be sampled for the next release.
 
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
@@ -95,7 +97,7 @@ class PrivateMechanism:
 
     Noise:
         That of each step by itself, or correlated over steps where ``ledger.mechanism`` has bands
-        (``banded``). Draws must then come by turns, as ``turn`` says.
+        (``banded``). Batches must then be sampled by turns (``Turns``).
 
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
@@ -123,6 +125,7 @@ class PrivateMechanism:
         self.ledger = ledger
         self._noise_generator, self._noise_slice = noise_generator, noise_slice
         self._banded = BandedNoise(own.bands) if own.noise == BANDED else None
+        self.turns = Turns(1 if self._banded is None else len(own.bands))
         self._directions = (
             None
             if own.norm_directions is None
@@ -130,7 +133,9 @@ class PrivateMechanism:
         )
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
-        self._watched = False  # whether a pass was seen to leave what is saved alone
+        self._state = StateGuard(model=per_sample.model, loss=per_sample.loss)
+        self._before: Any = None  # the state of both as the logical batch began
+        self._watched = False  # whether a step was seen to leave all of it alone
         self.projectors: Mapping[str, Projector] = {}
 
     @property
@@ -144,11 +149,6 @@ class PrivateMechanism:
         return [] if self._banded is None else self._banded.kept
 
     @property
-    def turn(self) -> Turn:
-        """Which step is next, among the bands of the noise."""
-        return INDEPENDENT if self._banded is None else self._banded.turn
-
-    @property
     def _summed_noise_std(self) -> float:
         return self.noise_multiplier * self.max_grad_norm if self.noise_multiplier else 0.0
 
@@ -158,6 +158,7 @@ class PrivateMechanism:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
         self._clipped_sum = {}
+        self._before = self._state.snapshot(thorough=not self._watched)
         if self._directions is not None:
             self._directions.redraw()
 
@@ -166,17 +167,16 @@ class PrivateMechanism:
         if self._clipped_sum is None:
             raise PrivacyError("accumulate() without begin(): no logical batch was started.")
         total = self._clipped_sum
-        with (
-            guarding_streams(lambda: self.per_sample.reseeds_host),
-            refusing_changed_weights(self.per_sample.model, thorough=not self._watched),
-        ):
-            if self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
-                losses = self._accumulate_twice(total, inputs)
-            else:
+        try:
+            with guarding_streams(lambda: self.per_sample.reseeds_host):
+                if self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
+                    return self._accumulate_twice(total, inputs)
                 losses, per_sample_grads = self.per_sample(inputs, self.projectors)
                 self._add(total, per_sample_grads)
-        self._watched = True
-        return losses
+                return losses
+        except PrivacyError:
+            self._state.compare(self._before)  # memory may be the reason
+            raise
 
     def _accumulate_twice(self, total: dict[str, Tensor], inputs: Inputs) -> Tensor:
         """Measures every group of gradients in one backward pass, and adds it up in a second.
@@ -264,12 +264,16 @@ class PrivateMechanism:
 
         Raises:
             OtherProcessFailed: another process called ``abandon``; no process releases anything.
+            PrivacyError: model or loss remember something of the examples.
         """
         if self._clipped_sum is None:
             raise PrivacyError("release() without begin(): no logical batch was started.")
+        self._state.compare(self._before)
+        self._watched = True
         clipped_sum, self._clipped_sum = self._clipped_sum, None
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
+        self.turns.made += 1
         private_grads = {}
         for name, shape in self.per_sample.released_shapes(self.projectors).items():
             value = clipped_sum.pop(name, None)

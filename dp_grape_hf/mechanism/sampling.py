@@ -20,8 +20,17 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism.banded import INDEPENDENT, Groups, Turns
-from dp_grape_hf.mechanism.collation import Grid, OwnRows, stacked, with_own_coins
+from dp_grape_hf.mechanism.banded import Groups, Turn, Turns
+from dp_grape_hf.mechanism.collation import (
+    Grid,
+    OwnRows,
+    Rows,
+    Seeds,
+    secret_seeds,
+    stacked,
+    with_own_coins,
+)
+from dp_grape_hf.per_sample import StateGuard
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 Drawn = TypeVar("Drawn")
@@ -38,8 +47,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
             all of them (``streams.shared_sampling_generator``).
         rank: Index of this process among those that share each draw.
         world_size: Number of these processes.
-        turns: Says, when a pass begins, how many groups of examples take turns, and how many
-            releases were made since they were formed. Without, there is one group.
+        turns: Returns, when a pass begins, which groups of examples the run has, and how many
+            releases it has made. By default there is one group.
 
     Guarantee:
         In every draw each example is included independently with probability q, exact to 2**-53,
@@ -66,7 +75,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         generator: torch.Generator,
         rank: int = 0,
         world_size: int = 1,
-        turns: Turns = lambda: INDEPENDENT,
+        turns: Callable[[], Turns] = Turns,
     ) -> None:
         require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
         require(
@@ -90,33 +99,31 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self._turns = turns
-        self._groups: Groups | None = None
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's share of ``steps`` fresh draws, each in increasing order."""
-        return map(self.share, self.draws())
+        return (self.share(drawn, drawn.turn) for drawn in self.draws())
 
-    def draws(self) -> Iterator[list[int]]:
+    def draws(self) -> Iterator["Share[int]"]:
         """Yields ``steps`` whole draws, each in increasing order; every rank has to make them."""
-        bands, made = self._turns()
-        if bands > 1 and self._groups is None:
-            self._groups = Groups(self.num_samples, bands, self.generator)
-        for number in range(made, made + self.steps):
-            yield self.draw() if self._groups is None else self._draw_of_group(number)
+        turns = self._turns()
+        groups, first = turns.groups(self.num_samples, self.generator), turns.made
+        for number in range(first, first + self.steps):
+            drawn = self.draw() if groups is None else self._draw_of_group(groups, number)
+            yield Share(drawn, Turn(turns.bands, number))
 
-    def _draw_of_group(self, number: int) -> list[int]:
-        assert self._groups is not None
-        members = self._groups.members(number)
+    def _draw_of_group(self, groups: Groups, number: int) -> list[int]:
+        members = groups.members(number)
         coins = torch.rand(len(members), dtype=torch.float64, generator=self.generator)
-        drawn: list[int] = members[coins < self._groups.count * self.sample_rate].tolist()
+        drawn: list[int] = members[coins < groups.count * self.sample_rate].tolist()
         return drawn
 
-    def share(self, drawn: list[Drawn]) -> list[Drawn]:
+    def share(self, drawn: list[Drawn], turn: Turn | None) -> "Share[Drawn]":
         """Returns what this rank has of a draw, given all that was drawn, in the order drawn."""
-        return drawn[self.rank :: self.world_size]
+        return Share(drawn[self.rank :: self.world_size], turn)
 
     def draw(self) -> list[int]:
         """Returns a whole draw, in increasing order; every rank has to make it."""
@@ -128,6 +135,24 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return draw
 
 
+class Share(list[Drawn]):
+    """One rank's share of one draw, of indices or of what was fetched for them.
+
+    Args:
+        items: of this rank.
+        turn: what the draw is for.
+    """
+
+    def __init__(self, items: Iterable[Drawn] = (), turn: Turn | None = None) -> None:
+        super().__init__(items)
+        self.turn = turn
+
+
+def turn_of(share: list[Any]) -> Turn | None:
+    """Returns what a share was drawn for; None if no sampler made it."""
+    return getattr(share, "turn", None)
+
+
 class LogicalBatch(list[Any]):
     """One rank's share of one draw: a list of physical batches, empty if the share is.
 
@@ -136,11 +161,15 @@ class LogicalBatch(list[Any]):
     Args:
         batches: The physical batches.
         sizes: Number of examples in each of them. Sensitive, as is their sum.
+        turn: what it was sampled for; None if no sampler made it.
     """
 
-    def __init__(self, batches: Iterable[Any], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, batches: Iterable[Any], sizes: Sequence[int], turn: Turn | None = None
+    ) -> None:
         super().__init__(batches)
         self.sizes = tuple(sizes)
+        self.turn = turn
 
     @property
     def num_examples(self) -> int:
@@ -149,7 +178,7 @@ class LogicalBatch(list[Any]):
 
     def pin_memory(self) -> "LogicalBatch":
         """Returns a copy whose tensors lie in pinned memory; data loaders call this."""
-        return LogicalBatch([pin_memory(batch) for batch in self], self.sizes)
+        return LogicalBatch([pin_memory(batch) for batch in self], self.sizes, self.turn)
 
 
 class LogicalBatchCollator:
@@ -162,6 +191,7 @@ class LogicalBatchCollator:
         collator: Makes a batch, a mapping, of a list of examples.
         physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
         grid: As in ``OwnRows``.
+        seeds: As in ``with_own_coins``.
 
     Guarantee:
         A row is a function of its example and of coins of its own (``collation``), whatever the
@@ -169,7 +199,8 @@ class LogicalBatchCollator:
         sum over a draw does not depend on how it was split.
 
     Raises:
-        PrivacyError: ``physical_batch_size`` is not positive.
+        PrivacyError: ``physical_batch_size`` is not positive; when called, if the collator
+            remembers something of the examples.
     """
 
     def __init__(
@@ -177,16 +208,25 @@ class LogicalBatchCollator:
         collator: Callable[[list[Any]], Any],
         physical_batch_size: int,
         grid: Grid = OwnRows.grid,
+        seeds: Seeds = secret_seeds,
     ) -> None:
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
         self.own_rows = OwnRows(collator, grid)
         self.physical_batch_size = physical_batch_size
+        self.state = StateGuard(data_collator=collator)
+        self._seeds = seeds
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:
         """Collates each example of a share by itself, and stacks what is alike."""
-        rows = with_own_coins(lambda example: self.own_rows([example]), examples)
+        rows = self._rows(lambda example: self.own_rows([example]), examples)
         stacks = list(stacked(rows, self._chunks))
-        return LogicalBatch([stack.batch for stack in stacks], [len(s.members) for s in stacks])
+        sizes = [len(stack.members) for stack in stacks]
+        return LogicalBatch([stack.batch for stack in stacks], sizes, turn_of(examples))
+
+    def _rows(self, make: Callable[[Any], Rows], items: list[Any]) -> list[Rows]:
+        """Returns the rows of each item, from a collator that must not remember any."""
+        with self.state.unchanged():
+            return with_own_coins(make, items, self._seeds)
 
     def _chunks(self, members: list[int]) -> list[list[int]]:
         size = self.physical_batch_size
@@ -194,15 +234,25 @@ class LogicalBatchCollator:
 
 
 class EmptyDrawDataset(Dataset[Any]):
-    """A map-style data set that answers an empty draw itself, which others need not support."""
+    """A map-style data set that answers an empty draw itself, which others need not support.
 
-    def __init__(self, dataset: Any) -> None:
+    Args:
+        dataset: has ``__getitem__`` and ``__len__``.
+        seeds: as in ``with_own_coins``.
+
+    Raises:
+        PrivacyError: it has no length; when read from, if it remembers what was read.
+    """
+
+    def __init__(self, dataset: Any, seeds: Seeds = secret_seeds) -> None:
         if not isinstance(dataset, Sized):
             raise PrivacyError(
                 f"{type(dataset).__name__} has no length. Poisson sampling needs a map-style data "
                 "set with __len__ and __getitem__; load a streamed one into memory."
             )
         self.dataset: Any = dataset
+        self.state = StateGuard(train_dataset=dataset)
+        self._seeds = seeds
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -210,9 +260,11 @@ class EmptyDrawDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[int]) -> Share[Any]:
         """Returns the examples of one share, each fetched by itself and under coins of its own.
 
         A batched access, or a transform of the data set, could make one example depend on others.
         """
-        return with_own_coins(self.dataset.__getitem__, indices)
+        with self.state.unchanged():
+            found = with_own_coins(self.dataset.__getitem__, indices, self._seeds)
+        return Share(found, turn_of(indices))

@@ -30,9 +30,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism.collation import stacked, with_own_coins
-from dp_grape_hf.mechanism.sampling import LogicalBatch, LogicalBatchCollator, PoissonBatchSampler
-from dp_grape_hf.per_sample import UNIT_OF_ROW
+from dp_grape_hf.mechanism.collation import Seeds, secret_seeds, stacked, with_own_coins
+from dp_grape_hf.mechanism.sampling import (
+    LogicalBatch,
+    LogicalBatchCollator,
+    PoissonBatchSampler,
+    Share,
+    turn_of,
+)
+from dp_grape_hf.per_sample import UNIT_OF_ROW, StateGuard
 
 _KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
 _AT_ONCE = 2**14  # examples whose column is in memory while it is read
@@ -198,7 +204,7 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         for whole in self.draws.draws():
             # Of all units, not of the share alone: ranks would go on with different coins.
             drawn = [self._some_of(self.units.examples(unit)) for unit in whole]
-            yield self.draws.share(drawn)
+            yield self.draws.share(drawn, whole.turn)
 
     def _some_of(self, examples: Tensor) -> list[int]:
         most = self.max_examples_per_unit
@@ -215,11 +221,17 @@ class UnitDataset(Dataset[Any]):
     Args:
         dataset: has ``__getitem__`` and ``__len__``.
         column: the column of the units, which is taken out of each example.
+        seeds: as in ``with_own_coins``.
+
+    Raises:
+        PrivacyError: when read from, if the data set remembers what was read.
     """
 
-    def __init__(self, dataset: Any, column: str) -> None:
+    def __init__(self, dataset: Any, column: str, seeds: Seeds = secret_seeds) -> None:
         self.dataset = dataset
         self.column = column
+        self.state = StateGuard(train_dataset=dataset)
+        self._seeds = seeds
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -227,9 +239,11 @@ class UnitDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return {n: value for n, value in self.dataset[index].items() if n != self.column}
 
-    def __getitems__(self, units: list[list[int]]) -> list[list[Any]]:
+    def __getitems__(self, units: list[list[int]]) -> Share[list[Any]]:
         """Returns the examples of each unit of a share, as ``EmptyDrawDataset`` does."""
-        return with_own_coins(lambda unit: [self[index] for index in unit], units)
+        with self.state.unchanged():
+            found = with_own_coins(lambda u: [self[index] for index in u], units, self._seeds)
+        return Share(found, turn_of(units))
 
 
 class UnitCollator(LogicalBatchCollator):
@@ -249,13 +263,13 @@ class UnitCollator(LogicalBatchCollator):
         """Collates each unit of a share by itself, and stacks what is alike."""
         for unit in units:
             refuse_large_unit(len(unit), self.physical_batch_size)
-        rows = with_own_coins(self.own_rows, units)
+        rows = self._rows(self.own_rows, units)
         batches, sizes = [], []
         for batch, members in stacked(rows, partial(self._packed, [len(unit) for unit in units])):
             whose = [number for number, i in enumerate(members) for _ in units[i]]
             batches.append({**batch, UNIT_OF_ROW: torch.tensor(whose)})
             sizes.append(len(whose))
-        return LogicalBatch(batches, sizes)
+        return LogicalBatch(batches, sizes, turn_of(units))
 
     def _packed(self, sizes: list[int], members: list[int]) -> list[list[int]]:
         """Returns units that fit into one physical batch each: the first that has room, by size."""

@@ -4,8 +4,8 @@ What is computed here is sensitive: nothing is clipped and nothing has noise. ``
 an engine is; ``layerwise`` is the fast one (one pass, a rule per layer type), ``functorch`` the one
 that is the definition, and ``zeroth_order`` needs no backward pass. ``losses`` knows the loss of
 one example, ``gradients`` the forms its gradient may have. ``probing``, ``coins`` and ``selfcheck``
-find out, by running the model, whether the examples really are by themselves, and ``guards`` holds
-it to what it showed.
+find out, by running the model, whether the examples really are by themselves, ``guards`` holds it
+to what it showed, and ``state`` sees what it remembers.
 """
 
 from dp_grape_hf.per_sample.by_name import ENGINES, make_engine, per_sample_gradients
@@ -19,9 +19,10 @@ from dp_grape_hf.per_sample.engine import (
 )
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
+    configs_of,
     guarding_streams,
+    keeping_configs,
     keeping_random_state,
-    refusing_changed_weights,
     seed_all,
 )
 from dp_grape_hf.per_sample.losses.heads import (
@@ -55,6 +56,7 @@ from dp_grape_hf.per_sample.selfcheck import (
     examine_trainer_loss,
     require_each_once,
 )
+from dp_grape_hf.per_sample.state import StateGuard, warm_up
 from dp_grape_hf.per_sample.units import UNIT_OF_ROW, UnitEngine
 from dp_grape_hf.per_sample.unused import freeze_unused, refuse_reached
 from dp_grape_hf.per_sample.watching import WatchedEngine
@@ -77,6 +79,7 @@ __all__ = [
     "PerSampleGradient",
     "PreferenceLoss",
     "RewardLoss",
+    "StateGuard",
     "TrainerLoss",
     "UnitEngine",
     "WatchedEngine",
@@ -85,6 +88,7 @@ __all__ = [
     "check_gradients",
     "choice",
     "classification",
+    "configs_of",
     "cross_entropy",
     "evaluating",
     "examine_batch",
@@ -93,16 +97,17 @@ __all__ = [
     "guarding_streams",
     "is_regression",
     "keep_laid_out_for_training",
+    "keeping_configs",
     "keeping_random_state",
     "loss_for",
     "make_engine",
     "per_sample_gradients",
     "refuse_modules",
     "refuse_reached",
-    "refusing_changed_weights",
     "require_each_once",
     "seed_all",
     "side_by_side",
     "tolerance_for",
+    "warm_up",
     "with_three_arguments",
 ]

@@ -22,7 +22,7 @@ from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.adapters import advice
 from dp_grape_hf.per_sample.coins import examine_coins, refuse_noise
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
-from dp_grape_hf.per_sample.guards import caching_configs, without_cache
+from dp_grape_hf.per_sample.guards import configs_of, keeping_configs
 from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
 from dp_grape_hf.per_sample.losses.losses import (
     HeadLoss,
@@ -113,7 +113,7 @@ class PerSampleEngine(ABC):
             raise PrivacyError("The model has no parameter with requires_grad=True to train.")
         keep_laid_out_for_training(model)
         refuse_modules(model)
-        self._caching = caching_configs(model)
+        self._configs = configs_of(model)
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: set[bool] = set()  # whether training, when it was tried
@@ -244,7 +244,7 @@ class PerSampleEngine(ABC):
 
     def losses(self, inputs: Inputs) -> Tensor:
         """Runs the model without labels, so that it computes no batch-wide loss of its own."""
-        with self.observer.phase(FORWARD), without_cache(self._caching):
+        with self.observer.phase(FORWARD), keeping_configs(self._configs):
             return self._losses(inputs, batch_size_of(inputs))
 
     def _losses(self, inputs: Inputs, batch_size: int) -> Tensor:

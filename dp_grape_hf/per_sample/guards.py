@@ -1,8 +1,7 @@
-"""What stays as it was while a model runs: random streams, and what is saved with weights."""
+"""What stays as it was while a model runs: random streams and configurations."""
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.sharding import local
+from dp_grape_hf.errors import PrivacyError
 
 # ---- Random streams ----
 
@@ -123,94 +121,35 @@ class TorchDraws(TorchDispatchMode):
         raise NotImplementedError
 
 
-# ---- Caches ----
+# ---- Configurations ----
 
 
-def caching_configs(model: nn.Module) -> list[Any]:
-    """Returns the configurations inside a model that say whether it keeps what it computes."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(c): c for c in configs if hasattr(c, "use_cache")}.values())
+def configs_of(model: nn.Module) -> list[Any]:
+    """Returns the configurations inside a model, each once."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in found if hasattr(c, "__dict__")}.values())
 
 
 @contextmanager
-def without_cache(configs: Sequence[Any]) -> Iterator[None]:
-    """Has models keep no keys, values and states for a text that nobody will go on writing.
+def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
+    """Restores the attributes of configurations afterwards, and switches the KV cache off inside.
 
-    A layer writes them where no engine sees it: of all samples, and between other layers.
+    A configuration is saved with the weights, and some models write into it in a forward pass.
+    Keys and values of earlier tokens are of use in generation only; a layer would write them where
+    no engine sees it.
 
     Args:
-        configs: of the models, from ``caching_configs``.
+        configs: of the models, from ``configs_of``.
     """
-    before = [config.use_cache for config in configs]
+    before = [dict(vars(config)) for config in configs]
     try:
         for config in configs:
-            config.use_cache = False
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
         yield
     finally:
-        for config, use_cache in zip(configs, before, strict=True):
-            config.use_cache = use_cache
-
-
-# ---- Weights ----
-
-
-@contextmanager
-def refusing_changed_weights(model: nn.Module, thorough: bool) -> Iterator[None]:
-    """Refuses a pass that changes a tensor which is saved with the weights.
-
-    Running statistics, moving averages and codebooks are such tensors. They would leave the machine
-    without noise, past clipping and accountant.
-
-    A frozen quantised weight (of any subclass of a parameter) may be laid out elsewhere by a pass.
-    What its layer says of it besides, such as scales, is made for each state dict, by some layouts
-    with a loss, and is left out.
-
-    Args:
-        model: the model that runs inside the context.
-        thorough: whether to compare contents, and not only torch's count of in-place changes,
-            which a change through ``.data`` evades.
-    """
-    parameters = dict(model.named_parameters())
-    packed = {
-        name
-        for name, parameter in parameters.items()
-        if not parameter.requires_grad and type(parameter) is not nn.Parameter
-    }
-    layers = {name.rpartition(".")[0] for name in packed}
-    known = parameters.keys() | {name for name, _ in model.named_buffers()}
-
-    def fingerprint(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):  # what a module adds by get_extra_state
-            return pickle.dumps(value)
-        value = local(value)
-        place = None if name in packed else value.data_ptr()
-        return place, value._version, _contents(value) if thorough else None
-
-    def state() -> dict[str, Any]:
-        entries = model.state_dict(keep_vars=True).items()
-        return {
-            name: fingerprint(name, value)
-            for name, value in entries
-            if name in known or not any(name.startswith(f"{layer}.") for layer in layers)
-        }
-
-    before = state()
-    yield
-    after = state()
-    if before == after:
-        return
-    for name, was in before.items():
-        if after.get(name) != was:
-            raise UnsupportedModelError(
-                f"A training pass changed {name}, which is saved with the weights: it would "
-                "publish a statistic of the training data without noise. Switch that statistic "
-                "off (track_running_stats=False, for example)."
-            )
-
-
-def _contents(tensor: Tensor) -> str:
-    """Returns a summary of a tensor's numbers; as text, for NaN is not equal to itself."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of others, without numbers of its own
-        return " ".join(_contents(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return repr(tensor.sum(dtype=wide).item())
+        for config, attributes in zip(configs, before, strict=True):
+            own = vars(config)
+            for name in own.keys() - attributes.keys():
+                del own[name]
+            own.update(attributes)

@@ -23,7 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
-from dp_grape_hf.per_sample.guards import DRAWS_BESIDE, keeping_random_state, seed_all
+from dp_grape_hf.per_sample.guards import (
+    DRAWS_BESIDE,
+    configs_of,
+    keeping_configs,
+    keeping_random_state,
+    seed_all,
+)
 
 _NAMED = 5  # of parameters, at most, where an error or a warning lists them
 
@@ -84,11 +90,15 @@ def refuse_coupled_losses(some: Tensor, others: Tensor, tolerance: float = 1e-2)
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Runs a model in training or evaluation mode, and restores that of each module afterwards."""
+    """Runs a model in training or evaluation mode, and restores that of each module afterwards.
+
+    Its configurations are restored as well.
+    """
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
-        yield
+        with keeping_configs(configs_of(model)):
+            yield
     finally:
         for module, mode in before:
             module.training = mode

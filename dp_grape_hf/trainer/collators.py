@@ -17,7 +17,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import LogicalBatchCollator, OwnRows
-from dp_grape_hf.per_sample import keeping_random_state, seed_all
+from dp_grape_hf.per_sample import StateGuard, keeping_random_state, seed_all
 
 _TRIED = 16  # examples that the data collator is tried on
 _LOOKED_AT = 4  # examples, for each that a physical batch holds, of which one is put together
@@ -54,6 +54,12 @@ def examine_collator(loader: DataLoader[Any]) -> None:
             "collator's seed at None: it then uses the stream that is seeded in secret."
         )
     refuse_other_rows(own_rows, _examples_of(loader, _TRIED))
+
+
+def state_of(loader: DataLoader[Any]) -> StateGuard:
+    """Returns what compares the state of data set and collator of a training loader."""
+    dataset: Any = loader.dataset
+    return StateGuard(train_dataset=dataset.dataset, data_collator=_own_rows(loader).collator)
 
 
 def _own_rows(loader: DataLoader[Any]) -> OwnRows:

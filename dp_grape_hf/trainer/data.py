@@ -28,6 +28,8 @@ from dp_grape_hf.mechanism import (
     Units,
     read_units,
     refuse_large_unit,
+    repeatable_seeds,
+    secret_seeds,
 )
 from dp_grape_hf.per_sample import keeping_random_state
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
@@ -44,6 +46,8 @@ def loader_of(
     args: Any,
     units: Units | None,
     longest: int | None,
+    *,
+    secret: bool,
 ) -> DataLoader[Any]:
     """Returns a loader of logical batches.
 
@@ -54,22 +58,24 @@ def loader_of(
         args: of the run.
         units: which examples are one privacy unit; None where each is one.
         longest: how many positions the model has, if that is limited.
+        secret: whether random numbers of data set and collator are secret; a test repeats a run.
     """
     size = args.per_device_train_batch_size
-    batches = draws.num_samples * draws.sample_rate / draws.world_size / size
+    batches = args.logical_batch_size / draws.world_size / size  # by the declared numbers alone
     grid = Grid(longest, parts=2 if batches >= _MANY else 1)
+    seeds = secret_seeds if secret else repeatable_seeds
     parts: dict[str, Any]
     if units is None:
         parts = {
-            "dataset": EmptyDrawDataset(dataset),
+            "dataset": EmptyDrawDataset(dataset, seeds),
             "batch_sampler": draws,
-            "collate_fn": LogicalBatchCollator(collator, size, grid),
+            "collate_fn": LogicalBatchCollator(collator, size, grid, seeds),
         }
     else:
         parts = {
-            "dataset": UnitDataset(dataset, args.privacy_unit_column),
+            "dataset": UnitDataset(dataset, args.privacy_unit_column, seeds),
             "batch_sampler": UnitBatchSampler(draws, units, args.max_examples_per_unit),
-            "collate_fn": UnitCollator(collator, size, grid),
+            "collate_fn": UnitCollator(collator, size, grid, seeds),
         }
     return DataLoader(
         **parts,

@@ -11,6 +11,7 @@ adds noise, and ``ledger`` records. From the training utilities on, something le
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from dp_grape_hf.arguments import (
 from dp_grape_hf.choosing import Rates, objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger, find_earlier, remember, was_trained
+from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
 from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
@@ -51,16 +52,20 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.per_sample import (
     LossFunction,
     ModelLoss,
+    StateGuard,
     TrainerLoss,
     check_gradients,
+    configs_of,
     examine_batch,
     examine_trainer_loss,
     freeze_unused,
+    keeping_configs,
     keeping_random_state,
     loss_for,
     refuse_modules,
     refuse_reached,
     require_each_once,
+    warm_up,
     with_three_arguments,
 )
 from dp_grape_hf.phases import Observer
@@ -82,7 +87,7 @@ from dp_grape_hf.trainer.checkpoints import (
     saving_a_checkpoint,
 )
 from dp_grape_hf.trainer.chosen import choose_parts, find_rates, line_of, table_of
-from dp_grape_hf.trainer.collators import batch_to_try, examine_collator
+from dp_grape_hf.trainer.collators import batch_to_try, examine_collator, state_of
 from dp_grape_hf.trainer.data import (
     description,
     loader_of,
@@ -150,6 +155,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _private_norm: Tensor = torch.zeros(())
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
+    _noted: bool = False  # whether the model's config says that it was trained privately
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
 
     def __init__(
@@ -398,9 +404,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             generator=generator,
             rank=args.process_index,
             world_size=args.world_size,
-            turns=lambda: me.private_run.turn,
+            turns=lambda: me.private_run.turns,
         )
-        return loader_of(draws, dataset, collator, args, self._units, positions_of(self.model))
+        positions, secret = positions_of(self.model), self._known_streams is None
+        return loader_of(draws, dataset, collator, args, self._units, positions, secret=secret)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Refuses to evaluate on the training data, also in a way of one's own: it is logged."""
@@ -539,6 +546,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         reshard(self.model)  # an evaluation may have left whole weights, which nothing would reach
         self.private_run.stop()
         output = super()._finalize_training(*args, **kwargs)
+        if self._noted:
+            self._note_provenance(self.privacy_spent().epsilon)
         self.save_state()  # with all that was logged
         return output
 
@@ -555,6 +564,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self._known_streams is not None:
             self.ledger.mark_not_private("test generators were passed: the noise is known")
         remember(self.model, self.ledger)
+        self._noted = False
 
     def _start_run(self) -> None:
         """Starts the mechanism, on weights that are now where they are to be trained."""
@@ -573,7 +583,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
 
     def _examine(self, loader: DataLoader[Any]) -> None:
-        """Tries collator, losses and gradients on a few examples, before the first release."""
+        """Tries collator, losses and gradients on a few examples, before the first release.
+
+        What collator, data set, model and loss remember is looked at before any of them is given
+        an example.
+        """
+        if not METHODS[self.args.method].private:
+            self._try(loader)
+            return
+        warm_up(self.model, self._public_inputs()())
+        loss = self.private_run.per_sample.loss
+        with (
+            StateGuard(model=self.model, loss=loss).unchanged(thorough=True),
+            state_of(loader).unchanged(),
+            keeping_configs(configs_of(self.model)),
+        ):
+            self._try(loader)
+
+    def _try(self, loader: DataLoader[Any]) -> None:
         args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
         if row.private:
             examine_collator(loader)
@@ -592,6 +619,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             if is_sharded(self.model):
                 self.model.train()
                 run.stay_in_step(step, batch)
+
+    def _note_provenance(self, epsilon: float) -> None:
+        assert self.ledger is not None
+        private = self.ledger.private and self.args.private
+        note_provenance(self.model, self.ledger, epsilon if private else math.inf)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Draws as the original does; data set or collator may fail in one process only."""
@@ -621,8 +653,13 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "Take out the callback that resets control.should_training_stop.",
             )
             model.train()
+            if self._known_streams is None:
+                forget_the_seed()  # that a callback may have set
             done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
         self._private_norm = done.norm
+        if not self._noted:  # whoever saves the model from now on saves the note with it
+            self._noted = True
+            self._note_provenance(self.plan.epsilon_of_run)
         if self.args.private:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)

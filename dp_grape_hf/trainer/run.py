@@ -23,13 +23,12 @@ from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import (
-    INDEPENDENT,
     STABILITY,
     BatchGradient,
     LogicalBatch,
     PrivateMechanism,
     Signal,
-    Turn,
+    Turns,
     bound_of_part,
     factors_by_name,
     in_parts,
@@ -259,9 +258,9 @@ class Run:
         return max(1, int(weights / 2 / (4 * max(1, numbers))))
 
     @property
-    def turn(self) -> Turn:
-        """Whose turn it is to be drawn."""
-        return self.mechanism.turn if isinstance(self.mechanism, PrivateMechanism) else INDEPENDENT
+    def turns(self) -> Turns:
+        """Which examples may be sampled for the next release."""
+        return self.mechanism.turns if isinstance(self.mechanism, PrivateMechanism) else Turns()
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -296,6 +295,7 @@ class Run:
             What the optimizer is given, and the norm, are functions of the release alone.
         """
         assert self.mechanism is not None
+        self.turns.require_next(batch.turn)
         observer = self.per_sample.observer
         with observer.phase(REDRAW):
             self.per_sample.use(number)

@@ -16,7 +16,7 @@ from dp_grape_hf.mechanism import (
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
-    Turn,
+    Turns,
     sampling,
 )
 from tests.support.mechanism import coins
@@ -90,7 +90,7 @@ def test_no_pass_repeats_another_whether_it_was_left_early_or_not() -> None:
 )
 def test_ranks_partition_one_draw(world_size: int, sample_rate: float, bands: int) -> None:
     def of(*place: int) -> list[list[int]]:
-        turns = partial(Turn, bands, 0)
+        turns = partial(Turns, bands)
         return list(PoissonBatchSampler(100, sample_rate, 40, coins(), *place, turns=turns))
 
     ranks = [of(rank, world_size) for rank in range(world_size)]

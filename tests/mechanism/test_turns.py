@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy.linalg import toeplitz
 
 from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import PoissonBatchSampler, Turn
+from dp_grape_hf.mechanism import PoissonBatchSampler, Turns
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.per_sample import Dense
 from tests.support.mechanism import Given, coins, make_private, released
@@ -52,7 +53,7 @@ def test_a_release_has_the_noise_that_is_predicted() -> None:
     for number, factor in enumerate(released_noise(COEFFICIENTS, 6), 1):
         value = released(engine, [])["w"]
         assert float(value.std()) == pytest.approx(factor, rel=5 / math.sqrt(2 * 40_000))
-        assert engine.turn == Turn(3, number)
+        assert (engine.turns.bands, engine.turns.made) == (3, number)
 
 
 def test_without_noise_bands_change_nothing() -> None:
@@ -76,7 +77,7 @@ def test_earlier_noise_cannot_be_saved() -> None:
 def _table(bands: int, steps: int, *, rate: float = 0.1, size: int = 240) -> torch.Tensor:
     """1.0 where an example entered a draw, (steps, examples)."""
     table = torch.zeros(steps, size)
-    draws = PoissonBatchSampler(size, rate, steps, coins(), turns=lambda: Turn(bands, 0))
+    draws = PoissonBatchSampler(size, rate, steps, coins(), turns=partial(Turns, bands))
     for step, draw in enumerate(draws):
         table[step, draw] = 1.0
     return table
@@ -123,14 +124,14 @@ def test_groups_stay_over_rounds_and_differ_between_runs() -> None:
 
 def test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release() -> None:
     """A loader's workers may have drawn ahead: what they drew was nobody's turn."""
-    made = [0]
-    draws = PoissonBatchSampler(300, 0.2, 50, coins(), turns=lambda: Turn(5, made[0]))
+    turns = Turns(5)
+    draws = PoissonBatchSampler(300, 0.2, 50, coins(), turns=lambda: turns)
     groups: list[set[int]] = [set() for _ in range(5)]
     for used, ahead in ((7, 3), (11, 1), (50, 0)):
         whole = iter(draws)
         for _ in range(used):
-            groups[made[0] % 5].update(next(whole))
-            made[0] += 1
+            groups[turns.made % 5].update(next(whole))
+            turns.made += 1
         for _ in range(ahead):
             next(whole)
     assert not any(groups[i] & groups[j] for i in range(5) for j in range(i))

@@ -24,7 +24,7 @@ from dp_grape_hf.mechanism import (
     LogicalBatchCollator,
     PoissonBatchSampler,
     PrivateMechanism,
-    Turn,
+    Turns,
     clipping,
     collation,
     sampling,
@@ -40,6 +40,7 @@ from dp_grape_hf.per_sample import (
     coins,
     prints,
     selfcheck,
+    state,
     units,
     unused,
     watching,
@@ -271,11 +272,10 @@ def _groups_by_index(patch: pytest.MonkeyPatch) -> None:
 def _groups_anew(patch: pytest.MonkeyPatch) -> None:
     original = PoissonBatchSampler._draw_of_group
 
-    def draw(self: PoissonBatchSampler, number: int) -> list[int]:
-        assert self._groups is not None
-        if number % self._groups.count == 0:
-            self._groups = Groups(self.num_samples, self._groups.count, self.generator)
-        return original(self, number)
+    def draw(self: PoissonBatchSampler, groups: Groups, number: int) -> list[int]:
+        if number % groups.count == 0:
+            vars(groups).update(vars(Groups(self.num_samples, groups.count, self.generator)))
+        return original(self, groups, number)
 
     patch.setattr(PoissonBatchSampler, "_draw_of_group", draw)
 
@@ -284,12 +284,59 @@ def _turns_from_the_start(patch: pytest.MonkeyPatch) -> None:
     original = PoissonBatchSampler.draws
 
     def draws(self: PoissonBatchSampler) -> Any:
-        bands, turns = self._turns().bands, self._turns
-        self._turns = lambda: Turn(bands, 0)
+        real = self._turns
+        turns = real()
+        fresh = Turns(turns.bands)
+        fresh._groups = turns.groups(self.num_samples, self.generator)
+        self._turns = lambda: fresh
         yield from original(self)
-        self._turns = turns
+        self._turns = real
 
     patch.setattr(PoissonBatchSampler, "draws", draws)
+
+
+def _groups_of_a_loader(patch: pytest.MonkeyPatch) -> None:
+    original = PoissonBatchSampler.__init__
+
+    def init(self: PoissonBatchSampler, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        shared, made = self._turns, []
+
+        def own() -> Turns:
+            made.append(made[0] if made else Turns(shared().bands))
+            made[0].made = shared().made
+            return made[0]
+
+        self._turns = own
+
+    patch.setattr(PoissonBatchSampler, "__init__", init)
+
+
+def _states_uncompared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(state.StateGuard, "compare", lambda *_: None)
+
+
+def _states_compared_once(patch: pytest.MonkeyPatch) -> None:
+    for module in (engine, sampling, unit_data):
+        patch.setattr(module, "StateGuard", _Blind)
+
+
+class _Blind(state.StateGuard):
+    """Compares nothing."""
+
+    def compare(self, before: Any) -> None:
+        return None
+
+
+def _seeded_once(patch: pytest.MonkeyPatch) -> None:
+    original, done = mixin.forget_the_seed, []
+
+    def forget() -> None:
+        if not done:
+            original()
+        done.append(True)
+
+    patch.setattr(mixin, "forget_the_seed", forget)
 
 
 def _bands_at_rate_q(patch: pytest.MonkeyPatch) -> None:
@@ -473,7 +520,7 @@ def _columns_of_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_stream(patch: pytest.MonkeyPatch) -> None:
-    def with_own_coins(function: Any, items: Any) -> list[Any]:
+    def with_own_coins(function: Any, items: Any, seeds: Any = None) -> list[Any]:
         return [function(item) for item in items]
 
     for module in (collation, sampling, unit_data):
@@ -828,10 +875,53 @@ SABOTEURS = (
     Saboteur(
         "a run is not watched",
         _watched_once,
-        tuple(
-            f"test_neighbours.py::{REMEMBERS}[{kind}ForSequenceClassification]"
-            for kind in ("Later", "Bank", "Counting")
+        (f"test_neighbours.py::{REMEMBERS}[mixes]",),
+    ),
+    Saboteur(
+        "states are not compared",
+        _states_uncompared,
+        (
+            f"test_neighbours.py::{REMEMBERS}[bank]",
+            "test_memory.py::test_a_collator_that_remembers_releases_nothing[Noising-0]",
+            "test_memory.py::test_a_data_set_that_remembers_releases_nothing[None]",
+            "test_memory.py::test_a_model_that_its_first_batch_initialises_is_refused",
+            "test_memory.py::test_a_loss_that_remembers_is_refused",
         ),
+    ),
+    Saboteur(
+        "states are compared before the first step alone",
+        _states_compared_once,
+        (
+            "test_memory.py::test_a_model_that_remembers_in_an_attribute_is_stopped[False]",
+            "test_memory.py::test_a_collator_that_remembers_one_example_is_stopped_by_it[0]",
+        ),
+    ),
+    Saboteur(
+        "global streams are secret at the start alone",
+        _seeded_once,
+        ("test_memory.py::test_masks_are_secret_whatever_a_callback_seeds",),
+    ),
+    Saboteur(
+        "coins of an example follow from the global stream",
+        lambda patch: patch.setattr(
+            collation.with_own_coins, "__defaults__", (collation.repeatable_seeds,)
+        ),
+        ("test_collation.py::test_coins_are_fresh_whatever_seed_is_set",),
+    ),
+    Saboteur(
+        "a model does not say that it was trained",
+        lambda patch: patch.setattr(mixin, "note_provenance", lambda *_: None),
+        ("test_memory.py::test_a_note_is_there_from_the_first_step_on",),
+    ),
+    Saboteur(
+        "groups belong to a loader",
+        _groups_of_a_loader,
+        ("test_banded.py::test_a_new_loader_has_the_groups_of_the_run",),
+    ),
+    Saboteur(
+        "batches may come in any order",
+        lambda patch: patch.setattr(Turns, "require_next", lambda *_: None),
+        ("test_banded.py::test_a_batch_out_of_order_is_refused[twice]",),
     ),
     Saboteur(
         "what is frozen depends on the first example",

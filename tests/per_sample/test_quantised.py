@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import refusing_changed_weights
+from dp_grape_hf.per_sample import StateGuard
 from dp_grape_hf.publishing.file_checks import MISMATCH
 from dp_grape_hf.publishing.verification import verify
 from recipes.models.zoo import QUANTISED
@@ -75,7 +75,7 @@ def test_a_statistic_in_a_quantised_layer_is_refused(tmp_path: Path) -> None:
         pytest.raises(
             UnsupportedModelError, match=r"changed model\.layers\.0\.mlp\.down_proj\.seen"
         ),
-        refusing_changed_weights(model, thorough=False),
+        StateGuard(model=model).unchanged(),
     ):
         model(**batch())
 

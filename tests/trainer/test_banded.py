@@ -3,6 +3,7 @@
 import logging
 import math
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,33 @@ def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path
     checks = verify(tmp_path)
     assert all(check.status != "MISMATCH" for check in checks), checks
     assert f"banded, {bands} steps" in (tmp_path / "README.md").read_text()
+
+
+def test_a_new_loader_has_the_groups_of_the_run(tmp_path: Path) -> None:
+    """In a loop that asks for one in each epoch, also in the middle of a round of groups."""
+    trainer = _trainer(tmp_path)
+    model, draws = trainer.start(), []
+    bands = len(trainer.plan.mechanism.bands)
+    assert bands > 1
+    for steps in (bands - 1, bands + 2, 24 - 2 * bands - 1):
+        for batch in islice(trainer.get_train_dataloader(), steps):
+            draws.append([int(i) for physical in batch for i in physical["id"]])
+            trainer.training_step(model, batch)
+    assert len(draws) == trainer.ledger.steps > 2 * bands
+    assert_turns(draws, bands)
+
+
+@pytest.mark.parametrize("how", ["twice", "two loaders", "before the start"])
+def test_a_batch_out_of_order_is_refused(how: str, tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, max_steps=24)
+    early = next(iter(trainer.get_train_dataloader()))
+    model = trainer.start()
+    batch, other = (next(iter(trainer.get_train_dataloader())) for _ in range(2))
+    if how != "before the start":
+        trainer.training_step(model, batch)
+    late = {"twice": batch, "two loaders": other, "before the start": early}[how]
+    with pytest.raises(PrivacyError, match="batches of a run are used in order"):
+        trainer.training_step(model, late)
 
 
 @pytest.mark.slow
