@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
@@ -392,17 +392,25 @@ class DPGrapeArguments(_Host):
                     "gradient_accumulation_steps and the number of processes, must be at least 1."
                 )
             self.gradient_accumulation_steps = 1
+        if self.expected_batch_size is None:
+            self._open |= {"expected_batch_size"}
 
     def suit_fresh_weights(self) -> None:
         """Chooses rule, rank, schedule and noise anew, for weights that are not pretrained.
 
         A step is what limits those, and less noise at the end gains nothing (``choosing``).
         """
-        if self.noise is None:
-            self.noise = INDEPENDENT
-        chosen = self._chosen(pretrained=False)
-        for name in self._open:
-            setattr(self, name, chosen[name])
+        self.choose({"noise": INDEPENDENT} | self._chosen(pretrained=False))
+
+    def choose(self, options: Mapping[str, Any]) -> None:
+        """Sets those of the options, by name, that were not given and are to be chosen."""
+        for name in self._open & options.keys():
+            setattr(self, name, options[name])
+
+    @property
+    def chosen_options(self) -> dict[str, Any]:
+        """The options that were not given and are chosen, with their values so far."""
+        return {name: getattr(self, name) for name in sorted(self._open)}
 
     @property
     def logical_batch_size(self) -> int:
@@ -492,7 +500,7 @@ class DPGrapeArguments(_Host):
             "lr_scheduler_type": SchedulerType.LINEAR.value,
         }
         chosen = self._chosen(pretrained=True) if self.chooses else {}
-        self._open = {name for name in chosen if getattr(self, name) is None}
+        self._open = {name for name in ("noise", *chosen) if getattr(self, name) is None}
         for name, value in (defaults | chosen).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

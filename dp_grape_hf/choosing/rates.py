@@ -139,6 +139,23 @@ class Rates(NamedTuple):
         """Those that there are."""
         return [group for group in (self.body, self.head) if group is not None]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what JSON can hold, and ``from_dict`` reads."""
+        body, head = (group and group._asdict() for group in (self.body, self.head))
+        return self._asdict() | {"body": body, "head": head}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Rates:
+        """Returns the rates that ``to_dict`` made this of."""
+        return cls(**{**content, "body": _group(content["body"]), "head": _group(content["head"])})
+
+
+def _group(content: Mapping[str, Any] | None) -> Group | None:
+    if content is None:
+        return None
+    output = content["output"] and Output(*content["output"])
+    return Group(**{**content, "parameters": tuple(content["parameters"]), "output": output})
+
 
 class Noise(NamedTuple):
     """What a run will add to one parameter, and where."""

@@ -16,10 +16,10 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _LOADED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(ADAPTER)}")
-# What a Trainer writes.
+# What a Trainer writes, ours included.
 _WRITTEN = re.compile(
     r"(?:(model|pytorch_model|adapter_model)|adapter_config|optimizer|scheduler|scaler|config"
-    r"|generation_config|tokenizer|tokenizer_config|trainer_state)"
+    r"|generation_config|tokenizer|tokenizer_config|trainer_state|run_choices)"
     r"(-\d+-of-\d+)?(\.\w+)*\.(safetensors|json|bin|pt)"
 )
 _SUFFIXES = (

@@ -2,14 +2,19 @@
 
 ``dp_grape_hf.choosing`` has the rules; here the parts of a run are put into them. All of it follows
 from inputs that are no example's, and from the noise of the run.
+
+A run chooses once, at its start. Each checkpoint contains these choices, and a resumed run reads
+them: the trained weights of a model that began with random weights look pretrained.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -39,12 +44,70 @@ from dp_grape_hf.per_sample import evaluating
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer.run import Run, rule_settings
 
+CHOICES_NAME = "run_choices.json"
 _READ = 5  # batches of inputs that rates are measured on
+
+
+class Parts(NamedTuple):
+    """The choices about the parts of a model."""
+
+    pretrained: bool
+    frozen: list[str]  # parameters that were trainable before
+    averaged: str | None  # the layer that was made an average, which a new head reads
+    clipped_apart: str | None  # the name of the head
+
+
+class Choices(NamedTuple):
+    """All choices of a run. They are functions of the model before training and of public inputs.
+
+    Attributes:
+        options: name -> value of each option that was not given.
+        factors: ``learning_rate_factors``, which the learning rates were chosen with.
+        parts: of the model.
+        rates: the learning rates.
+    """
+
+    options: dict[str, Any]
+    factors: dict[str, float] | None
+    parts: Parts
+    rates: Rates
+
+    def save(self, folder: Path) -> None:
+        """Writes the choices into the folder of a checkpoint."""
+        content = {"parts": self.parts._asdict(), "rates": self.rates.to_dict()}
+        text = json.dumps(self._asdict() | content, indent=1)
+        (folder / CHOICES_NAME).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Choices | None:
+        """Reads the choices from a checkpoint; None if it has none."""
+        path = Path(folder) / CHOICES_NAME
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["parts"] = Parts(**content["parts"])
+        content["rates"] = Rates.from_dict(content["rates"])
+        return cls(**content)
+
+    def apply_options(self, args: DPGrapeArguments, checkpoint: str | Path) -> None:
+        """Sets the options of a resumed run that are not given.
+
+        Raises:
+            PrivacyError: this run has other ``learning_rate_factors``.
+        """
+        if args.learning_rate_factors != self.factors:
+            raise PrivacyError(
+                f"learning_rate_factors of this run make groups of parameters by "
+                f"{args.learning_rate_factors}, and those of the checkpoint {checkpoint} were made "
+                f"by {self.factors}. The moments in its optimizer state do not fit. Pass the "
+                "learning_rate_factors that the run began with."
+            )
+        args.choose(self.options)
 
 
 def choose_parts(
     model: Any, args: DPGrapeArguments, inputs: Batches, unused: Collection[str]
-) -> str | None:
+) -> Parts:
     """Chooses what is trained, where a new head reads, and whether it is clipped apart.
 
     A collective call: the first process decides, which alone may have weights.
@@ -55,33 +118,48 @@ def choose_parts(
         inputs: makes inputs that are no example's.
         unused: parameters that were frozen because they take no part in the loss.
 
-    Returns:
-        The name of the layer that was made an average, which a new head reads; None for none.
-
     Raises:
         PrivacyError: if the model cannot be run on these inputs.
     """
-    if not from_first(lambda: is_pretrained(model)):
-        args.suit_fresh_weights()
 
-    def decide() -> tuple[list[str], str | None, str | None]:
+    def decide() -> Parts:
+        pretrained = is_pretrained(model)
         with evaluating(model):
             name, layer = _output_layer(model, inputs)
             by_user = {n for n, p in model.named_parameters() if not p.requires_grad} - {*unused}
             frozen: list[str] = []
-            if args.method == "dp_grape" and is_pretrained(model) and not by_user:
+            if args.method == "dp_grape" and pretrained and not by_user:
                 frozen = train_matrices_only(model, name)
             averaged = None
             if args.save_as != "adapter" and not hasattr(model, "peft_config"):
                 averaged = average_at_first(model, layer, next(iter(inputs())))
-            return frozen, averaged, clipped_apart(model, name)
+            return Parts(pretrained, frozen, averaged, clipped_apart(model, name))
 
-    frozen, averaged, head = from_first(decide)
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
+    parts = from_first(decide)
+    if not parts.pretrained:
+        args.suit_fresh_weights()
+    use_parts(model, args, parts)
+    return parts
+
+
+def use_parts(
+    model: nn.Module, args: DPGrapeArguments, parts: Parts, instead_of: Parts | None = None
+) -> None:
+    """Freezes what the choices name, and has the head clipped apart if they say so.
+
+    Args:
+        model: what is not to be trained is frozen.
+        args: what is chosen is filled in.
+        parts: the choices.
+        instead_of: choices that were made for this model before. What only they froze is trained.
+    """
+    before = {*instead_of.frozen} if instead_of is not None else set()
+    after = {*parts.frozen}
+    for name, parameter in model.named_parameters():
+        if name in before ^ after:  # what you froze or unfroze since stays
+            parameter.requires_grad_(name in before)
     if args.gradient_factors is None and args.norm_directions is None:
-        args.clipped_apart = head
-    return averaged
+        args.clipped_apart = parts.clipped_apart
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
@@ -96,10 +174,18 @@ def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
         ) from error
 
 
-def find_rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
+def find_rates(
+    run: Run, plan: PrivacyPlan, inputs: Batches, parts: Parts | None = None
+) -> Rates | None:
     """Returns the rates that the noise of a run allows, or what it does at given ones.
 
     A collective call.
+
+    Args:
+        run: its parts.
+        plan: of the run.
+        inputs: makes inputs that are no example's.
+        parts: the choices about the model, if any were made.
 
     Returns:
         None for a run without noise in its gradients; and where rates are given, if several
@@ -117,7 +203,9 @@ def find_rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
     def measured() -> Rates | None:
         try:
             with evaluating(run.model):
-                return _measured(run, plan, _output_layer(run.model, inputs), inputs)
+                pretrained = is_pretrained(run.model) if parts is None else parts.pretrained
+                output = _output_layer(run.model, inputs)
+                return _measured(run, plan, output, inputs, pretrained=pretrained)
         except Exception:
             if args.chooses:
                 raise
@@ -126,7 +214,14 @@ def find_rates(run: Run, plan: PrivacyPlan, inputs: Batches) -> Rates | None:
     return from_first(measured)
 
 
-def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs: Batches) -> Rates:
+def _measured(
+    run: Run,
+    plan: PrivacyPlan,
+    output: tuple[str, nn.Module],
+    inputs: Batches,
+    *,
+    pretrained: bool,
+) -> Rates:
     args, own, schedule = run.args, plan.mechanism, schedule_of(run.args, plan.steps)
     assert args.update_rule is not None
     rule, settings = args.update_rule, rule_settings(args)
@@ -152,17 +247,17 @@ def _measured(run: Run, plan: PrivacyPlan, output: tuple[str, nn.Module], inputs
         push=lambda size: push_of_signal(rule, settings, size, schedule),
         steps=sum(schedule),
         rates=given,
-        fresh=not is_pretrained(run.model),
+        fresh=not pretrained,
         factors=run.rate_factors,
         regresses=getattr(run.per_sample.loss, "regresses", False),
     )
 
 
-def table_of(rates: Rates, run: Run, plan: PrivacyPlan, averaged: str | None) -> str:
-    """Returns tables of a run as it will begin; ``averaged`` is the layer made an average."""
+def table_of(rates: Rates, run: Run, plan: PrivacyPlan, parts: Parts | None) -> str:
+    """Returns tables of a run as it will begin; ``parts`` are the choices about its model."""
     notes = []
-    if averaged is not None:
-        notes.append(f"The head is new: {averaged}, which it reads, is made an average.")
+    if parts is not None and parts.averaged is not None:
+        notes.append(f"The head is new: {parts.averaged}, which it reads, is made an average.")
     whole = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in whole):
         notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")

@@ -35,7 +35,7 @@ from dp_grape_hf.arguments import (
     check_dataset,
     refuse_model,
 )
-from dp_grape_hf.choosing import Rates, objections
+from dp_grape_hf.choosing import objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
@@ -86,7 +86,14 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
-from dp_grape_hf.trainer.chosen import choose_parts, find_rates, line_of, table_of
+from dp_grape_hf.trainer.chosen import (
+    Choices,
+    choose_parts,
+    find_rates,
+    line_of,
+    table_of,
+    use_parts,
+)
 from dp_grape_hf.trainer.collators import batch_to_try, examine_collator, state_of
 from dp_grape_hf.trainer.data import (
     description,
@@ -146,9 +153,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     plan: PrivacyPlan
     observer: Observer | None = None
     """Looks on at the steps of runs that are made from now on."""
-    rates: Rates | None = None
-    """Learning rates by parameter name, and what noise alone does at these."""
-    _averaged: str | None = None  # the layer that a new head reads
+    _parts_of: Any = None  # the model that parts were chosen of
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
     _public_dataset: Any = None
@@ -223,10 +228,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             check_dataset(prepared)
             if args.private and args.privacy_unit_column is None:
                 warn_of_rows(prepared, self.processing_class)
-            public = None if public_dataset is None else description(public_dataset)
-            earlier = find_earlier(self.model, args)
-            most = self.private_run.bands_at_most()
-            self.plan = PrivacyPlan(args, self._dataset_size, earlier, public, most)
+            self.plan = self._make_plan()
             self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._add_callbacks()
 
@@ -240,13 +242,38 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
 
+    def _make_plan(self) -> PrivacyPlan:
+        """Returns the plan of a run with the parts as they are now."""
+        public = self._public_dataset
+        public = None if public is None else description(public)
+        earlier = find_earlier(self.model, self.args)
+        most = self.private_run.bands_at_most()
+        return PrivacyPlan(self.args, self._dataset_size, earlier, public, most)
+
     def _make_parts(self) -> None:
-        """Chooses what is trained, and makes the parts of a run for it."""
+        """Chooses what is trained, once for each model, and makes the parts of a run for it."""
         self._freeze_unused()
-        if self.args.chooses and self.train_dataset is not None:
+        before = self._parts if self._parts_of is self.model else None
+        if self._resumed is not None:
+            self._parts = self._resumed.parts
+            use_parts(self.model, self.args, self._parts, instead_of=before)
+        elif before is None and self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
-            self._averaged = choose_parts(self.model, self.args, inputs, self._frozen)
+            self._parts = choose_parts(self.model, self.args, inputs, self._frozen)
+        self._parts_of = self.model
         self.private_run = self._make_run()
+
+    def _take_choices(self, checkpoint: str) -> None:
+        """Uses the choices of a checkpoint, if it has any, for this run; a collective call."""
+        choices = from_first(lambda: Choices.load(checkpoint))
+        if choices is None or not self.args.chooses or self.train_dataset is None:
+            return
+        before = self.args.chosen_options, self._parts
+        choices.apply_options(self.args, checkpoint)
+        self._resumed = choices
+        if before != (self.args.chosen_options, choices.parts):
+            self._make_parts()
+            self.plan = self._make_plan()
 
     def _make_ready(self) -> None:
         """Makes the parts of a run for the model as it is now, and chooses rates.
@@ -331,13 +358,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
                 "be run on inputs that are not the data; pass public_dataset= then."
             )
-        table = table_of(self.rates, self.private_run, self.plan, self._averaged)
+        table = table_of(self.rates, self.private_run, self.plan, self._parts)
         return table + "".join(f"\n{objection}\n" for objection in self._objections())
 
     def _choose_rates(self) -> None:
         """Chooses rates by the noise of the run, or finds out what it does at given ones."""
         run, plan = self.private_run, self.plan
-        self.rates = find_rates(run, plan, self._public_inputs())
+        if self._resumed is not None:
+            self.rates = self._resumed.rates
+        else:
+            self.rates = find_rates(run, plan, self._public_inputs(), self._parts)
         if self.args.chooses and self.rates is not None:
             run.use_rates(self.rates.by_name)
             plan.note_choice(line_of(self.rates, run))
@@ -349,7 +379,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """Returns what is shown before the first step; empty where nothing was chosen."""
         if not self.args.chooses or self.rates is None:
             return ""
-        return table_of(self.rates, self.private_run, self.plan, self._averaged)
+        return table_of(self.rates, self.private_run, self.plan, self._parts)
 
     # ---- Data Loading ----
 
@@ -437,6 +467,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             resume_from_checkpoint = from_first(lambda: last_whole_checkpoint(folder)) or True
         elif resume_from_checkpoint:
             require_whole_checkpoint(resume_from_checkpoint)
+        self._resumed = None
+        if resume_from_checkpoint and resume_from_checkpoint is not True:
+            self._take_choices(resume_from_checkpoint)
         ledger, model, state = self.ledger, self.model, self.state
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -231,7 +231,9 @@ class Run:
         cls, options = self.optimizer_cls_and_kwargs
         most = mode(by_name.values())
         self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
-        self.rate_factors = {n: rate / most for n, rate in by_name.items() if rate != most}
+        self.rate_factors = {
+            n: by_name[n] / most for n in self.trainable if by_name.get(n, most) != most
+        }
         self.args.learning_rate = most
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:

@@ -17,10 +17,12 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.choosing import Rates
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger, beside_its_ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
+from dp_grape_hf.trainer.chosen import Choices, Parts
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import Host
 
@@ -34,6 +36,10 @@ class SavingMixin(Host):
     model: nn.Module
     private_run: Run
     ledger: Ledger | None = None  # made when training starts
+    rates: Rates | None = None
+    """Learning rates by parameter name, and what noise alone does at these."""
+    _parts: Parts | None = None  # of the model, as they were chosen
+    _resumed: Choices | None = None  # of the checkpoint that this run goes on from
     _refused: bool = False  # whether the last train() was, before it released anything
     _for_resuming: bool = False  # while all weights are saved
     _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
@@ -93,6 +99,16 @@ class SavingMixin(Host):
             super()._save(output_dir, weights)
         if self.ledger is not None:
             publisher.record(updates, folder)
+        if self._for_resuming and (choices := self._choices) is not None:
+            choices.save(folder)
+
+    @property
+    def _choices(self) -> Choices | None:
+        """The choices of this run, from its start; None if learning_rate was given."""
+        if self._resumed is not None or self._parts is None or self.rates is None:
+            return self._resumed
+        factors: Any = self.args.learning_rate_factors
+        return Choices(self.args.chosen_options, factors, self._parts, self.rates)
 
     @property
     def _saves_adapter(self) -> bool:

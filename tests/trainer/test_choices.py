@@ -1,0 +1,331 @@
+"""A resumed run reads from its checkpoint what the run chose at its start."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    TrainerState,
+    set_seed,
+)
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError, ProjectedOptimizer
+from dp_grape_hf.arguments import plan
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.publishing.staging import kind_of
+from dp_grape_hf.trainer import mixin
+from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
+from tests.support.trainers import Examples, Watch, spy_releases
+
+WORDS, EVERY = 50, 3
+WEIGHTS = ("fresh", "pretrained")
+
+
+def model_of(weights: str) -> Any:
+    set_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
+    model = BertForSequenceClassification(BertConfig(**sizes, **more, max_position_embeddings=16))
+    if weights == "pretrained":
+        for name, weight in model.named_parameters():
+            if "LayerNorm.weight" in name:  # which training moves
+                nn.init.uniform_(weight, 0.9, 1.1)
+    return model
+
+
+def examples() -> Examples:
+    ids = torch.randint(5, WORDS, (64, 8), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(8, dtype=torch.long)
+    return Examples(
+        [{"attention_mask": ones, "input_ids": x, "labels": int(x[0] % 3)} for x in ids]
+    )
+
+
+def trainer_of(folder: Path, model: Any, stop_at: int | None = None, **changes: Any) -> Any:
+    """Returns a trainer with epsilon, delta and epochs alone, but for what ``changes`` give."""
+    settings: dict[str, Any] = {"eps": 8.0, "delta": 1e-3, "num_train_epochs": 2}
+    settings |= {"save_strategy": "steps", "save_steps": EVERY, "accountant": "rdp"}
+    settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    own = {"model_init": model} if not isinstance(model, nn.Module) else {"model": model}
+    args = DPGrapeTrainingArguments(output_dir=str(folder), **settings | changes)
+    watch = [Watch(stop_at=stop_at)]
+    return DPGrapeTrainer(**own, args=args, train_dataset=examples(), callbacks=watch)
+
+
+def choices_of(trainer: Any) -> tuple[Any, ...]:
+    """Returns all that was chosen, as the parts of the run have it."""
+    rates: dict[str, float] = {}
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    for group in trainer.optimizer.param_groups:
+        rates |= {names[id(p)]: group["initial_lr"] for p in group["params"]}
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert sorted(trained) == sorted(rates)
+    rule = trainer.args.update_rule
+    own, schedule = trainer.plan, trainer.args.lr_scheduler_type
+    return trained, rates, rule, trainer.private_run.ranks, schedule, own.mechanism, own.steps
+
+
+# ---- Killed ----
+
+
+class Killed(BaseException):
+    """Ends a run wherever it is; no code handles it."""
+
+
+def _raise() -> None:
+    raise Killed
+
+
+# (what is replaced, its first and last call after the first checkpoint)
+MOMENTS: tuple[tuple[Any, str, int, int], ...] = (
+    (Ledger, "record", EVERY + 1, 12),
+    (ProjectedOptimizer, "step", EVERY + 1, 12),
+    (PreTrainedModel, "save_pretrained", 2, 4),
+    (Choices, "save", 2, 4),
+    (torch, "save", 4, 12),
+    (TrainerState, "save_to_json", 2, 4),
+)
+
+
+@contextmanager
+def killing(seed: int, end: Callable[[], None] = _raise) -> Iterator[None]:
+    """Calls ``end`` before or after one call, which the seed decides."""
+    coins = random.Random(seed)
+    owner, name, first, last = coins.choice(MOMENTS)
+    at_call, after, calls = coins.randint(first, last), coins.random() < 0.5, 0
+    function = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call and not after:
+            end()
+        result = function(*args, **kwargs)
+        if calls == at_call:
+            end()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrapped)
+        yield
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_killed_at_a_random_moment_resumes_with_its_choices(
+    seed: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    releases = spy_releases(monkeypatch)
+    begun = trainer_of(tmp_path, model_of(weights))
+    with killing(seed), pytest.raises(Killed):
+        begun.train()
+    recorded, made = Ledger.load(tmp_path / LEDGER_NAME).steps, len(releases)
+    assert made <= recorded <= made + 1
+    resumed = trainer_of(tmp_path, model_of(weights))
+    resumed.train(resume_from_checkpoint=True)
+    assert choices_of(resumed) == choices_of(begun)
+    ledger, more = Ledger.load(tmp_path / LEDGER_NAME), len(releases) - made
+    assert ledger.steps == recorded + more
+    lost = recorded + more - resumed.state.global_step
+    assert 0 <= lost <= EVERY + 1
+    assert resumed.releases_left() == 0
+    assert ledger.epsilon() <= 8.0
+
+
+def _train_until_killed(folder: Path, weights: str, seed: int) -> None:
+    """Runs in a process of its own."""
+    torch.set_num_threads(1)
+    with killing(seed, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        trainer_of(folder, model_of(weights)).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("seed", [10, 11])
+def test_a_process_that_was_killed_is_resumed_with_its_choices(
+    seed: int, weights: str, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(
+        target=_train_until_killed, args=(tmp_path, weights, seed), daemon=True
+    )
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    recorded = Ledger.load(tmp_path / LEDGER_NAME).steps
+    resumed = trainer_of(tmp_path, model_of(weights))
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer_of(tmp_path / "whole", model_of(weights))
+    whole.train()
+    assert choices_of(resumed) == choices_of(whole)
+    assert resumed.releases_left() == 0
+    assert resumed.ledger.steps > recorded
+    assert resumed.privacy_spent().epsilon <= 8.0
+
+
+# ---- Whatever the model looks like ----
+
+
+Begin = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Trainers that stopped after their first checkpoint, by their weights."""
+    trainers = {}
+    for weights in WEIGHTS:
+        folder = tmp_path_factory.mktemp(weights)
+        trainers[weights] = trainer_of(folder, model_of(weights), stop_at=EVERY)
+        trainers[weights].train()
+    return trainers
+
+
+@pytest.fixture
+def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
+    """Returns one of these trainers, and copies the folder of its run to ``tmp_path``."""
+
+    def copied(weights: str) -> Any:
+        shutil.copytree(stopped[weights].args.output_dir, tmp_path, dirs_exist_ok=True)
+        return stopped[weights]
+
+    return copied
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_model_that_looks_otherwise_is_trained_as_at_the_start(
+    begin: Begin, weights: str, tmp_path: Path
+) -> None:
+    """One is loaded from the checkpoint of a fresh model, the other made from a config."""
+    begun = begin(weights)
+    model = model_of("fresh")
+    if weights == "fresh":
+        model = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
+    resumed = trainer_of(tmp_path, model)
+    assert resumed.plan.mechanism != begun.plan.mechanism
+    resumed.train(resume_from_checkpoint=True)
+    assert choices_of(resumed) == choices_of(begun)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_model_made_by_model_init_is_resumed(weights: str, tmp_path: Path) -> None:
+    begun = trainer_of(tmp_path, lambda: model_of(weights), stop_at=EVERY)
+    begun.train()
+    resumed = trainer_of(tmp_path, lambda: model_of(weights))
+    resumed.train(resume_from_checkpoint=True)
+    assert choices_of(resumed) == choices_of(begun)
+    assert resumed.state.global_step > EVERY
+
+
+def test_nothing_is_chosen_again(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not even if another version would choose another batch."""
+    begun = begin("fresh")
+    monkeypatch.setattr(plan, "batch_and_steps", lambda *args, **given: (5, 26))
+    resumed = trainer_of(tmp_path, model_of("fresh"))
+    monkeypatch.setattr(mixin, "find_rates", None)
+    resumed.train(resume_from_checkpoint=True)
+    assert choices_of(resumed) == choices_of(begun)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_is_resumed_once_more(begin: Begin, tmp_path: Path) -> None:
+    """An option that was given in between, as it was chosen, stays known as chosen."""
+    begun = begin("fresh")
+    between = trainer_of(tmp_path, model_of("fresh"), stop_at=2 * EVERY, projection_rank=16)
+    between.train(resume_from_checkpoint=True)
+    paths = [tmp_path / f"checkpoint-{n * EVERY}" / CHOICES_NAME for n in (1, 2)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    again = trainer_of(tmp_path, model_of("pretrained"))
+    again.train(resume_from_checkpoint=True)
+    assert choices_of(again) == choices_of(begun)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_checkpoint_without_choices_is_resumed(
+    begin: Begin, weights: str, tmp_path: Path
+) -> None:
+    begin(weights)
+    (tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME).unlink()
+    resumed = trainer_of(tmp_path, model_of(weights))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step > EVERY
+
+
+# ---- What is given otherwise ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate_factors": {"classifier": 3}}, "learning_rate_factors of this run make"),
+        ({"projection_rank": 2}, r"projection_rank=2 \(recorded: 16\)"),
+        ({"expected_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 9"),
+    ],
+)
+def test_other_options_than_those_chosen_are_refused(
+    begin: Begin,
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin("fresh")
+    releases = spy_releases(monkeypatch)
+    with pytest.raises(PrivacyError, match=message):
+        trainer_of(tmp_path, model_of("fresh"), **changes).train(resume_from_checkpoint=True)
+    assert releases == []
+
+
+def test_other_trained_parameters_than_those_chosen_are_refused(
+    begin: Begin, tmp_path: Path
+) -> None:
+    begin("fresh")
+    model = model_of("fresh")
+    model.bert.embeddings.requires_grad_(False)
+    with pytest.raises(PrivacyError, match="train the parameters, that it was saved with"):
+        trainer_of(tmp_path, model).train(resume_from_checkpoint=True)
+
+
+# ---- The file ----
+
+
+def test_choices_are_in_checkpoints_and_are_never_published(begin: Begin, tmp_path: Path) -> None:
+    trainer = begin("pretrained")
+    trainer.save_model(str(tmp_path / "saved"))
+    choices = Choices.load(tmp_path / f"checkpoint-{EVERY}")
+    assert choices is not None
+    assert (choices.parts, choices.rates) == (trainer._parts, trainer.rates)
+    assert choices.options == trainer.args.chosen_options
+    assert not (tmp_path / "saved" / CHOICES_NAME).exists()
+    assert kind_of(CHOICES_NAME) is None
+
+
+def test_a_checkpoint_with_cut_choices_is_not_whole(begin: Begin, tmp_path: Path) -> None:
+    begin("fresh")
+    path = tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(PrivacyError, match=CHOICES_NAME):
+        trainer_of(tmp_path, model_of("fresh")).train(resume_from_checkpoint=True)
+
+
+def test_a_run_with_a_learning_rate_has_no_choices(tmp_path: Path) -> None:
+    trainer_of(tmp_path, model_of("fresh"), stop_at=EVERY, learning_rate=1e-3).train()
+    assert Choices.load(tmp_path / f"checkpoint-{EVERY}") is None
