@@ -306,6 +306,7 @@ class PrivacyPlan:
                 continues=None if earlier is None else earlier.ledger,
                 same_data=earlier is None or earlier.same_data,
             )
+            self._advise_on_saving()
         left, bands = self.releases_left(ledger), len(ledger.mechanism.bands)
         if bands > 1 and 0 < left < self.steps - updates:
             logger.warning(
@@ -324,6 +325,23 @@ class PrivacyPlan:
                 "checkpoint itself is private as it is; so are later ones of the same run."
             )
         return ledger
+
+    def _advise_on_saving(self) -> None:
+        """Says which save_steps a run with banded noise can be resumed from without a loss."""
+        args, bands = self._args, len(self.mechanism.bands)
+        every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * self.steps)
+        if args.save_strategy == "steps" and every < self.steps and every % bands:
+            logger.warning(
+                "save_steps=%g is no multiple of %d, the number of steps in a round of this run's "
+                "banded noise. A run that is resumed in the middle of a round loses up to %d of "
+                "its steps, because a round that was begun counts whole. Set save_steps=%d, or "
+                "another multiple of %d.",
+                args.save_steps,
+                bands,
+                bands - 1,
+                bands * max(1, round(every / bands)),
+                bands,
+            )
 
     def note_choice(self, chosen: str | None) -> None:
         """Has the ledger say what was chosen; call it before the ledger is started."""

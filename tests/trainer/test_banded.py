@@ -242,6 +242,27 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
     assert assert_turns(resumed.draws, bands)
 
 
+@pytest.mark.parametrize(
+    ("changes", "advised"),
+    [
+        ({"save_steps": 5}, True),
+        ({"save_steps": 0.2}, True),  # of 24 steps
+        ({"save_steps": 3}, False),
+        ({"save_steps": 500}, False),
+        ({"save_steps": 5, "save_strategy": "no"}, False),
+        ({"save_steps": 5, "noise": "independent"}, False),
+    ],
+)
+def test_a_run_says_at_its_start_which_save_steps_lose_nothing(
+    changes: dict[str, Any], advised: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    trainer = _trainer(tmp_path, **SAVING | changes)
+    with caplog.at_level(logging.WARNING):
+        trainer.start()
+    assert caplog.text.count("another multiple of 3") == advised
+    assert caplog.text.count("save_steps=") == 2 * advised
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_no_memory_of_noise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
