@@ -349,8 +349,9 @@ class DPGrapeArguments(_Host):
     eval_data_is_public: bool = field(
         default=False,
         metadata={
-            "help": "Declares that the evaluation data is public, so that the best checkpoint may "
-            "be chosen by it."
+            "help": "Declares that the evaluation data need no protection: metrics of these rows "
+            "are not covered by epsilon. They may then be training rows, and the best checkpoint "
+            "may be chosen by their metrics."
         },
     )
 

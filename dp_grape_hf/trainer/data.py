@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
 from dp_grape_hf.arguments import DPGrapeArguments, check_dataset
@@ -31,10 +28,9 @@ from dp_grape_hf.mechanism import (
     repeatable_seeds,
     secret_seeds,
 )
-from dp_grape_hf.per_sample import keeping_random_state
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
 from dp_grape_hf.publishing import adapters_of
-from dp_grape_hf.trainer.bad_data import explaining_bad_data
+from dp_grape_hf.trainer.overlap import TrainingRows
 
 _MANY = 4  # physical batches a step, from which more of them cost less than padding does
 
@@ -192,128 +188,70 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
             "serve as well."
         )
     check_dataset(dataset)
-    if training_data is not None and (shared := _shared(dataset, training_data, args)) is not None:
+    if training_data is None:
+        return
+    shared = TrainingRows(training_data, args).shared_with(
+        dataset, "public_dataset", most=_PUBLIC_EXAMPLES
+    )
+    if len(shared):
         raise PrivacyError(
-            f"public_dataset[{shared}] has the contents of an example of train_dataset, which "
+            f"public_dataset[{shared[0]}] has the contents of an example of train_dataset, which "
             "would shape the projection without noise. Take out of public_dataset what is not "
             "public, give other data, or leave it out: synthetic inputs serve as well."
         )
 
 
-def _shared(dataset: Any, training_data: Any, args: DPGrapeArguments) -> int | None:
-    """Returns the index of the first public row that has the contents of a training example.
-
-    They are compared as they are stored, or as they are read if nothing is stored in both.
-    """
-    with keeping_random_state():  # data sets may draw
-        for stored in (True, False):
-            public = list(_rows(dataset, stored, most=_PUBLIC_EXAMPLES))
-            first = next(_rows(training_data, stored, most=1), {})
-            names = _contents(public, [n for n in first if n != args.privacy_unit_column])
-            if not names:
-                continue
-            places = {_digest(row, names): n for n, row in reversed([*enumerate(public)])}
-            places.pop(None, None)  # of empty rows
-            with explaining_bad_data(training_data, "Comparing it with public_dataset"):
-                digests = (_digest(row, names) for row in _rows(training_data, stored, names))
-                found = {places[digest] for digest in digests if digest in places}
-            return min(found, default=None)
-    return None
+_REMEMBERED = 64  # pairs of data sets without a shared row
 
 
-_ROWS = 256  # read at once
+class HeldOut:
+    """Refuses evaluation data with training rows; compares each pair of data sets once."""
 
+    def __init__(self) -> None:
+        self._training: list[TrainingRows] = []
+        self._apart: deque[tuple[Any, Any]] = deque(maxlen=_REMEMBERED)
 
-def _rows(
-    dataset: Any, stored: bool, names: list[Any] | None = None, most: int | None = None
-) -> Iterator[Mapping[Any, Any]]:
-    """Yields examples by name; those of a ``datasets.Dataset`` as they are stored, if asked to."""
-    count = len(dataset) if most is None else min(len(dataset), most)
-    if stored and hasattr(dataset, "select_columns"):
-        plain = dataset.with_format(None)
-        plain = plain if names is None else plain.select_columns(names)
-        for name, kind in plain.features.items():
-            if getattr(kind, "decode", False) and type(kind).__name__ != "Image":  # sounds, films
-                plain = plain.cast_column(name, replace(kind, decode=False))
-        for start in range(0, count, _ROWS):
-            batch = plain[start : min(start + _ROWS, count)]
-            for row in zip(*batch.values(), strict=True):
-                yield dict(zip(batch, row, strict=True))
-    else:
-        for example in (dataset[i] for i in range(count)):
-            named = example if hasattr(example, "keys") else getattr(example, "__dict__", None)
-            yield dict(enumerate(example)) if named is None else named
+    def require(
+        self, dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments, what: str
+    ) -> None:
+        """Refuse metrics of training rows, which are computed and logged without noise.
 
+        Unless ``eval_data_is_public`` declares that epsilon does not cover them, or the run has no
+        noise. Data without a length or without an index are not compared.
 
-_BESIDE = re.compile("label|_mask$|token_type_ids$|position_ids$")  # alike in many rows
+        Args:
+            dataset: evaluation data, or several data sets by name.
+            training_data: as it was passed, and as the host has prepared it.
+            args: of the run.
+            what: the evaluation data, in the message.
 
+        Raises:
+            PrivacyError: with the number of the shared rows, and the first of them.
+        """
+        if args.eval_data_is_public or not args.private:
+            return
+        datasets = dataset if isinstance(dataset, dict) else {None: dataset}
+        for name, held in datasets.items():
+            called = what if name is None else f"{what}[{name!r}]"
+            for data in training_data:
+                self._require_apart(held, data, args, called)
 
-def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[Any]:
-    """Returns under which names rows hold what tells them apart: more than single numbers.
-
-    Labels only if there is nothing else; single numbers only if some have fractions.
-    """
-    inputs = [name for name in names if not _BESIDE.search(str(name))]
-    labels = [name for name in names if "label" in str(name)]
-    held = {name: [_canonical(row.get(name)) for row in rows] for name in (*inputs, *labels)}
-    for some in (inputs, labels):
-        if found := [n for n in some if any(x and not isinstance(x, int | float) for x in held[n])]:
-            return found
-    return inputs if any(isinstance(x, float) for n in inputs for x in held[n]) else []
-
-
-def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> bytes | None:
-    """Returns a hash of what a row holds under these names; None if that is nothing."""
-    held = [_canonical(row.get(name)) for name in names]
-    return blake2b(repr(held).encode(), digest_size=16).digest() if any(held) else None
-
-
-def _canonical(value: Any) -> Any:
-    """Returns a value in the one form that it has in every library; None if it is empty."""
-    if isinstance(value, str | bytes | None):
-        return value or None
-    if isinstance(value, Mapping):
-        items = {str(key): _canonical(value[key]) for key in sorted(value, key=str)}
-        return {key: item for key, item in items.items() if item is not None} or None
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value  # bfloat16 is torch's alone
-    try:
-        array = np.asarray(value)
-    except (RuntimeError, TypeError, ValueError):  # of several lengths, say
-        array = np.asarray(None)
-    if array.dtype.kind in "bui":
-        array = array.astype(np.int64)
-    elif array.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
-    elif isinstance(value, list | tuple) or array.ndim:
-        return [_canonical(item) for item in value] or None
-    else:
-        return value
-    if array.ndim == 0:
-        return array.item()
-    return (array.shape, blake2b(array.tobytes()).digest()) if array.size else None
-
-
-def refuse_training_data(
-    dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments
-) -> None:
-    """Refuses to evaluate on the training data, whose metrics would be logged as they are.
-
-    Unless they are declared public, or the run has no noise.
-
-    Args:
-        dataset: an evaluation data set, or several by name.
-        training_data: as it was passed, and as it is.
-        args: of the run.
-    """
-    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    ours = {id(data) for data in training_data if data is not None}
-    public = args.eval_data_is_public or not args.private
-    if any(id(data) in ours for data in datasets) and not public:
-        raise PrivacyError(
-            "eval_dataset is the train_dataset: its metrics, which are logged, are un-noised "
-            "functions of the training data. Hold out other examples. If all of the data is "
-            "public, set eval_data_is_public=True."
-        )
+    def _require_apart(self, held: Any, data: Any, args: DPGrapeArguments, what: str) -> None:
+        if data is None or any(held is h and data is d for h, d in self._apart):
+            return
+        if isinstance(held, IterableDataset) or not hasattr(held, "__len__"):
+            return
+        known = next((rows for rows in self._training if rows.data is data), None)
+        if known is None:
+            known = TrainingRows(data, args)
+            self._training.append(known)
+        if len(shared := known.shared_with(held, what)):
+            raise PrivacyError(
+                f"{what} has training rows: {len(shared)} of its {len(held)} rows are in "
+                f"train_dataset, too, the first of which is {what}[{shared[0]}]. Metrics of these "
+                "rows are not covered by epsilon, as they are computed and logged without noise. "
+                "Take these rows out of one of the two data sets: a row whose contents are in both "
+                "counts as a training row. Or set eval_data_is_public=True, which declares that "
+                "metrics of the evaluation data need no protection."
+            )
+        self._apart.append((held, data))

@@ -96,13 +96,13 @@ from dp_grape_hf.trainer.chosen import (
 )
 from dp_grape_hf.trainer.collators import batch_to_try, examine_collator, state_of
 from dp_grape_hf.trainer.data import (
+    HeldOut,
     description,
     loader_of,
     name_labels,
     positions_of,
     public_batches,
     refuse_public_dataset,
-    refuse_training_data,
     units_of,
 )
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
@@ -197,7 +197,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "were given. Smooth in your own loss, or leave it out."
             )
         check_dataset(train_dataset)
-        refuse_training_data(eval_dataset, [train_dataset], args)
+        self._held_out = HeldOut()
+        self._held_out.require(eval_dataset, [train_dataset], args, "eval_dataset")
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
@@ -226,6 +227,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
+            self._refuse_training_data(self.eval_dataset)  # which the host may have prepared
             if args.private and args.privacy_unit_column is None:
                 warn_of_rows(prepared, self.processing_class)
             self.plan = self._make_plan()
@@ -441,15 +443,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Refuses to evaluate on the training data, also in a way of one's own: it is logged."""
-        held = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(held, str):
-            held = self.eval_dataset[held]  # type: ignore[index]
-        self._refuse_training_data(held)
+        self._refuse_training_data(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
-    def _refuse_training_data(self, dataset: Any) -> None:
+    def _refuse_training_data(self, dataset: Any, what: str = "eval_dataset") -> None:
+        """Refuses data with training rows; None and a name stand for ``eval_dataset``."""
+        held: Any = self.eval_dataset if dataset is None else dataset
+        if isinstance(held, str):
+            held = self.eval_dataset[held]  # type: ignore[index]
         training_data = [self._given_train_dataset, self.train_dataset]
-        refuse_training_data(dataset, training_data, self.args)
+        self._held_out.require(held, training_data, self.args, what)
 
     # ---- Training ----
 
@@ -749,7 +752,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         metric_key_prefix: str = "test",
         **kwargs: Any,
     ) -> PredictionOutput:
-        """Predicts as the original does; what is logged under the prefix meanwhile is let pass."""
+        """Predicts as the original does, but not on training data."""
+        self._refuse_training_data(test_dataset, "test_dataset")
         with self._logging(metric_key_prefix):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
 

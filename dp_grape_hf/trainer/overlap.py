@@ -1,0 +1,227 @@
+"""Rows that two data sets share, found by digests of their contents.
+
+Shapes: N rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Subset
+from tqdm import tqdm
+
+from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.per_sample import keeping_random_state
+from dp_grape_hf.trainer.arrow import UnknownStorageError, is_stored, stored_digests
+from dp_grape_hf.trainer.bad_data import explaining_bad_data
+
+Numbers = NDArray[Any]
+
+_SAMPLED = 64  # rows, at most, that show which columns have contents
+_READ = 256  # rows read at once
+_QUIET = 2.0  # seconds before a progress bar is shown
+
+
+class TrainingRows:
+    """The rows of a training data set; finds them in other data sets, and is read once.
+
+    Args:
+        data: the training data set.
+        args: of the run.
+    """
+
+    def __init__(self, data: Any, args: DPGrapeArguments) -> None:
+        self.data = data
+        rows = np.arange(len(data))
+        self._pieces = [piece for piece in _pieces(data, rows, rows) if len(piece.rows)]
+        self._unit_column, self._no_bar = args.privacy_unit_column, bool(args.disable_tqdm)
+        self._digests: dict[Any, Numbers] = {}
+
+    def shared_with(self, dataset: Any, what: str, most: int | None = None) -> Numbers:
+        """Return which rows of a data set are training rows, in order.
+
+        A row is a training row if both are the same element of the same object, through
+        ``Subset`` and ``ConcatDataset``, or if both have the same contents. Contents are compared
+        as they are stored, or as they are read if no stored column is in both data sets. Labels
+        and single numbers are no contents.
+
+        Args:
+            dataset: another data set with a length.
+            what: its name in messages.
+            most: how many of its first rows are compared; all if None.
+        """
+        rows = np.arange(len(dataset))[:most]
+        others = [*_pieces(dataset, rows, rows)]
+        pairs = [(own, other) for own in self._pieces for other in others if own.data is other.data]
+        found = [other.at[np.isin(other.rows, own.rows)] for own, other in pairs]
+        if not any(map(len, found)):
+            with keeping_random_state():  # data sets may draw
+                found = [self._with_equal_contents(others, f"Comparing it with {what}")]
+        return np.unique(np.concatenate(found))
+
+    def _with_equal_contents(self, others: list[_Piece], doing: str) -> Numbers:
+        for stored in (True, False):
+            sample = [row for piece in others for row in _examples(piece.sample(), stored)]
+            with explaining_bad_data(self.data, doing):
+                first = next(_examples(self._pieces[0].sample(1), stored), {})
+            if not (names := _contents(sample, [n for n in first if n != self._unit_column])):
+                continue
+            alike = stored and _stored_alike([*self._pieces, *others], names)
+            for columns in (True, False) if alike else (False,):
+                try:
+                    found = self._digest_rows(others, names, stored, columns, doing)
+                    if (key := (*names, stored, columns)) not in self._digests:
+                        with explaining_bad_data(self.data, doing):
+                            known = self._digest_rows(self._pieces, names, stored, columns, doing)
+                        self._digests[key] = known
+                except UnknownStorageError:
+                    continue
+                shared = np.isin(found, self._digests[key]) & (found != 0)
+                return np.concatenate([piece.at for piece in others])[shared]
+        return np.zeros(0, np.int64)
+
+    def _digest_rows(
+        self, pieces: list[_Piece], names: list[Any], stored: bool, columns: bool, doing: str
+    ) -> Numbers:
+        """Return the digests of the rows of some pieces, by columns or row by row."""
+        total = sum(len(piece.rows) for piece in pieces)
+        with tqdm(total=total, desc=doing, delay=_QUIET, disable=self._no_bar) as bar:
+            found = []
+            for piece in pieces:
+                if columns:
+                    found.append(stored_digests(piece.data, piece.rows, names, bar.update))
+                    continue
+                digests = np.zeros(len(piece.rows), np.uint64)
+                for n, row in enumerate(_examples(piece, stored, names)):
+                    digests[n] = _digest(row, names)
+                    bar.update()
+                found.append(digests)
+        return np.concatenate(found)
+
+
+@dataclass
+class _Piece:
+    """Rows of one object, and where they are in a data set that is made of it."""
+
+    data: Any
+    rows: Numbers
+    at: Numbers
+
+    def sample(self, most: int = _SAMPLED) -> _Piece:
+        """Return a piece of this one with few rows."""
+        some = np.linspace(0, len(self.rows) - 1, min(most, len(self.rows))).astype(np.int64)
+        return _Piece(self.data, self.rows[some], self.at[some])
+
+
+def _pieces(data: Any, rows: Numbers, at: Numbers) -> Iterator[_Piece]:
+    """Yield what a data set is made of, through ``Subset`` and ``ConcatDataset``.
+
+    Args:
+        data: a data set.
+        rows: (N,), the indices of some of its rows.
+        at: (N,), the indices of these rows in the outermost data set.
+    """
+    if isinstance(data, Subset):
+        inner = np.asarray(data.indices, np.int64)[rows]
+        yield from _pieces(data.dataset, inner % len(data.dataset), at)  # type: ignore[arg-type]
+    elif isinstance(data, ConcatDataset):
+        begin = 0
+        for part in data.datasets:
+            inside = (rows >= begin) & (rows < begin + len(part))  # type: ignore[arg-type]
+            yield from _pieces(part, rows[inside] - begin, at[inside])
+            begin += len(part)  # type: ignore[arg-type]
+    else:
+        yield _Piece(data, rows, at)
+
+
+def _stored_alike(pieces: Sequence[_Piece], names: Sequence[Any]) -> bool:
+    """Return whether all pieces have stored columns of these names, each of one type."""
+    if not all(is_stored(piece.data) for piece in pieces):
+        return False
+    kinds = [[type(piece.data.features.get(name)) for name in names] for piece in pieces]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _examples(
+    piece: _Piece, stored: bool, names: list[Any] | None = None
+) -> Iterator[Mapping[Any, Any]]:
+    """Yield rows by name; if ``stored``, a ``datasets.Dataset`` gives its columns untransformed.
+
+    Images are decoded only if names are given.
+    """
+    data = piece.data
+    if stored and hasattr(data, "select_columns"):
+        data = data.with_format(None)
+        data = data if names is None else data.select_columns(names)
+        for name, kind in data.features.items():
+            image = type(kind).__name__ == "Image"  # others are sounds and films
+            if getattr(kind, "decode", False) and not (image and names):
+                data = data.cast_column(name, replace(kind, decode=False))
+        data = data.select(piece.rows)
+        for start in range(0, len(data), _READ):
+            batch = data[start : start + _READ]
+            for row in zip(*batch.values(), strict=True):
+                yield dict(zip(batch, row, strict=True))
+    else:
+        for example in (data[row] for row in piece.rows.tolist()):
+            named = example if hasattr(example, "keys") else getattr(example, "__dict__", None)
+            yield dict(enumerate(example)) if named is None else named
+
+
+_BESIDE = re.compile("label|_mask$|token_type_ids$|position_ids$")  # alike in many rows
+
+
+def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[Any]:
+    """Returns under which names rows hold what tells them apart: more than single numbers.
+
+    Labels only if there is nothing else; single numbers only if some have fractions.
+    """
+    inputs = [name for name in names if not _BESIDE.search(str(name))]
+    labels = [name for name in names if "label" in str(name)]
+    held = {name: [_canonical(row.get(name)) for row in rows] for name in (*inputs, *labels)}
+    for some in (inputs, labels):
+        if found := [n for n in some if any(x and not isinstance(x, int | float) for x in held[n])]:
+            return found
+    return inputs if any(isinstance(x, float) for n in inputs for x in held[n]) else []
+
+
+def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
+    """Returns a hash of 64 bits of what a row holds under these names; 0 if that is nothing."""
+    held = [_canonical(row.get(name)) for name in names]
+    found = blake2b(repr(held).encode(), digest_size=8).digest()
+    return int.from_bytes(found) if any(held) else 0
+
+
+def _canonical(value: Any) -> Any:
+    """Returns a value in the one form that it has in every library; None if it is empty."""
+    if isinstance(value, str | bytes | None):
+        return value or None
+    if isinstance(value, Mapping):
+        items = {str(key): _canonical(value[key]) for key in sorted(value, key=str)}
+        return {key: item for key, item in items.items() if item is not None} or None
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value  # bfloat16 is torch's alone
+    try:
+        array = np.asarray(value)
+    except (RuntimeError, TypeError, ValueError):  # of several lengths, say
+        array = np.asarray(None)
+    if array.dtype.kind in "bui":
+        array = array.astype(np.int64)
+    elif array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+    elif isinstance(value, list | tuple) or array.ndim:
+        return [_canonical(item) for item in value] or None
+    else:
+        return value
+    if array.ndim == 0:
+        return array.item()
+    return (array.shape, blake2b(array.tobytes()).digest()) if array.size else None

@@ -1,0 +1,159 @@
+"""Evaluation data hold no training rows; which rows two data sets share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image as Picture
+from torch.utils.data import ConcatDataset, Subset, random_split
+
+from dp_grape_hf import PrivacyError
+from dp_grape_hf.trainer.overlap import TrainingRows
+from tests.support.trainers import Examples, make_args, make_trainer, points
+
+ARGS = make_args("unused")
+
+
+def shared(training_data: Any, dataset: Any) -> list[int]:
+    """Returns which rows of a data set are training rows."""
+    found: list[int] = TrainingRows(training_data, ARGS).shared_with(dataset, "eval").tolist()
+    return found
+
+
+def texts(count: int = 12, seed: int = 0) -> datasets.Dataset:
+    words = np.random.default_rng(seed).integers(5, 99, (count, 6)).tolist()
+    return datasets.Dataset.from_dict({"input_ids": words, "labels": [1] * count})
+
+
+# ---- Refused ----
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "subset": lambda data: Subset(data, [7, 3]),
+    "concatenated": lambda data: ConcatDataset([points(2, seed=1), Subset(data, [0])]),
+    "list": lambda data: [dict(row) for row in data.examples[20:]],
+    "dict": lambda data: {"far": points(3, seed=1), "near": Examples(data.examples[:1])},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ask", ["evaluate", "predict", "get_eval_dataloader"])
+def test_metrics_of_training_rows_are_refused(ask: str, part: str, tmp_path: Path) -> None:
+    data = points()
+    held = PARTS[part](data)
+    if not isinstance(held, dict):
+        with pytest.raises(PrivacyError, match="not covered by epsilon"):
+            getattr(make_trainer(tmp_path, train_dataset=data), ask)(held)
+    with pytest.raises(PrivacyError, match="training rows"):
+        make_trainer(tmp_path, train_dataset=data, eval_dataset=held)
+    for allowed in ({"eval_data_is_public": True}, {"noise_multiplier": 0.0}):
+        make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
+
+
+def test_the_error_counts_shared_rows_and_names_the_first(tmp_path: Path) -> None:
+    data = texts()
+    held = datasets.concatenate_datasets([texts(2, seed=1), data.select([5, 3, 4])])
+    with pytest.raises(PrivacyError, match=r"3 of its 5 rows .* eval_dataset\['a'\]\[2\]"):
+        make_trainer(tmp_path, train_dataset=data, eval_dataset={"a": held})
+
+
+def test_each_pair_of_data_sets_is_compared_once(tmp_path: Path) -> None:
+    class Counted(Examples):
+        reads = 0
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            self.reads += 1
+            return super().__getitem__(index)
+
+    data, held = Counted(points().examples), Counted(points(6, seed=1).examples)
+    trainer = make_trainer(tmp_path, train_dataset=data, eval_dataset={"a": held})
+    before = data.reads, held.reads
+    for dataset in (None, "a", held):
+        trainer.get_eval_dataloader(dataset) if dataset else trainer.evaluate()
+    assert (data.reads, held.reads) == (before[0], before[1] + len(held)), "one evaluation"
+    trainer.predict(points(6, seed=2))
+    assert data.reads <= before[0] + 1, "digests of training rows are kept"
+
+
+# ---- Shared rows ----
+
+
+def test_the_same_place_of_one_object_is_shared_whatever_is_read() -> None:
+    class Augmented(Examples):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"x": torch.rand(3)}
+
+    data = Augmented([{}] * 8)
+    assert shared(data, Subset(ConcatDataset([data, data]), [9, 3])) == [0, 1]
+    train, held = random_split(data, [5, 3])
+    assert shared(train, held) == []
+    assert shared(train, Subset(data, [*train.indices[:2], *held.indices])) == [0, 1]
+
+
+def test_a_selection_is_compared_by_its_own_rows() -> None:
+    data = texts(40)
+    parts = data.train_test_split(0.25, seed=0)
+    assert shared(parts["train"], parts["test"]) == []
+    held = Subset(data.shuffle(seed=1), [3, 4])
+    rows = {tuple(words) for words in parts["train"]["input_ids"]}
+    expected = [n for n in (0, 1) if tuple(held[n]["input_ids"]) in rows]
+    assert shared(parts["train"], held) == expected
+
+
+def column(name: str, values: list[Any], kind: Any = None) -> datasets.Dataset:
+    table = pa.table({name: pa.array(values, kind)})
+    return datasets.Dataset(table)
+
+
+WORDS, OTHER = [[1, 2], [], None, [3]], [[9], [3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("training_data", "dataset", "expected"),
+    [
+        (column("x", WORDS, pa.list_(pa.int32())), column("x", OTHER), [1, 2]),
+        (column("x", WORDS, pa.large_list(pa.uint8())), column("x", OTHER), [1, 2]),
+        (column("x", [[1, 2], [2, 3]], pa.list_(pa.int64(), 2)), column("x", [[2, 3]]), [0]),
+        (column("x", [[1.5, 2]]), column("x", [[2.0], [1.5, 2]], pa.list_(pa.float32())), [1]),
+        (column("x", ["a", "", None]), column("x", ["", "a"], pa.large_string()), [1]),
+        (column("x", [["ab", "c"]]), column("x", [["a", "bc"], ["ab", "c"]]), [1]),
+        (column("x", [[[1], [2, 3]]]), column("x", [[[1, 2], [3]], [[1], [2, 3]]]), [1]),
+        (column("x", [{"a": "b", "c": 1}]), column("x", [{"a": "b", "c": 2}]), []),
+        (column("x", [{"a": "b", "c": 0}]), column("x", [{"a": "b", "c": 0}]), [0]),
+        (column("x", [0.0, 1.5]), column("x", [1.5, 0.0, 2.5]), [0]),
+        (column("x", [1, 2]), column("x", [1, 2]), []),
+        (column("x", ["a", "b"]).add_column("y", [["c"], ["d"]]), column("y", [["d"]]), [0]),
+    ],
+)
+def test_columns_and_rows_show_the_same_shared_rows(
+    training_data: datasets.Dataset, dataset: datasets.Dataset, expected: list[int]
+) -> None:
+    assert shared(training_data, dataset) == expected
+    assert shared(training_data.to_list(), dataset.to_list()) == expected
+
+
+def test_a_column_of_an_unknown_type_is_read() -> None:
+    times = np.array(["2020-01-01", "2021-01-01"], "datetime64[s]")
+    data = datasets.Dataset.from_dict({"when": times, "x": ["a", "a"]})
+    assert shared(data, data.select([1])) == [0]
+    assert shared(data.select([0]), data.select([1])) == []
+
+
+def test_encoded_images_are_compared_and_not_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    values = np.random.default_rng(0).integers(0, 255, (6, 4, 4, 3), dtype=np.uint8)
+    paths = [str(tmp_path / f"{n}.png") for n in range(6)]
+    for path, value in zip(paths, values, strict=True):
+        Picture.fromarray(value).save(path)
+    features = datasets.Features({"image": datasets.Image()})
+    files = datasets.Dataset.from_dict({"image": paths[:4]}, features=features)
+    encoded = [{"bytes": Path(p).read_bytes(), "path": None} for p in paths[3:]]
+    held = datasets.Dataset.from_dict({"image": encoded}, features=features)
+    monkeypatch.delattr(datasets.Image, "decode_example")
+    assert shared(files, held) == [0]
+    assert shared(held, files) == [3]
