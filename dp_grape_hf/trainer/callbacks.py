@@ -55,7 +55,7 @@ class OnlyPrivateLogs(TrainerCallback):
     """Takes out of the logs what is not known to be private; no other callback may come before it.
 
     Args:
-        prefixes: returns those of metrics of evaluation data.
+        prefixes: returns the prefixes of metrics that are computed now; empty outside evaluations.
     """
 
     def __init__(self, prefixes: Callable[[], Iterable[str]]) -> None:
@@ -71,8 +71,9 @@ class OnlyPrivateLogs(TrainerCallback):
                 if name not in self._seen:
                     logger.warning(
                         "%r is not known to be private and was left out of the logs. Metrics of "
-                        "evaluation data are logged under the prefix of their evaluation; for "
-                        "debugging on public data, noise_multiplier=0 logs everything.",
+                        "evaluation data are logged by evaluate() and predict(), under their "
+                        "metric_key_prefix. For debugging on public data, noise_multiplier=0 logs "
+                        "everything.",
                         name,
                     )
                     self._seen.add(name)

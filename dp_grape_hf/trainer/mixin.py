@@ -10,13 +10,14 @@ adds noise, and ``ledger`` records. From the training utilities on, something le
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -155,13 +156,21 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Looks on at the steps of runs that are made from now on."""
     _parts_of: Any = None  # the model that parts were chosen of
     _given_train_dataset: Any = None  # before the host made something else of it
-    _prefixes: tuple[str, ...] = ("eval",)  # of metrics of evaluation data
+    _prefixes: tuple[str, ...] = ()  # of metrics, while an evaluation runs
     _public_dataset: Any = None
     _private_norm: Tensor = torch.zeros(())
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
     _noted: bool = False  # whether the model's config says that it was trained privately
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets the ``evaluate`` and ``predict`` of a subclass log their metrics, too."""
+        super().__init_subclass__(**kwargs)
+        for name, prefix in (("evaluate", "eval"), ("predict", "test")):
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if owner is cls or not issubclass(owner, DPGrapeMixin):
+                setattr(cls, name, _as_evaluation(getattr(cls, name), prefix))
 
     def __init__(
         self,
@@ -823,6 +832,20 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 def _is_hosts(method: Callable[..., Any]) -> bool:
     """Whether a method of a trainer is none of the user's own."""
     return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
+
+
+def _as_evaluation(method: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+    """Returns a method under whose prefix metrics are logged while it runs."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def evaluation(self: DPGrapeMixin, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        with self._logging({**kwargs, **given.arguments}.get("metric_key_prefix", prefix)):
+            return method(self, *args, **kwargs)
+
+    return evaluation
 
 
 def _mean_loss(

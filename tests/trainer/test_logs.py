@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainerCallback
 
+from dp_grape_hf import DPGrapeTrainer
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from tests.support.trainers import Watch, make_trainer, points
 
@@ -20,7 +21,7 @@ class _Leaks(TrainerCallback):
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.log({"margin": LEAK, "train_accuracy": LEAK})
+        self.trainer.log({"margin": LEAK, "train_accuracy": LEAK, "eval_train_loss": LEAK})
 
 
 class _TalkativeHost(Trainer):
@@ -59,6 +60,7 @@ def test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning(
         assert str(LEAK) not in (tmp_path / name).read_text(), name
     said = [r.getMessage() for r in caplog.records if "not known to be private" in r.getMessage()]
     assert sorted(text.split("'")[1] for text in said) == [
+        "eval_train_loss",
         "margin",
         "tokens_seen",
         "train_accuracy",
@@ -130,6 +132,46 @@ def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path: Path) -> None:
         assert "other" not in logged[0]
         trainer.log({f"{prefix}_so_far": LEAK})
     assert LEAK not in [value for logs in trainer.state.log_history for value in logs.values()]
+
+
+class _Own(DPGrapeTrainer):
+    """Evaluates by itself, as the trainers of question answering scripts do."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        loader = self.get_eval_dataloader(eval_dataset)
+        output = self.evaluation_loop(loader, "own", metric_key_prefix=metric_key_prefix)
+        self.log({**output.metrics, f"{metric_key_prefix}_exact": 0.25})
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, output.metrics)
+        return output.metrics
+
+
+class _Predicts:
+    """Logs with a name of its own, in front of a private trainer."""
+
+    def predict(self, test_dataset: Any, **kwargs: Any) -> None:
+        self.log({"test_exact": 0.5, f"{kwargs.get('metric_key_prefix')}_exact": 0.5})  # type: ignore[attr-defined]
+
+
+class _OwnBoth(_Predicts, _Own): ...
+
+
+@pytest.mark.parametrize("cls", [_Own, _OwnBoth])
+def test_an_own_evaluation_logs_its_metrics(cls: Any, tmp_path: Path) -> None:
+    held = points(5, seed=1)
+    settings = {"eval_dataset": held, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, cls=cls, **settings)
+    trainer.train()
+    trainer.evaluate(held, None, "dev")
+    trainer.log({"eval_exact": LEAK, "dev_exact": LEAK, "test_exact": LEAK})
+    if cls is _OwnBoth:
+        trainer.predict(held)
+        trainer.predict(held, metric_key_prefix="far")
+    logged = [(k, v) for logs in trainer.state.log_history for k, v in logs.items() if "exact" in k]
+    predicted = [("test_exact", 0.5), ("far_exact", 0.5)] if cls is _OwnBoth else []
+    assert logged == [("eval_exact", 0.25)] * 2 + [("dev_exact", 0.25), *predicted]
+    assert sum("eval_loss" in logs for logs in trainer.state.log_history) == 2
 
 
 def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> None:
