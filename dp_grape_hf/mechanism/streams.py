@@ -15,6 +15,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NoReturn
 
 import numpy as np
@@ -178,12 +179,20 @@ def shared_sampling_generator() -> SecretGenerator:
 _TWISTER_WORDS = 624
 # In order: seed (8 bytes), numbers left before the next twist (4), seeded flag (4), position (8).
 _HEADER = struct.Struct("<QiiQ")
-_WORDS = struct.Struct(f"<{_TWISTER_WORDS}Q")  # 32 bits used of each
 _STATE_BYTES = 5056
 
 
 def _twister_state(entropy: bytes) -> torch.Tensor:
     """Returns the state (5056 bytes) that holds ``entropy`` and twists before its first number."""
+    _require_known_layout()
+    words = np.frombuffer(entropy, np.uint32).astype(np.uint64).tobytes()  # 32 bits used of each
+    # Zeros after the words: no normal number is left over from an earlier call.
+    state = (_HEADER.pack(0, 1, 1, 0) + words).ljust(_STATE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+@cache
+def _require_known_layout() -> None:
     current = bytes(torch.Generator().get_state().tolist())  # which works on fake tensors too
     _, left, seeded, position = _HEADER.unpack_from(current)
     if len(current) != _STATE_BYTES or (left, seeded, position) != (1, 1, 0):
@@ -193,10 +202,6 @@ def _twister_state(entropy: bytes) -> torch.Tensor:
             "0), so it cannot be filled with entropy. Use a release of torch this package "
             "supports."
         )
-    words = struct.unpack(f"<{_TWISTER_WORDS}I", entropy)
-    # Zeros after the words: no normal number is left over from an earlier call.
-    state = (_HEADER.pack(0, 1, 1, 0) + _WORDS.pack(*words)).ljust(_STATE_BYTES, b"\0")
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 # ---- Known, for tests ----

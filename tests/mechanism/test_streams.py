@@ -166,6 +166,7 @@ def test_the_first_numbers_are_twisted_and_tempered_entropy(
 
 
 def test_an_unknown_state_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams_module._require_known_layout.cache_clear()
     monkeypatch.setattr(streams_module, "_STATE_BYTES", 16)
     with pytest.raises(PrivacyError, match=r"len\(current\)=5056"):
         secret_generator()
