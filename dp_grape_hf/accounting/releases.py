@@ -41,6 +41,11 @@ class Releases:
         """How many releases the steps are accounted as: those of one example."""
         return -(-int(self.steps) // self.bands)
 
+    @property
+    def counted_rate(self) -> float:
+        """The sampling rate that each of these is accounted at: b q, or q for independent noise."""
+        return min(1.0, float(self.sample_rate) * self.bands)
+
     def block(self) -> Block:
         """Checks all values, and returns what the accountants know of each release.
 
@@ -80,14 +85,14 @@ class Releases:
             f"{' and '.join(unusual)} have no joint analysis: use at most one of estimated norms "
             "(method='dp_jl'), adjacency='replace_one' and bands (noise='banded').",
         )
-        sigma, rate = float(self.noise_multiplier), float(self.sample_rate) * self.bands
+        sigma = float(self.noise_multiplier)
         require(
-            rate <= 1 + _ROUNDING,
+            self.sample_rate * self.bands <= 1 + _ROUNDING,
             f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
             f"most 1/{self.bands}; got {self.sample_rate!r}.",
         )
         law = ONCE if k is None else sensitivities(int(k), sigma)
-        return Block(sigma, min(1.0, rate), law, replaces)
+        return Block(sigma, self.counted_rate, law, replaces)
 
 
 def _is_whole(number: object, least: int) -> bool:

@@ -53,7 +53,7 @@ def _mechanism(own: Mechanism) -> str:
     rows = {
         "method": own.method,
         "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
-        "sampling": f"{own.sampling}, q = {own.sample_rate:.6g}",
+        "sampling": own.sampling_in_words,
         "clipping": f"{own.clipping}, C = {own.max_grad_norm:g}",
         "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
         "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
@@ -98,9 +98,7 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
     runs = len(ledger.composed_runs)
     steps = sum(run.steps for run in ledger.composed_runs)
     of = f"{steps} releases" + (f" of {runs} runs on the same data" if runs > 1 else "")
-    counted = sum(releases.counted for releases in ledger.composed)
-    if counted != steps:
-        of += f" (accounted as {counted})"
+    yield table(("accounted as", run.accounted_in_words) for run in ledger.composed_runs).rstrip()
     if not ledger.private:
         yield f"epsilon after {of} is infinite: {'; '.join(ledger.not_private_reasons)}"
     elif delta is None:
@@ -113,6 +111,6 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
                 epsilon = f"{rounded_up(ledger.epsilon_by(name, delta)):.4f}"
             except AccountantFailure as failure:
                 epsilon = f"not applicable: {failure}"
-            yield f"  {name}  {epsilon}" + (
-                ", the run's own" * (name == ledger.mechanism.accountant)
-            )
+            own = name == ledger.mechanism.accountant
+            yield f"  {name}  {epsilon}" + ", by the run's accountant: the claim" * own
+        yield "Each is a valid upper bound; the others differ by their numerical error bounds."

@@ -178,6 +178,21 @@ class Run:
         """What the run may have cost."""
         return self.mechanism.releases(self.mechanism.counted(self.sessions))
 
+    @property
+    def accounted_in_words(self) -> str:
+        """The numbers that epsilon is computed from: how many releases, sampling rate, sigma."""
+        of = self.accounted
+        said = (
+            f"{of.counted} releases at sampling rate {of.counted_rate:.6g} "
+            f"with sigma {of.noise_multiplier:.6g}"
+        )
+        if of.norm_directions is not None:
+            said += f", norms from {of.norm_directions} directions"
+        if of.bands > 1:
+            terms = " + ".join(f"ceil({steps} / {of.bands})" for steps in self.sessions)
+            said += f": the sum over sessions of ceil(steps / bands), {terms}"
+        return said
+
 
 def released(runs: Iterable[Run]) -> list[accounting.Releases]:
     """What runs may have cost together, as `accounting` wants it."""

@@ -227,6 +227,19 @@ class Mechanism(Record):
         return f"{self.projection}, r = {self.projection_rank}, {made}"
 
     @property
+    def sampling_in_words(self) -> str:
+        """The sampling scheme and its rate, for cards and tables."""
+        rate, bands = f"rate q = {self.sample_rate:.6g}", len(self.bands)
+        if bands == 1:
+            return f"{self.sampling}, {rate}"
+        member = f"{bands} q = {self.releases(1).counted_rate:.6g}"
+        return (
+            f"cyclic {self.sampling.capitalize()}, {bands} bands, {rate}: each {self.privacy_unit} "
+            f"is in one of {bands} groups, which are random and secret; step t of a session "
+            f"samples from group t mod {bands}, each member with probability {member}"
+        )
+
+    @property
     def factors_by_pattern(self) -> dict[str, float]:
         """What ``gradient_factors`` says: name pattern -> factor; the first that matches counts."""
         found: dict[str, float] = json.loads(self.gradient_factors or "{}")
@@ -238,7 +251,7 @@ class Mechanism(Record):
         steps = len(self.bands)
         noises = {
             SECURE: f"{SECURE}, four float64 draws for each number",
-            BANDED: f"{BANDED}, {steps} steps: an example is drawn at one of them, at {steps} q",
+            BANDED: f"{BANDED}, {steps} steps: correlated by banded matrix factorization",
         }
         found = {
             "Not protected, as declared public": self.public_dataset,

@@ -87,18 +87,21 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
     scaled = ", to which all are scaled" if mechanism.clipping == Clipping.AUTOMATIC else ""
+    own = ledger.runs[-1]
+    accounted = {"Accounted as": own.accounted_in_words} if own.accounted.bands > 1 else {}
     rows = {
         _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
         "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
-        "Sampling": f"{mechanism.sampling}, rate q = {mechanism.sample_rate:.6g}",
+        "Sampling": mechanism.sampling_in_words,
         "Dataset size N, as declared": f"{mechanism.num_samples}",
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
         "Noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
         "Clipping norm C": f"{mechanism.max_grad_norm:g}{scaled}",
         "Norms": "exact" if known is None else f"estimated from {known} random directions",
         "Releases": f"{ledger.steps}",
+        **accounted,
         "Projection": mechanism.projection_in_words,
         "Projection seed (public)": "-" if seed is None else f"{seed}",
         "Method": mechanism.method,
@@ -108,8 +111,9 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     }
     if earlier := ledger.composed_runs[:-1]:
         releases = sum(run.steps for run in earlier)
+        each = "; ".join(run.accounted_in_words for run in earlier)
         rows["Earlier runs on the same data"] = (
-            f"{len(earlier)}, with {releases} releases, counted in ε"
+            f"{len(earlier)}, with {releases} releases, counted in ε as {each}"
         )
     return {name: plain(value) for name, value in rows.items()} | {_EPSILON_ROW: spent}
 

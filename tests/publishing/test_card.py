@@ -15,6 +15,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import CardDetails, declare, render
 from dp_grape_hf.publishing.statement import BEGIN, END, statement_in
 from tests.support import ledgers
+from tests.support.cards import rows, section
 from tests.support.hub_server import metadata_errors
 
 MECHANISM = replace(
@@ -31,17 +32,6 @@ NO_NOISE = {"noise_multiplier": 0.0, "target_epsilon": None, "target_delta": Non
 
 def ledger(steps: int = 137, **changes: Any) -> Ledger:
     return ledgers.ledger_of(steps, replace(MECHANISM, **changes)).snapshot(steps)
-
-
-def rows(card: str) -> dict[str, str]:
-    """Returns the table of a card."""
-    found = re.findall(r"^\| (.+?) \| (.+?) \|$", section(card, "Privacy"), re.MULTILINE)
-    return {name: value for name, value in found if name != "Quantity"}
-
-
-def section(card: str, title: str) -> str:
-    """Returns what stands under a heading; empty if there is none of that title."""
-    return next((p for p in card.split("\n## ") if p.startswith(f"{title}\n")), "")
 
 
 def claims_privacy(card: str) -> bool:

@@ -106,7 +106,8 @@ def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path
     assert len(assert_turns(trainer.draws, bands)) > MANY / 2
     checks = verify(tmp_path)
     assert all(check.status != "MISMATCH" for check in checks), checks
-    assert f"banded, {bands} steps" in (tmp_path / "README.md").read_text()
+    accounted = f"{math.ceil(24 / bands)} releases at sampling rate {bands * 10 / MANY:.6g} with"
+    assert f"| Accounted as | {accounted}" in (tmp_path / "README.md").read_text()
 
 
 def test_a_new_loader_has_the_groups_of_the_run(tmp_path: Path) -> None:

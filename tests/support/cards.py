@@ -1,0 +1,14 @@
+"""A model card taken apart: its sections, and the rows of its table."""
+
+import re
+
+
+def rows(card: str) -> dict[str, str]:
+    """Returns the table of a card."""
+    found = re.findall(r"^\| (.+?) \| (.+?) \|$", section(card, "Privacy"), re.MULTILINE)
+    return {name: value for name, value in found if name != "Quantity"}
+
+
+def section(card: str, title: str) -> str:
+    """Returns what stands under a heading; empty if there is none of that title."""
+    return next((p for p in card.split("\n## ") if p.startswith(f"{title}\n")), "")
