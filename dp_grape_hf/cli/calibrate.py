@@ -30,6 +30,17 @@ class _Row(NamedTuple):
     accountant: str
     coefficients: tuple[float, ...]
     noise_left: float | None  # in the weights at the end, over that of independent noise
+    accounted_releases: int
+    accounted_sample_rate: float
+
+
+_OF_INDEPENDENT = ("noise std on mean / C",)  # correlated noise differs from step to step
+_OF_BANDS = ("coefficients", "noise_left", "accounted_releases", "accounted_sample_rate")
+_CYCLIC = """
+Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples from
+one group, each member with probability b q. Epsilon is that of ceil(steps / b) Poisson-subsampled
+Gaussian releases ("releases") at the sampling rate b q ("at rate").
+"""
 
 
 def run(args: argparse.Namespace) -> str:
@@ -60,15 +71,17 @@ def run(args: argparse.Namespace) -> str:
             sigma = rounded_up(sigma)
         releases = Releases(sigma, **plan, **variant, bands=len(coefficients))
         curve = EpsilonCurve(releases, args.target_delta, args.accountant)
-        on_mean = None if batch_size is None else sigma / batch_size
+        one_size = batch_size is not None and len(coefficients) == 1
+        on_mean = sigma / batch_size if one_size else None
         own = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
-        rows.append(_Row(*own, coefficients, left))
+        rows.append(_Row(*own, coefficients, left, releases.counted, releases.counted_rate))
     if not args.json:
         directions = args.norm_directions
         estimated = "" if directions is None else f", norms from {directions} directions"
         return (
             f"sample rate {sample_rate:.6g}, steps {steps}, delta {args.target_delta:g}, "
             f"adjacency {args.adjacency}{estimated}\n\n{_table(rows)}"
+            f"{'' if workload is None else _CYCLIC}"
         )
     # JSON has no infinity; Python, R and JavaScript all read the string back.
     dicts = [
@@ -77,7 +90,8 @@ def run(args: argparse.Namespace) -> str:
     ]
     if workload is None:
         for row in dicts:
-            del row["coefficients"], row["noise_left"]
+            for name in _OF_BANDS:
+                del row[name]
     result = {**plan, "delta": args.target_delta, **variant, "rows": dicts}
     return json.dumps(result, indent=2) + "\n"
 
@@ -96,8 +110,12 @@ def _table(rows: list[_Row]) -> str:
         ],
         "accountant": [row.accountant for row in rows],
         "bands": [f"{len(row.coefficients)}" for row in rows if row.noise_left is not None],
+        "releases": [f"{row.accounted_releases}" for row in rows],
+        "at rate": [f"{row.accounted_sample_rate:.6g}" for row in rows],
         "left": [f"{row.noise_left:.3f}" for row in rows if row.noise_left is not None],
     }
+    for title in _OF_INDEPENDENT if columns["left"] else ("releases", "at rate"):
+        del columns[title]
     shown = [[title, *cells] for title, cells in columns.items() if cells]
     return table(zip(*shown, strict=True), ">")
 

@@ -87,15 +87,19 @@ What does a given noise spend, over 3 epochs of the same data?
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
                1            3.2405                0.01562         pld
 
-And with noise of which later steps take back a part?
+And with correlated noise?
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
       --max_steps 200 --delta 1e-5 --eps 2 6 --noise banded
   sample rate 0.0625, steps 200, delta 1e-05, adjacency add_or_remove_one
 
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant  bands   left
-              2            3.2900            1.9993                0.05141         pld      3  0.959
-              6            2.4720            5.9979                0.03862         pld     12  0.743
+  epsilon asked  noise multiplier  epsilon achieved  accountant  bands  releases  at rate   left
+              2            3.2900            1.9993         pld      3        67   0.1875  0.959
+              6            2.4720            5.9979         pld     12        17     0.75  0.743
+
+  Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples from
+  one group, each member with probability b q. Epsilon is that of ceil(steps / b) Poisson-subsampled
+  Gaussian releases ("releases") at the sampling rate b q ("at rate").
 
 "Left" is what weights have of the noise at the end, over what independent noise of that eps leaves.
 Each band but the first takes memory of the size of a release.
@@ -104,7 +108,8 @@ The guarantee covers everything computed from the noisy steps, however it is use
 who sees every step and knows every other example. Two datasets count as neighbours if one has one
 example more, or with --adjacency replace_one if one example of the one is another in the other; so
 it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
-only (each example drawn independently with probability q; batches vary in size), for noise nobody
+only (each example is included independently with the same probability q; batches vary in size; with
+--noise banded, cyclic Poisson sampling), for noise nobody
 can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
 else learnt from it. Every epsilon is an upper bound and every noise multiplier is rounded up.
 """
@@ -350,9 +355,12 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
 # ---- verify and ledger ----
 
 _VERIFY = """\
-Check a saved model against its ledger: the chain of digests, epsilon by two accountants, the
+Check a saved model against its ledger: the chain of digests, epsilon by several accountants, the
 statement of the model card (its claim and its table), the digests of all files of weights, and
 the tensors that transformers or PEFT load from them. No code of the model's own is run.
+
+The claimed epsilon is the bound by the run's accountant, which the ledger names. The bounds by
+other accountants are second opinions. All are valid upper bounds on the same epsilon.
 
   ok        both say the same
   MISMATCH  they do not, and the exit code is 1
@@ -375,7 +383,8 @@ _VERIFY_EXAMPLES = """\
 """
 
 _LEDGER = """\
-Show what a run recorded: its mechanism, its entries, and the epsilon spent by each accountant.
+Show what a run recorded: its mechanism, its entries, the releases that are accounted, and the bound
+on epsilon by each accountant. The bound by the run's accountant is the claim.
 
 Each entry's digest stands for all that comes before it. Note the last one where it is out of the
 reach of whoever keeps the ledger, and dp-grape verify --head tells later whether this was edited.

@@ -11,8 +11,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import LEDGER_NAME
-from dp_grape_hf.publishing import ABSENT, MISMATCH, verify
+from dp_grape_hf.publishing import ABSENT, MISMATCH, SECOND_OPINION, verify
 from dp_grape_hf.tables import table
+
+_SECOND_OPINIONS = """\
+The claim is the bound by the run's accountant, which the ledger names. Second opinions are bounds
+by other accountants on the same releases. All are valid upper bounds on the same epsilon, so a
+larger second opinion does not mean that the run spent more: that accountant adds more for its
+numerical error, or its analysis is looser. It has to agree with the claim within about 2 %.
+"""
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
@@ -31,7 +38,9 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     if absent:
         verdict += f" {absent} {all_of_them} had nothing to compare."
     rows = [("check", "", "stated", "found"), *checks]
-    return f"{table(rows, most=(34, 8, 30))}\n{verdict}\n", int(wrong > 0)
+    others = any(check.found.endswith(SECOND_OPINION) for check in checks)
+    notes = f"{_SECOND_OPINIONS}\n" * others
+    return f"{table(rows, most=(34, 8, 30))}\n{notes}{verdict}\n", int(wrong > 0)
 
 
 def _downloaded(repo_id: str, revision: str | None) -> Path:

@@ -190,7 +190,7 @@ class Run:
             said += f", norms from {of.norm_directions} directions"
         if of.bands > 1:
             terms = " + ".join(f"ceil({steps} / {of.bands})" for steps in self.sessions)
-            said += f": the sum over sessions of ceil(steps / bands), {terms}"
+            said += f", ceil(steps / bands) of each session: {terms}"
         return said
 
 

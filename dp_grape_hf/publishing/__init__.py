@@ -17,12 +17,13 @@ from dp_grape_hf.publishing.model_files import (
     is_of_a_model,
 )
 from dp_grape_hf.publishing.publisher import Publisher
-from dp_grape_hf.publishing.verification import verify
+from dp_grape_hf.publishing.verification import SECOND_OPINION, verify
 
 __all__ = [
     "ABSENT",
     "ADAPTER_CONFIG",
     "MISMATCH",
+    "SECOND_OPINION",
     "Adapter",
     "CardDetails",
     "Publisher",

@@ -40,6 +40,9 @@ from dp_grape_hf.publishing.statement import (
 # The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
 
+SECOND_OPINION = "(second opinion)"
+"""Marks a bound on epsilon by another accountant than the one that the ledger names."""
+
 
 def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
     """Compares a ledger with itself and with the card and the weights beside it.
@@ -132,8 +135,12 @@ def _of_epsilon(
         claim = _claimed(card)
     if promised and claim is None and (claim := target) is not None:
         source = "asked for"
-    bounds = [] if spent is None else [spent]
-    for name in dict.fromkeys(("prv", "pld", "rdp" if own.accountant == LEAST else own.accountant)):
+    bounds, at = [] if spent is None else [spent], f"at delta {delta:g}"
+    if any(releases.bands > 1 for releases in ledger.composed):
+        each = (run.accounted_in_words for run in ledger.composed_runs)
+        at += f", accounted as {'; '.join(each)}"
+    first = "rdp" if own.accountant == LEAST else own.accountant
+    for name in dict.fromkeys((first, "prv", "pld")):
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
         try:
@@ -145,7 +152,8 @@ def _of_epsilon(
         same = source == "card" and name == own.accountant
         slack = LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
         fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
-        found = f"{_up(epsilon)} at delta {delta:g}"
+        role = at if name == own.accountant else SECOND_OPINION
+        found = f"{_up(epsilon)} {role}"
         yield Check(what, OK if fits else MISMATCH, stated, found)
     if source == "card" and promised and target is not None and bounds:
         best = min(bounds)  # a run may end under another accountant than kept its budget

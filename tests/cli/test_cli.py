@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import shlex
 from dataclasses import fields
@@ -340,6 +341,10 @@ def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixtu
     assert len(row["coefficients"]) > 1
     assert 0.4 < row["noise_left"] < 0.8
     assert row["epsilon"] <= 8
+    bands = len(row["coefficients"])
+    accounted = row["accounted_releases"], row["accounted_sample_rate"]
+    assert accounted == (math.ceil(50 / bands), bands * 64 / 1024)
+    assert row["noise_std_on_mean_over_max_grad_norm"] is None
     (sgd,) = json.loads(run(f"{words} {given} --momentum 0", capsys))["rows"]
     assert sgd["coefficients"] != row["coefficients"]
     for wrong in (

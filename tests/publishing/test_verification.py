@@ -810,7 +810,10 @@ def test_verify_prints_a_table_and_fails_if_a_line_does(
     assert out.endswith("\nNothing disagrees. 2 of 10 checks had nothing to compare.\n")
     assert re.search(rf"^{LOADED} +absent +{WEIGHTS} +cannot be loaded:", out, re.M)
     assert max(map(len, out.splitlines())) <= 100
-    assert re.search(r"^epsilon by pld +ok +5\.999 \(card\) +5\.9\d+ at delta 1e-05$", out, re.M)
+    own, other = r"5\.99\d+ at delta 1e-05", r"5\.9\d+ \(second opinion\)"
+    assert re.search(rf"^epsilon by prv +ok +5\.999 \(card\) +{own}$", out, re.M)
+    assert re.search(rf"^epsilon by pld +ok +5\.999 \(card\) +{other}$", out, re.M)
+    assert "does not mean that the run spent more" in out
     _swap_weights(run)
     assert main(["verify", str(run)]) == 1
     out = capsys.readouterr().out

@@ -106,8 +106,10 @@ def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path
     assert len(assert_turns(trainer.draws, bands)) > MANY / 2
     checks = verify(tmp_path)
     assert all(check.status != "MISMATCH" for check in checks), checks
+    found = {check.what: check.found for check in checks}[f"epsilon by {own.accountant}"]
     accounted = f"{math.ceil(24 / bands)} releases at sampling rate {bands * 10 / MANY:.6g} with"
     assert f"| Accounted as | {accounted}" in (tmp_path / "README.md").read_text()
+    assert f"accounted as {accounted}" in found
 
 
 def test_a_new_loader_has_the_groups_of_the_run(tmp_path: Path) -> None:
