@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.adapters import advice
@@ -33,8 +34,8 @@ from dp_grape_hf.per_sample.losses.losses import (
     loss_for,
     split,
 )
-from dp_grape_hf.per_sample.prints import Prints, computes_in_16_bits
-from dp_grape_hf.per_sample.probing import copies_of, evaluating
+from dp_grape_hf.per_sample.prints import Prints, computes_in_16_bits, tolerance_for
+from dp_grape_hf.per_sample.probing import ROUNDING, copies_of, evaluating, first_two
 from dp_grape_hf.phases import FORWARD, Observer
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded, whole
@@ -184,8 +185,10 @@ class PerSampleEngine(ABC):
                 if not expected.isfinite():  # without a label, say
                     continue
                 actual = self.losses(one)[0]
-            tolerance = 2e-2 if computes_in_16_bits(self.model) else 2e-5
-            if not torch.allclose(actual.float(), expected.float(), tolerance, tolerance):
+            tolerance = rounding = 2e-5
+            if computes_in_16_bits(self.model):
+                tolerance, rounding = 2e-2, max(2e-2, self.rounding_of_losses(one))
+            if not torch.allclose(actual.float(), expected.float(), tolerance, rounding):
                 raise UnsupportedModelError(
                     f"The loss of one example that {type(self.model).__name__} returns itself is "
                     f"not the one that {self.loss.name} computes for it: the model adds a term of "
@@ -263,6 +266,25 @@ class PerSampleEngine(ABC):
                 )
             self.skips_unlabelled = False  # the logits are not one row per position given: rerun
         return checked(self.loss(self.model(**inputs), labels), batch_size)
+
+    def rounding_of_losses(self, inputs: Inputs) -> float:
+        """Returns how far two computations of one loss may be apart by rounding, absolute.
+
+        Outputs that are rounded to 16 bits are known up to 2^-7 of their size, and so is the
+        loss: that of a confident prediction may be all rounding. Two samples are run to see the
+        size. A loss below ``Tolerance.loss`` says nothing, so the result is no larger.
+        """
+        if not computes_in_16_bits(self.model):
+            return ROUNDING
+        given, _ = split(self.loss, first_two(inputs))
+        with evaluating(self.model), torch.no_grad(), keeping_configs(self._configs):
+            outputs = self.model(**given)
+        outputs = getattr(outputs, "logits", outputs)
+        floats = [
+            t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        size = max((t.abs().nan_to_num().max().item() for t in floats if t.numel()), default=0.0)
+        return min(max(ROUNDING, 2**-7 * size), tolerance_for(self.model).loss)
 
     def by_autograd(self, loss: Tensor, projectors: Mapping[str, Projector]) -> Prints:
         """Returns the marks of the gradient of one sample's loss, a scalar, by plain autograd.

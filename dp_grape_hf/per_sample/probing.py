@@ -31,6 +31,7 @@ from dp_grape_hf.per_sample.guards import (
     seed_all,
 )
 
+ROUNDING = 1e-4  # of a loss, absolute
 _NAMED = 5  # of parameters, at most, where an error or a warning lists them
 
 
@@ -67,17 +68,19 @@ def refuse_shared_gradients(gradients: Mapping[str, PerSampleGradient], other: i
         )
 
 
-def refuse_coupled_losses(some: Tensor, others: Tensor, tolerance: float = 1e-2) -> None:
+def refuse_coupled_losses(
+    some: Tensor, others: Tensor, tolerance: float = 1e-2, rounding: float = ROUNDING
+) -> None:
     """Refuses losses of the same samples that differ with what else is in the batch.
 
     Args:
         some: losses; where one of them is compared with several others, (1,).
         others: losses of the same samples in other company.
         tolerance: relative.
+        rounding: absolute.
     """
-    if not torch.allclose(
-        some.float().expand_as(others), others.float(), rtol=tolerance, atol=1e-4, equal_nan=True
-    ):
+    some, others = some.float().expand_as(others), others.float()
+    if not torch.allclose(some, others, rtol=tolerance, atol=rounding, equal_nan=True):
         raise PrivacyError(
             "The loss of one and the same sample changes with the number or the contents of the "
             "samples in its batch: the loss or the model couples samples, so clipping bounds "
@@ -207,7 +210,10 @@ _DROPOUTS = {
 
 
 def refuse_coupled_batch(
-    losses: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any], tolerance: float
+    losses: Callable[[Mapping[str, Any]], Tensor],
+    inputs: Mapping[str, Any],
+    tolerance: float,
+    rounding: float = ROUNDING,
 ) -> None:
     """Refuses a loss that depends on the others of a batch, in training mode and at full size.
 
@@ -219,6 +225,7 @@ def refuse_coupled_batch(
         losses: a batch -> one loss per sample, (B,).
         inputs: a batch of B different samples.
         tolerance: relative, for the comparison of two losses.
+        rounding: absolute, likewise.
 
     Raises:
         PrivacyError: a loss changes with the others, or though nothing does.
@@ -232,7 +239,7 @@ def refuse_coupled_batch(
     size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
     everyone = torch.arange(size)
     together = run(everyone)
-    if not torch.allclose(together, run(everyone), rtol=tolerance, atol=1e-4, equal_nan=True):
+    if not torch.allclose(together, run(everyone), rtol=tolerance, atol=rounding, equal_nan=True):
         raise PrivacyError(DRAWS_BESIDE)
     order = together.nan_to_num().argsort().cpu()
     for other in (order[-1], order[0]):
@@ -240,6 +247,6 @@ def refuse_coupled_batch(
             rows = everyone.clone()
             rows[replaced] = other
             kept = (rows == everyone).to(together.device)
-            refuse_coupled_losses(run(rows)[kept], together[kept], tolerance)
+            refuse_coupled_losses(run(rows)[kept], together[kept], tolerance, rounding)
     if torch.equal(together.nan_to_num(), run(everyone, seed=1).nan_to_num()):
-        refuse_coupled_losses(run(everyone[:2]), together[:2], tolerance)
+        refuse_coupled_losses(run(everyone[:2]), together[:2], tolerance, rounding)

@@ -68,7 +68,8 @@ def examine_batch(
     size = batch_size_of(inputs)
     engine.refuse_noise(inputs)
     if size > 1 and not engine.isolates_samples:
-        refuse_coupled_batch(engine.losses, inputs, tolerance_for(engine.model).change)
+        change, rounding = tolerance_for(engine.model).change, engine.rounding_of_losses(inputs)
+        refuse_coupled_batch(engine.losses, inputs, change, rounding)
     squared = torch.zeros(size, device=engine.device)
 
     def measure(gradients: Gradients) -> None:
@@ -168,7 +169,8 @@ def check_gradients(
             or changes with the order of the samples.
         PrivacyError: if a sample's loss is not what it is alone.
     """
-    compare = _Comparison(engine, projectors, tolerance_for(engine.model))
+    rounding = engine.rounding_of_losses(inputs)
+    compare = _Comparison(engine, projectors, tolerance_for(engine.model), rounding)
     with evaluating(engine.model):
         compare.with_autograd(first_two(inputs))
         several = _of_other_lengths(engine, inputs)
@@ -208,6 +210,7 @@ class _Comparison:
     engine: PerSampleEngine
     projectors: Mapping[str, Projector]
     tolerance: Tolerance
+    rounding: float  # of losses, absolute
 
     def with_autograd(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Refuses an engine that does not agree with autograd; returns its losses and marks."""
@@ -242,7 +245,8 @@ class _Comparison:
         self._refuse_other_losses(again, losses)
 
     def _refuse_other_losses(self, losses: Tensor, expected: Tensor) -> None:
-        refuse_coupled_losses(losses, expected, max(self.tolerance.change, _LEAST_CHANGE))
+        change = max(self.tolerance.change, _LEAST_CHANGE)
+        refuse_coupled_losses(losses, expected, change, self.rounding)
 
     def _marked(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         prints = Prints()

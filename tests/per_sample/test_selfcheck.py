@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.per_sample import Dense, check_gradients, make_engine, require_each_once
+from dp_grape_hf.per_sample import (
+    Dense,
+    check_gradients,
+    examine_batch,
+    make_engine,
+    require_each_once,
+)
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule
 from dp_grape_hf.trainer import mixin
@@ -256,3 +263,43 @@ def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(PrivacyError, match="A tensor that is none of the model's is in the"):
         require_each_once(optimizer, model, dict(model.named_parameters()))
+
+
+# ---- Rounding to 16 bits ----
+
+
+@pytest.mark.parametrize("confident", [True, False])
+def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        initializer_range=1.0,
+        num_labels=3,
+    )
+    model = BertForSequenceClassification(config).to(torch.bfloat16)
+    words = torch.randint(5, 100, (8, 9))
+    batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    classes = model.eval()(**batch).logits.argmax(1) if confident else torch.arange(8) % 3
+    engine = make_engine("layerwise", model.train())
+    examine_batch(engine, batch | {"labels": classes}, {})
+    check_gradients(engine, batch | {"labels": classes}, {})
+
+
+class CoupledIn16Bits(TinyForSequenceClassification):
+    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> Any:
+        logits = super().forward(x.bfloat16())["logits"]
+        return {"logits": logits * (1.3 if len(x) > 3 else 1.0)}
+
+
+def cross_entropies(outputs: Any, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+
+def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
+    model = CoupledIn16Bits().to(torch.bfloat16)
+    with pytest.raises(PrivacyError, match="changes with the number"):
+        make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies).train()
