@@ -6,6 +6,7 @@ an error reaches logs, and values and sizes are not for them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,9 +40,19 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
         said = str(error)
         if not any(words in said.lower() for words in _OF_THE_MACHINE):
             died = "DataLoader worker" in said and "exited" in said
-            error.add_note(f"{doing} failed. {_OF_A_WORKER if died else _advice(dataset)}")
+            empty = _OF_AN_EMPTY_ONE if _NOTHING.search(said) else None
+            error.add_note(f"{doing} failed. {_OF_A_WORKER if died else empty or _advice(dataset)}")
         raise
 
+
+_NOTHING = re.compile(r"\b0 elements|\bsize:? 0\b")
+
+_OF_AN_EMPTY_ONE = (
+    "An example has an empty input, such as a text without tokens, and the model cannot run it. "
+    "Take such examples out of train_dataset, for instance by "
+    "train_dataset.filter(lambda row: len(row['input_ids']) > 0), or give each of them one token, "
+    "for instance the one that ends a text."
+)
 
 _OF_A_WORKER = (
     "A process that fetched examples died: of a lack of memory, or by what the data set does. "

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import T5Config, T5ForConditionalGeneration
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -323,6 +324,27 @@ def test_an_error_over_the_data_goes_on_with_a_note() -> None:
     assert note.startswith("It failed. train_dataset[0] is {x: float}. Each example must be")
     assert "Ada" not in note
     assert "1.5" not in note
+
+
+def test_an_empty_text_is_named_as_the_trouble(tmp_path: Path) -> None:
+    config = T5Config(
+        vocab_size=9,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    rows = [
+        {"input_ids": torch.tensor([3, 4, 1])[:n], "labels": torch.ones(1).long()} for n in (0, 3)
+    ]
+    settings = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "method": "dp_sgd"}
+    model = T5ForConditionalGeneration(config)
+    trainer = make_trainer(tmp_path, model=model, train_dataset=Examples(rows), **settings)
+    with pytest.raises(RuntimeError, match="0 elements") as caught:
+        trainer.train()
+    assert "empty input" in caught.value.__notes__[0]
 
 
 def test_a_worker_that_died_is_told_from_data_of_a_wrong_form() -> None:
