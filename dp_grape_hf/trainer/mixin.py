@@ -110,7 +110,7 @@ from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.saving import SavingMixin
-from dp_grape_hf.trainer.seams import require_seams
+from dp_grape_hf.trainer.seams import is_hosts, require_seams
 from dp_grape_hf.trainer.sharded import ShardingMixin
 
 logger = logging.getLogger(__name__)
@@ -205,13 +205,20 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"label_smoothing_factor={args.label_smoothing_factor!r} and a compute_loss_func "
                 "were given. Smooth in your own loss, or leave it out."
             )
+        if args.label_smoothing_factor and isinstance(model, nn.Module):
+            require(
+                hasattr(model, "config"),
+                f"label_smoothing_factor={args.label_smoothing_factor!r}, and the model, a "
+                f"{type(model).__name__}, has no config, which says how its labels are meant. "
+                "Smooth the labels in a compute_loss_func of your own, or leave it at 0.",
+            )
+        require_seams(self)
         check_dataset(train_dataset)
         self._held_out = HeldOut()
         self._held_out.require(eval_dataset, [train_dataset], args, "eval_dataset")
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
-        require_seams(self)
         if args.chooses:
             args = copy(args)  # what is chosen is filled in there
         super().__init__(  # by name, as hosts of TRL have others in between
@@ -304,7 +311,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _loss(self) -> LossFunction | None:
         """Returns the loss that is asked for; None for that of the model's head."""
         loss: LossFunction | None = self._loss_of_host()
-        own = not _is_hosts(type(self).compute_loss)
+        own = not is_hosts(type(self).compute_loss)
         user = self._user_loss
         require(
             loss is None or (user is None and not own),
@@ -537,7 +544,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         )
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
         run = self.private_run
-        assert run.optimizer is not None
+        if run.optimizer is None:
+            raise PrivacyError(
+                f"{type(self).__name__}.create_optimizer() made an optimizer that does not take "
+                "private gradients, as it did not call super().create_optimizer(). Take it out, or "
+                "call that and return its optimizer."
+            )
         require(
             self.publisher.adapter is None or not moved or bool(run.changes()),
             "save_as='adapter': the model was trained before, and what that added to its weights "
@@ -827,11 +839,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
             "run does not cover. Tune on public data, or add all runs up, by earlier_data='same'."
         )
-
-
-def _is_hosts(method: Callable[..., Any]) -> bool:
-    """Whether a method of a trainer is none of the user's own."""
-    return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
 
 
 def _as_evaluation(method: Callable[..., Any], prefix: str) -> Callable[..., Any]:

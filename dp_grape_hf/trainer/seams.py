@@ -9,8 +9,9 @@ calls them, and calls them with what the overrides take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.errors import PrivacyError
 
@@ -70,15 +71,42 @@ SEAMS = (
 """All methods of ``transformers.Trainer`` that ``DPGrapeMixin`` and its bases override."""
 
 
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        ("get_train_dataloader", "_get_dataloader", "_get_train_sampler"),
+        "epsilon holds only for batches that the trainer samples itself. Take the override out; to "
+        "change examples, change train_dataset or data_collator, and for evaluation override "
+        "get_eval_dataloader()",
+    ),
+    **dict.fromkeys(
+        ("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"),
+        "only the optimizer of the method takes private gradients. Take the override out, and "
+        "choose by update_rule, learning_rate and lr_scheduler_type",
+    ),
+}
+"""Methods that a subclass must not override, and why."""
+
+
+def is_hosts(method: Callable[..., Any]) -> bool:
+    """Whether a method of a trainer is none of the user's own."""
+    return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
+
+
 def require_seams(trainer: Host) -> None:
-    """Refuses a host that lost a method which is replaced here.
+    """Refuses a host that lost a method which is replaced here, and overrides without effect.
 
     Args:
         trainer: its host is behind all mixins.
 
     Raises:
-        PrivacyError: with the version of transformers and the methods.
+        PrivacyError: with the version of transformers and the methods, or with the override.
     """
+    for name, why in _WITHOUT_EFFECT.items():
+        if not is_hosts(getattr(trainer, name, require_seams)):  # some are not in all versions
+            raise PrivacyError(
+                f"{type(trainer).__name__} overrides {name}(), which private training does not "
+                f"use: {why}."
+            )
     host = super(Host, trainer)
     if missing := [f"{name}()" for name in SEAMS if not callable(getattr(host, name, None))]:
         raise PrivacyError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import Trainer
 
@@ -120,6 +121,29 @@ def test_a_host_that_lost_a_seam_is_refused(
     monkeypatch.delattr(Trainer, name)
     with pytest.raises(PrivacyError, match=rf"{transformers.__version__} has no {name}\(\), which"):
         make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("get_train_dataloader", "_get_train_sampler", "_get_dataloader"),
+        *("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"),
+    ],
+)
+def test_an_override_that_nobody_calls_is_refused_before_data(name: str, tmp_path: Path) -> None:
+    cls = type("Own", (DPGrapeTrainer,), {name: lambda *args, **kwargs: None})
+    with pytest.raises(PrivacyError, match=rf"Own overrides {name}\(\)"):
+        make_trainer(tmp_path, cls=cls, train_dataset=object())
+
+
+def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path: Path) -> None:
+    class Own(DPGrapeTrainer):
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters())
+            return self.optimizer
+
+    with pytest.raises(PrivacyError, match=r"Own\.create_optimizer\(\)"):
+        make_trainer(tmp_path, cls=Own).train()
 
 
 # ---- Every version ----

@@ -242,6 +242,11 @@ def test_labels_are_smoothed_for_each_sample_and_in_evaluation(tmp_path: Path) -
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
+def test_smoothing_the_labels_of_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match=r"label_smoothing_factor=0\.1"):
+        make_trainer(tmp_path, label_smoothing_factor=0.1)
+
+
 # ---- Data ----
 
 
