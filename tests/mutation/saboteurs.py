@@ -49,7 +49,7 @@ from dp_grape_hf.per_sample import gradients as representations
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.publishing import file_checks
 from dp_grape_hf.publishing.model_files import Tree, is_weights
-from dp_grape_hf.trainer import collators, data, mixin
+from dp_grape_hf.trainer import collators, mixin, overlap
 
 
 @dataclass(frozen=True)
@@ -933,11 +933,24 @@ SABOTEURS = (
     ),
     Saboteur(
         "a public data set is known by its fingerprint alone",
-        lambda patch: _never(patch, data, "_shared"),
+        lambda patch: patch.setattr(overlap.TrainingRows, "shared_with", lambda *_, **__: ()),
         (
             "test_principal_runs.py::test_copies_are_told_by_their_contents[shuffled-tokens]",
             "test_principal_runs.py::test_copies_are_told_by_their_contents[a part-pictures]",
+            "test_held_out.py::test_metrics_of_training_rows_are_refused[evaluate-list]",
         ),
+    ),
+    Saboteur(
+        "the names of metrics are logged at any time",
+        lambda patch: patch.setattr(mixin.DPGrapeMixin, "_prefixes", ("eval",)),
+        ("test_logs.py::test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning",),
+    ),
+    Saboteur(
+        "losses in 16 bits may differ by anything",
+        lambda patch: patch.setattr(
+            engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
+        ),
+        ("test_selfcheck.py::test_coupling_shows_in_16_bits",),
     ),
     Saboteur(
         "a coin of the whole batch is not tried",
