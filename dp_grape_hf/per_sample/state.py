@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.guards import keeping_random_state
@@ -208,18 +209,19 @@ class StateGuard:
         places: list[_Place] = []
         self._tensors = []
         seen: dict[int, Any] = {}
-        waiting = deque(self._objects.items())
-        while waiting and len(places) < _MOST_PLACES:
-            name, value = waiting.popleft()
-            if isinstance(value, _PLAIN) or id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if isinstance(value, Tensor):
-                self._tensors.append((name, value))
-                continue
-            found, inside = _explore(name, value)
-            places += found
-            waiting.extend(inside)
+        for root in self._objects.items():  # all of a model before a loss that refers to it
+            waiting = deque([root])
+            while waiting and len(places) < _MOST_PLACES:
+                name, value = waiting.popleft()
+                if isinstance(value, _PLAIN) or id(value) in seen:
+                    continue
+                seen[id(value)] = value
+                if isinstance(value, Tensor):
+                    self._tensors.append((name, value))
+                    continue
+                found, inside = _explore(name, value)
+                places += found
+                waiting.extend(inside)
         of_dicts = [place for place in places if place.own is not None]
         self._dicts = [place.own for place in of_dicts if place.own is not None]
         self._others = [place for place in places if place.own is None]
@@ -280,16 +282,33 @@ def _explore(name: str, value: Any) -> tuple[list[_Place], _Inside]:
 
 
 def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
-    """Returns what a module has. Attributes of torch's own layers are constants, and left out."""
-    own, inside, cls = vars(module), [(name, type(module))], type(module).__module__
-    places = [] if cls.startswith("torch.nn.modules.") else [_attributes(name, own)]
+    """Returns what a module has, and what its user's hooks refer to.
+
+    Attributes of torch's own layers are constants, and left out unless a hook may set them. So are
+    attributes of a layer with a quantised weight: they say how the weight is laid out.
+    """
+    own, cls = vars(module), type(module).__module__
+    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+    hooks = [hook for hook in hooks if not _is_installed(getattr(hook, "__module__", None))]
+    inside: _Inside = [(name, type(module)), *((f"{name}.hook", hook) for hook in hooks)]
+    constant = any(map(_is_quantised, own["_parameters"].values())) or (
+        cls.startswith("torch.nn.modules.") and not hooks
+    )
+    places = [] if constant else [_attributes(name, own)]
     for kind in ("_parameters", "_buffers", "_modules"):
         if parts := own[kind]:
             if kind != "_modules" or not _is_installed(cls):
                 places.append(_attributes(name, parts))
             inside += _named(name, parts)
-    inside += _named(name, {n: v for n, v in own.items() if n not in _INTERNALS})
+    if not constant:
+        inside += _named(name, {n: v for n, v in own.items() if n not in _INTERNALS})
     return places, inside
+
+
+def _is_quantised(parameter: Any) -> bool:
+    """Whether this is a frozen weight of a class of a library for quantisation."""
+    frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+    return frozen and not isinstance(parameter, DTensor) and type(parameter) is not nn.Parameter
 
 
 def _of_generator(name: str, generator: Any) -> tuple[list[_Place], _Inside]:

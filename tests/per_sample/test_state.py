@@ -282,6 +282,23 @@ def test_whatever_a_model_remembers_is_seen(name: str) -> None:
         model.train()
 
 
+@pytest.mark.parametrize("where", ["the layer", "a closure"])
+def test_what_a_hook_remembers_is_seen(where: str) -> None:
+    model, largest = Parent(), [0.0]
+
+    def remember(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if where == "the layer":
+            module.largest = float(output.detach().max())
+        else:
+            largest[0] = float(output.detach().max())
+
+    model.norm.register_forward_hook(remember)
+    name = "norm.largest" if where == "the layer" else "norm.hook"
+    with pytest.raises(UnsupportedModelError, match=f"{name} of the model"):
+        with StateGuard(model=model).unchanged():
+            model.norm(torch.randn(2, 3))
+
+
 def test_a_change_in_place_is_seen_without_a_look_at_all_numbers() -> None:
     model = Parent()
     guard = StateGuard(model=model)

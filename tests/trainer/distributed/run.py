@@ -144,7 +144,7 @@ def trained(
 
 
 EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
-    "equal": lambda: RUN | {"eval_dataset": points(7), "eval_strategy": "epoch"},
+    "equal": lambda: RUN | {"eval_dataset": points(7, seed=1), "eval_strategy": "epoch"},
     "equal_chosen": lambda: CHOSEN | roberta(),
     "equal_banded": lambda: BANDED,
     "uneven": lambda: UNEVEN,

@@ -84,7 +84,7 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "opt"),
         {
             "save_as": "adapter",
-            "eval_dataset": examples_of("opt", 5),
+            "eval_dataset": examples_of("opt", 5, seed=1),
             "eval_strategy": "steps",  # the last evaluation is between the last step and the end
             "eval_steps": 1,
         },
