@@ -5,10 +5,10 @@ so a later run on the model asks for the ledger instead of claiming a budget tha
 
 The note is a dictionary under the name ``dp_grape``:
 
-* ``epsilon``: an upper bound of what was spent, as text; ``inf`` without a guarantee.
+* ``epsilon``: an upper bound on the epsilon spent, as text; ``inf`` without a guarantee.
 * ``delta``: at which it holds; None if there is none.
-* ``ledger``: the digest of the ledger's last entry. It is left out where the ledger itself is saved
-  beside the configuration.
+* ``ledger``: the digest of the ledger's last entry. It is left out if the ledger is saved next to
+  the configuration.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def note_provenance(model: nn.Module, ledger: Ledger, epsilon: float) -> None:
     """Notes in the configuration of a model what its training spent, if it has a configuration.
 
     Args:
-        model: that is trained.
-        ledger: of its run.
-        epsilon: an upper bound of what was spent, at the delta of the ledger's mechanism.
+        model: the trained model.
+        ledger: the ledger of its run.
+        epsilon: an upper bound on the epsilon spent, at the delta of the ledger's mechanism.
     """
     config = _config_of(model)
     if config is None:

@@ -18,14 +18,14 @@ from dp_grape_hf.mechanism.noise import add_noise_
 
 
 class Turn(NamedTuple):
-    """What a batch was sampled for."""
+    """The step that a batch was sampled for."""
 
     bands: int
     release: int  # its number since the run was started or resumed, from 0
 
 
 class Turns:
-    """Whose turn it is in each step of one run, from its start or from where it was resumed.
+    """The groups of examples of one run, which take turns, and the number of its releases.
 
     The groups belong to the run and not to a loader: noise goes on where another loader begins, so
     the groups must be the same ones.
@@ -55,10 +55,10 @@ class Turns:
         return self._groups
 
     def require_next(self, turn: Turn | None) -> None:
-        """Refuses a sampled batch that is not that of the next release, where groups take turns.
+        """Refuse a batch that was not sampled for the next release, if groups take turns.
 
         Args:
-            turn: what the batch was sampled for; None if no sampler made it.
+            turn: the step that the batch was sampled for; None if no sampler made it.
         """
         require(
             self.bands == 1 or turn in (None, Turn(self.bands, self.made)),

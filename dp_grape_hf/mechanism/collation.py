@@ -228,7 +228,7 @@ Seeds = Callable[[int], list[list[int]]]
 
 
 def secret_seeds(count: int) -> list[list[int]]:
-    """Returns seeds from entropy of the operating system, whatever seeds anybody has set."""
+    """Return seeds from the entropy of the operating system; no seed of a script matters."""
     words = np.frombuffer(os.urandom(24 * count), dtype=np.uint64) >> 1
     seeds: list[list[int]] = words.reshape(count, 3).tolist()
     return seeds

@@ -136,7 +136,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
 
 class Share(list[Drawn]):
-    """One rank's share of one draw, of indices or of what was fetched for them.
+    """One rank's share of one draw: indices, or the examples that were fetched for them.
 
     Args:
         items: of this rank.

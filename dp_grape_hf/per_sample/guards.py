@@ -1,4 +1,4 @@
-"""What stays as it was while a model runs: random streams and configurations."""
+"""Keep random streams and configurations unchanged while a model runs."""
 
 from __future__ import annotations
 

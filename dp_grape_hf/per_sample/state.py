@@ -82,10 +82,10 @@ class _Place(NamedTuple):
     """Something whose parts are compared.
 
     Attributes:
-        name: of it; what its parts are called.
-        read: returns its parts, as they are now.
-        keys: of the parts, where these are attributes with names.
-        own: the dictionary whose values are the parts, if it is one.
+        name: the name in messages.
+        read: returns the current parts.
+        keys: the names of the parts, if they have names.
+        own: the dictionary whose values are the parts, if there is one.
     """
 
     name: str
@@ -102,10 +102,10 @@ class _Snapshot(NamedTuple):
 
 
 class StateGuard:
-    """Compares the state of some objects before and after they are given private examples.
+    """Compares the state of some objects before and after they see private examples.
 
     Args:
-        **objects: by what messages call them, with ``_`` for a blank.
+        **objects: the objects, by their names in messages, with ``_`` for a blank.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -121,12 +121,12 @@ class StateGuard:
 
     @contextmanager
     def unchanged(self, thorough: bool = False) -> Iterator[None]:
-        """Refuses to go on if what happens inside changes the state of an object.
+        """Compare the state of the objects before and after the code inside.
 
-        Where a check inside fails, and the state has changed as well, that is the reason given.
+        If a check inside fails and the state has changed, the error names the change.
 
         Raises:
-            UnsupportedModelError: with the name of the object and of what was changed.
+            PrivacyError: the state has changed. The message names the object and the attribute.
         """
         before = self.snapshot(thorough)
         try:
@@ -137,7 +137,7 @@ class StateGuard:
         self.compare(before)
 
     def snapshot(self, thorough: bool = False) -> _Snapshot:
-        """Returns the state as it is now.
+        """Return the current state.
 
         Args:
             thorough: whether to add up the bits of all tensors. That sees a change through
@@ -153,10 +153,10 @@ class StateGuard:
         return _Snapshot(values, tensors, _counts(tensors), _checksums(tensors, thorough))
 
     def compare(self, before: _Snapshot) -> None:
-        """Raises an error if the state is not that of a snapshot, the last that was taken.
+        """Compare the current state with the last snapshot.
 
         Raises:
-            UnsupportedModelError: with the name of the object and of what was changed.
+            PrivacyError: they differ. The message names the object and the attribute.
         """
         for thing in self._objects.values():
             if isinstance(thing, nn.Module) and is_sharded(thing):
@@ -547,10 +547,10 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def warm_up(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
-    """Runs a model once in training mode on public inputs, for what it makes when it first runs.
+    """Run a model once in training mode on public inputs, so that it builds its tables.
 
-    Tables that a model makes for the lengths that it meets are then no memory of private examples.
-    Nothing happens if the model cannot be run on these inputs.
+    A table that a model builds in its first pass is then no memory of private examples. Nothing
+    happens if the model cannot be run on these inputs.
 
     Args:
         model: the model.

@@ -642,8 +642,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _examine(self, loader: DataLoader[Any]) -> None:
         """Tries collator, losses and gradients on a few examples, before the first release.
 
-        What collator, data set, model and loss remember is looked at before any of them is given
-        an example.
+        The state of collator, data set, model and loss is noted before any of them sees an example.
         """
         if not METHODS[self.args.method].private:
             self._try(loader)
