@@ -158,7 +158,9 @@ class PrivateMechanism:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
         self._clipped_sum = {}
-        self._before = self._state.snapshot(thorough=not self._watched)
+        # Tensors of a simulation have no numbers.
+        thorough = not (self._watched or self.per_sample.simulated)
+        self._before = self._state.snapshot(thorough=thorough)
         if self._directions is not None:
             self._directions.redraw()
 

@@ -237,7 +237,7 @@ _REMEDY = (
 )
 _REMEDIES = {
     "model": "Switch that memory off in the model (track_running_stats=False, for example), or "
-    "make it a constant before training.",
+    "make it a constant before training. Draw random numbers from torch's global stream.",
     "loss": "Compute each loss from its own example and from constants.",
 }
 
@@ -437,6 +437,8 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_left_out(value: Any) -> bool:
+    if type(value).__module__.startswith("torch.distributed."):  # which gathers and frees weights
+        return True
     return any(base.__name__ in _LEFT_OUT for base in type(value).__mro__)
 
 
@@ -530,6 +532,8 @@ def _checksum(tensor: Tensor) -> int:
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return hash(tuple(map(_checksum, parts)))
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return 0
+    if not tensor.untyped_storage().nbytes():  # of a gathered weight, freed since
         return 0
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = tensor.contiguous().view(-1).view(torch.uint8)

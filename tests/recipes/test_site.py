@@ -125,7 +125,7 @@ def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> Non
     }
     assert "epsilon" in found["reference/arguments/#target_epsilon"]
     assert "PrivacySpent" in found["reference/trainers/#dp_grape_hf.DPGrapeTrainer.privacy_spent"]
-    assert "ε" in found["dp_grape_hf/mechanism/#what-the-guarantee-says"]
+    assert "ε" in found["dp_grape_hf/mechanism/#the-guarantee"]
 
 
 @pytest.mark.slow
