@@ -277,7 +277,7 @@ class PerSampleEngine(ABC):
         if not computes_in_16_bits(self.model):
             return ROUNDING
         given, _ = split(self.loss, first_two(inputs))
-        with evaluating(self.model), torch.no_grad(), keeping_configs(self._configs):
+        with evaluating(self.model), torch.no_grad():
             outputs = self.model(**given)
         outputs = getattr(outputs, "logits", outputs)
         floats = [

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
-from operator import attrgetter
+from operator import attrgetter, length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +75,6 @@ _ORDINARY = {Tensor, nn.Parameter}
 """Types of tensors that stay where they are. A pass may lay out a quantised weight elsewhere."""
 
 Values = list[tuple[Any, ...]]
-_Counts = tuple[list[int], list[int]]  # the addresses of tensors, and how often each was changed
 
 
 class _Place(NamedTuple):
@@ -97,8 +96,8 @@ class _Place(NamedTuple):
 class _Snapshot(NamedTuple):
     values: Values
     tensors: list[Tensor]
-    counts: _Counts
-    checksums: list[int] | None
+    numbers: list[list[int]]  # of the tensors, see ``_numbers``
+    thorough: bool
 
 
 class StateGuard:
@@ -112,7 +111,6 @@ class StateGuard:
         self._objects = objects
         self._places: list[_Place] = []
         self._dicts: list[dict[str, Any]] = []  # of the first places
-        self._others: list[_Place] = []  # the places after them
         self._tensors: list[tuple[str, Tensor]] = []
         self._walked: Values | None = None  # the values that were last walked through
 
@@ -143,14 +141,12 @@ class StateGuard:
             thorough: whether to add up the bits of all tensors. That sees a change through
                 ``.data``, which torch does not count, and takes 0.06 s for 100 million numbers.
         """
-        for thing in self._objects.values():
-            if isinstance(thing, nn.Module) and is_sharded(thing):
-                reshard(thing)
+        self._reshard()
         values = self._read()
         if self._walked is None or not _same(values, self._walked):
             values = self._walk()
         tensors = [tensor for _, tensor in self._tensors]
-        return _Snapshot(values, tensors, _counts(tensors), _checksums(tensors, thorough))
+        return _Snapshot(values, tensors, _numbers(tensors, thorough), thorough)
 
     def compare(self, before: _Snapshot) -> None:
         """Compare the current state with the last snapshot.
@@ -158,18 +154,11 @@ class StateGuard:
         Raises:
             PrivacyError: they differ. The message names the object and the attribute.
         """
-        for thing in self._objects.values():
-            if isinstance(thing, nn.Module) and is_sharded(thing):
-                reshard(thing)
-        now = _counts(before.tensors)
-        if now != before.counts or before.checksums is not None:
-            sums = _checksums(before.tensors, before.checksums is not None)
-            for number, (name, tensor) in enumerate(self._tensors):
-                pairs = [(before.counts[0], now[0]), (before.counts[1], now[1])]
-                if sums is not None and before.checksums is not None:
-                    pairs.append((before.checksums, sums))
-                if any(was[number] != this[number] for was, this in pairs):
-                    self._refuse(name, tensor)
+        self._reshard()
+        if (numbers := _numbers(before.tensors, before.thorough)) != before.numbers:
+            was_and_now = (zip(*columns, strict=True) for columns in (before.numbers, numbers))
+            each = zip(self._tensors, *was_and_now, strict=True)
+            self._refuse(*next(named for named, was, now in each if was != now))
         values = self._read()
         if not _same(values, before.values):
             for place, old, new in zip(self._places, before.values, values, strict=True):
@@ -198,11 +187,16 @@ class StateGuard:
             f"bound that. {_REMEDIES.get(title, _REMEDY)} Nothing of this step was released."
         )
 
+    def _reshard(self) -> None:
+        for thing in self._objects.values():
+            if isinstance(thing, nn.Module) and is_sharded(thing):
+                reshard(thing)
+
     # ---- Places ----
 
     def _read(self) -> Values:
         attributes = map(tuple, map(dict.values, self._dicts))  # most of all places, so in C
-        return [*attributes, *(place.read() for place in self._others)]
+        return [*attributes, *(place.read() for place in self._places[len(self._dicts) :])]
 
     def _walk(self) -> Values:
         """Lists all places and tensors; returns the values that they have."""
@@ -222,10 +216,8 @@ class StateGuard:
                 found, inside = _explore(name, value)
                 places += found
                 waiting.extend(inside)
-        of_dicts = [place for place in places if place.own is not None]
-        self._dicts = [place.own for place in of_dicts if place.own is not None]
-        self._others = [place for place in places if place.own is None]
-        self._places = [*of_dicts, *self._others]
+        self._places = sorted(places, key=lambda place: place.own is None)
+        self._dicts = [place.own for place in places if place.own is not None]
         self._walked = self._read()
         return self._walked
 
@@ -277,7 +269,7 @@ def _explore(name: str, value: Any) -> tuple[list[_Place], _Inside]:
     if isinstance(value, property | staticmethod | classmethod):
         return [], [(name, getattr(value, "fget", None) or getattr(value, "__func__", None))]
     if hasattr(value, "__next__") and type(value).__module__ in ("itertools", "builtins"):
-        return [_Place(name, lambda: (repr(value), _left(value)))], []
+        return [_Place(name, lambda: (repr(value), length_hint(value)))], []
     return _of_object(name, value)
 
 
@@ -340,11 +332,9 @@ def _of_container(name: str, value: Any) -> tuple[list[_Place], _Inside]:
     if len(value) > _LARGE:
         return [_Place(name, lambda: (len(value),))], []
     if isinstance(value, dict):
-        own = [] if type(value).__module__ in ("builtins", "collections") else _inherited(value)
-        return [_Place(name, lambda: (*value, *value.values()))], [
-            *((name, item) for item in value.values()),
-            *((name, item) for item in own),
-        ]
+        added = getattr(value, "__dict__", {})  # of a class that adds attributes
+        inside = [*value.values(), *added.values()]
+        return [_Place(name, lambda: (*value, *value.values()))], [(name, item) for item in inside]
     places = [] if isinstance(value, tuple | frozenset) else [_Place(name, lambda: tuple(value))]
     return places, [(name, item) for item in value]
 
@@ -384,7 +374,7 @@ def _of_object(name: str, value: Any) -> tuple[list[_Place], _Inside]:
         return [], [(f"{name}.transform", value._format_kwargs)]
     if type(value).__name__ == "RemoveColumnsCollator":  # it notes what it has logged
         return [], [(name, value.data_collator)]
-    inside: _Inside = [(name, type(value)), *((name, item) for item in _inherited(value))]
+    inside: _Inside = [(name, type(value))]
     slots = [n for base in type(value).__mro__ for n in _slots(base)]
     if slots and not _is_installed(type(value).__module__):
         read = functools.partial(_read_slots, value, slots)
@@ -393,11 +383,6 @@ def _of_object(name: str, value: Any) -> tuple[list[_Place], _Inside]:
     if not isinstance(own, dict):
         return [], []
     return [_attributes(name, own)], [*inside, *_named(name, own)]
-
-
-def _inherited(value: Any) -> list[Any]:
-    """Returns the attributes of an object that is a dictionary as well."""
-    return [*vars(value).values()] if isinstance(value, dict) and hasattr(value, "__dict__") else []
 
 
 def _slots(base: type) -> tuple[str, ...]:
@@ -424,11 +409,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it has no value yet
         return None
-
-
-def _left(iterator: Any) -> int:
-    hint = getattr(iterator, "__length_hint__", None)
-    return 0 if hint is None else int(hint())
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -507,19 +487,21 @@ def _is_opaque(value: Any) -> bool:
     return False
 
 
-def _counts(tensors: list[Tensor]) -> _Counts:
-    if _ORDINARY.issuperset(map(type, tensors)):
-        return list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))
-    found = [local(tensor) for tensor in tensors]
-    places = [t.data_ptr() if type(t) in _ORDINARY else 0 for t in found]
-    return places, list(map(_version, found))
+def _numbers(tensors: list[Tensor], thorough: bool) -> list[list[int]]:
+    """Return the addresses of tensors, how often each was changed in place, and checksums.
+
+    Checksums only if ``thorough``.
+    """
+    if _ORDINARY.issuperset(map(type, tensors)):  # nearly always, and in C
+        found, places = tensors, list(map(Tensor.data_ptr, tensors))
+    else:
+        found = [local(tensor) for tensor in tensors]
+        places = [t.data_ptr() if type(t) in _ORDINARY else 0 for t in found]
+    sums = [[_checksum(tensor) for tensor in tensors]] if thorough else []
+    return [places, list(map(_version, found)), *sums]
 
 
 _version = attrgetter("_version")
-
-
-def _checksums(tensors: list[Tensor], thorough: bool) -> list[int] | None:
-    return [_checksum(tensor) for tensor in tensors] if thorough else None
 
 
 def _checksum(tensor: Tensor) -> int:
