@@ -24,7 +24,6 @@ from dp_grape_hf.mechanism.banded import Groups, Turn, Turns
 from dp_grape_hf.mechanism.collation import (
     Grid,
     OwnRows,
-    Rows,
     Seeds,
     secret_seeds,
     stacked,
@@ -34,6 +33,7 @@ from dp_grape_hf.per_sample import StateGuard
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 Drawn = TypeVar("Drawn")
+Made = TypeVar("Made")
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -148,9 +148,25 @@ class Share(list[Drawn]):
         self.turn = turn
 
 
-def turn_of(share: list[Any]) -> Turn | None:
-    """Returns what a share was drawn for; None if no sampler made it."""
-    return getattr(share, "turn", None)
+class Each:
+    """Applies a function to each item of a share alone, by objects that must not remember any.
+
+    Args:
+        seeds: as in ``with_own_coins``.
+        **objects: the objects that the function uses, as in ``StateGuard``.
+
+    Raises:
+        PrivacyError: when called, if one of the objects remembers something of the items.
+    """
+
+    def __init__(self, seeds: Seeds, **objects: Any) -> None:
+        self._state, self._seeds = StateGuard(**objects), seeds
+
+    def __call__(self, function: Callable[[Any], Made], share: list[Any]) -> Share[Made]:
+        """Return the results, for the step that the share was sampled for."""
+        with self._state.unchanged():
+            made = with_own_coins(function, share, self._seeds)
+        return Share(made, getattr(share, "turn", None))
 
 
 class LogicalBatch(list[Any]):
@@ -213,20 +229,14 @@ class LogicalBatchCollator:
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
         self.own_rows = OwnRows(collator, grid)
         self.physical_batch_size = physical_batch_size
-        self.state = StateGuard(data_collator=collator)
-        self._seeds = seeds
+        self._each = Each(seeds, data_collator=collator)
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:
         """Collates each example of a share by itself, and stacks what is alike."""
-        rows = self._rows(lambda example: self.own_rows([example]), examples)
+        rows = self._each(lambda example: self.own_rows([example]), examples)
         stacks = list(stacked(rows, self._chunks))
         sizes = [len(stack.members) for stack in stacks]
-        return LogicalBatch([stack.batch for stack in stacks], sizes, turn_of(examples))
-
-    def _rows(self, make: Callable[[Any], Rows], items: list[Any]) -> list[Rows]:
-        """Returns the rows of each item, from a collator that must not remember any."""
-        with self.state.unchanged():
-            return with_own_coins(make, items, self._seeds)
+        return LogicalBatch([stack.batch for stack in stacks], sizes, rows.turn)
 
     def _chunks(self, members: list[int]) -> list[list[int]]:
         size = self.physical_batch_size
@@ -251,8 +261,7 @@ class EmptyDrawDataset(Dataset[Any]):
                 "set with __len__ and __getitem__; load a streamed one into memory."
             )
         self.dataset: Any = dataset
-        self.state = StateGuard(train_dataset=dataset)
-        self._seeds = seeds
+        self._each = Each(seeds, train_dataset=dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -265,6 +274,4 @@ class EmptyDrawDataset(Dataset[Any]):
 
         A batched access, or a transform of the data set, could make one example depend on others.
         """
-        with self.state.unchanged():
-            found = with_own_coins(self.dataset.__getitem__, indices, self._seeds)
-        return Share(found, turn_of(indices))
+        return self._each(self.dataset.__getitem__, indices)

@@ -30,15 +30,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.mechanism.collation import Seeds, secret_seeds, stacked, with_own_coins
+from dp_grape_hf.mechanism.collation import Seeds, secret_seeds, stacked
 from dp_grape_hf.mechanism.sampling import (
+    Each,
     LogicalBatch,
     LogicalBatchCollator,
     PoissonBatchSampler,
     Share,
-    turn_of,
 )
-from dp_grape_hf.per_sample import UNIT_OF_ROW, StateGuard
+from dp_grape_hf.per_sample import UNIT_OF_ROW
 
 _KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
 _AT_ONCE = 2**14  # examples whose column is in memory while it is read
@@ -230,8 +230,7 @@ class UnitDataset(Dataset[Any]):
     def __init__(self, dataset: Any, column: str, seeds: Seeds = secret_seeds) -> None:
         self.dataset = dataset
         self.column = column
-        self.state = StateGuard(train_dataset=dataset)
-        self._seeds = seeds
+        self._each = Each(seeds, train_dataset=dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -241,9 +240,7 @@ class UnitDataset(Dataset[Any]):
 
     def __getitems__(self, units: list[list[int]]) -> Share[list[Any]]:
         """Returns the examples of each unit of a share, as ``EmptyDrawDataset`` does."""
-        with self.state.unchanged():
-            found = with_own_coins(lambda u: [self[index] for index in u], units, self._seeds)
-        return Share(found, turn_of(units))
+        return self._each(lambda unit: [self[index] for index in unit], units)
 
 
 class UnitCollator(LogicalBatchCollator):
@@ -263,13 +260,13 @@ class UnitCollator(LogicalBatchCollator):
         """Collates each unit of a share by itself, and stacks what is alike."""
         for unit in units:
             refuse_large_unit(len(unit), self.physical_batch_size)
-        rows = self._rows(self.own_rows, units)
+        rows = self._each(self.own_rows, units)
         batches, sizes = [], []
         for batch, members in stacked(rows, partial(self._packed, [len(unit) for unit in units])):
             whose = [number for number, i in enumerate(members) for _ in units[i]]
             batches.append({**batch, UNIT_OF_ROW: torch.tensor(whose)})
             sizes.append(len(whose))
-        return LogicalBatch(batches, sizes, turn_of(units))
+        return LogicalBatch(batches, sizes, rows.turn)
 
     def _packed(self, sizes: list[int], members: list[int]) -> list[list[int]]:
         """Returns units that fit into one physical batch each: the first that has room, by size."""

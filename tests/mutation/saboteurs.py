@@ -30,7 +30,6 @@ from dp_grape_hf.mechanism import (
     sampling,
 )
 from dp_grape_hf.mechanism import release as engine
-from dp_grape_hf.mechanism import units as unit_data
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
@@ -317,7 +316,7 @@ def _states_uncompared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _states_compared_once(patch: pytest.MonkeyPatch) -> None:
-    for module in (engine, sampling, unit_data):
+    for module in (engine, sampling):
         patch.setattr(module, "StateGuard", _Blind)
 
 
@@ -523,7 +522,7 @@ def _one_stream(patch: pytest.MonkeyPatch) -> None:
     def with_own_coins(function: Any, items: Any, seeds: Any = None) -> list[Any]:
         return [function(item) for item in items]
 
-    for module in (collation, sampling, unit_data):
+    for module in (collation, sampling):
         patch.setattr(module, "with_own_coins", with_own_coins)
 
 
