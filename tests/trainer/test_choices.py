@@ -27,6 +27,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.staging import kind_of
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
+from tests.support.faults import ending
 from tests.support.trainers import Examples, Watch, spy_releases
 
 WORDS, EVERY = 50, 3
@@ -104,21 +105,9 @@ def killing(seed: int, end: Callable[[], None] = _raise) -> Iterator[None]:
     """Calls ``end`` before or after one call, which the seed decides."""
     coins = random.Random(seed)
     owner, name, first, last = coins.choice(MOMENTS)
-    at_call, after, calls = coins.randint(first, last), coins.random() < 0.5, 0
-    function = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at_call and not after:
-            end()
-        result = function(*args, **kwargs)
-        if calls == at_call:
-            end()
-        return result
-
+    at_call, after = coins.randint(first, last), coins.random() < 0.5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrapped)
+        patch.setattr(owner, name, ending(getattr(owner, name), at_call, end, after=after))
         yield
 
 

@@ -16,6 +16,7 @@ from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
+from tests.support.faults import ending
 from tests.support.ledgers import edit, rewrite
 from tests.support.trainers import (
     EXACT,
@@ -269,23 +270,6 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _dying(function: Callable[..., Any], at_call: int, *, after: bool = False) -> Any:
-    """Returns the function, which now kills this process before or after call ``at_call``."""
-    calls = 0
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at_call and not after:
-            _die()
-        result = function(*args, **kwargs)
-        if calls == at_call:
-            _die()
-        return result
-
-    return wrapped
-
-
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
 # (what is replaced, the call that dies, whether after it was made)
 MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
@@ -311,7 +295,7 @@ def _train_until_killed(folder: Path, moment: str) -> None:
 
     PrivateMechanism.release = release  # type: ignore[method-assign]
     owner, name, at_call, after = MOMENTS[moment]
-    setattr(owner, name, _dying(getattr(owner, name), at_call, after=after))
+    setattr(owner, name, ending(getattr(owner, name), at_call, _die, after=after))
     make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2}).train()
 
 
