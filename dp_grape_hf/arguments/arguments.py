@@ -404,7 +404,7 @@ class DPGrapeArguments(_Host):
         self.choose({"noise": INDEPENDENT} | self._chosen(pretrained=False))
 
     def choose(self, options: Mapping[str, Any]) -> None:
-        """Sets those of the options, by name, that were not given and are to be chosen."""
+        """Sets the options that were not given, from a mapping of names to values."""
         for name in self._open & options.keys():
             setattr(self, name, options[name])
 

@@ -87,10 +87,10 @@ def was_trained(model: nn.Module) -> bool:
 def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
     """Finds the ledger of the run that a model comes from; a collective call.
 
-    It is looked for beside the weights, in the folder or the repository on the Hub that the model
-    says it was loaded from, or where ``args.earlier_ledger`` says. A model that was saved without
-    its ledger has a note in its configuration (``provenance``). An adapter of PEFT does not know
-    its folder: there only the base model's is found.
+    The ledger is expected next to the weights, in the folder or the repository on the Hub that the
+    model says it was loaded from, or where ``args.earlier_ledger`` says. A model that was saved
+    without its ledger has a note in its configuration (``provenance``). An adapter of PEFT does not
+    know its folder: there only the base model's is found.
 
     Args:
         model: as it is before training.
