@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
-from operator import attrgetter, length_hint
+from operator import attrgetter, call, itemgetter, length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,13 +84,13 @@ class _Place(NamedTuple):
         name: the name in messages.
         read: returns the current parts.
         keys: the names of the parts, if they have names.
-        own: the dictionary whose values are the parts, if there is one.
+        own: the mapping that has the parts, if there is one.
     """
 
     name: str
     read: Callable[[], tuple[Any, ...]]
     keys: tuple[str, ...] | None = None
-    own: dict[str, Any] | None = None
+    own: Mapping[str, Any] | None = None
 
 
 class _Snapshot(NamedTuple):
@@ -110,8 +110,10 @@ class StateGuard:
     def __init__(self, **objects: Any) -> None:
         self._objects = objects
         self._places: list[_Place] = []
-        self._dicts: list[dict[str, Any]] = []  # of the first places
-        self._tensors: list[tuple[str, Tensor]] = []
+        self._dicts: list[Any] = []  # of the first places, which are read in C
+        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []  # one for each of these
+        self._tensors: list[Tensor] = []
+        self._titles: list[str] = []  # the names of these tensors
         self._walked: Values | None = None  # the values that were last walked through
 
     def __reduce__(self) -> Any:
@@ -145,8 +147,7 @@ class StateGuard:
         values = self._read()
         if self._walked is None or not _same(values, self._walked):
             values = self._walk()
-        tensors = [tensor for _, tensor in self._tensors]
-        return _Snapshot(values, tensors, _numbers(tensors, thorough), thorough)
+        return _Snapshot(values, self._tensors, _numbers(self._tensors, thorough), thorough)
 
     def compare(self, before: _Snapshot) -> None:
         """Compare the current state with the last snapshot.
@@ -157,12 +158,12 @@ class StateGuard:
         self._reshard()
         if (numbers := _numbers(before.tensors, before.thorough)) != before.numbers:
             was_and_now = (zip(*columns, strict=True) for columns in (before.numbers, numbers))
-            each = zip(self._tensors, *was_and_now, strict=True)
-            self._refuse(*next(named for named, was, now in each if was != now))
+            each = zip(self._titles, self._tensors, *was_and_now, strict=True)
+            self._refuse(*next(named for *named, was, now in each if was != now))
         values = self._read()
         if not _same(values, before.values):
-            for place, old, new in zip(self._places, before.values, values, strict=True):
-                if (changed := _changed(place, old, new)) is not None:
+            for place, old in zip(self._places, self._split(before.values), strict=True):
+                if (changed := _changed(place, old)) is not None:
                     self._refuse(changed)
             self._walked = None  # equal values, of which some are other objects
 
@@ -195,13 +196,25 @@ class StateGuard:
     # ---- Places ----
 
     def _read(self) -> Values:
-        attributes = map(tuple, map(dict.values, self._dicts))  # most of all places, so in C
-        return [*attributes, *(place.read() for place in self._places[len(self._dicts) :])]
+        try:
+            attributes = tuple(chain.from_iterable(map(call, self._getters, self._dicts)))
+        except KeyError:
+            attributes = ()  # one was deleted
+        others = (place.read() for place in self._places[len(self._dicts) :])
+        return [tuple(map(len, self._dicts)), attributes, *others]
+
+    def _split(self, values: Values) -> Iterator[tuple[Any, ...]]:
+        """Yields the values of each place."""
+        _, attributes, *others = values
+        left = iter(attributes)
+        for place in self._places[: len(self._dicts)]:
+            yield tuple(islice(left, len(_twice(place.keys))))
+        yield from others
 
     def _walk(self) -> Values:
         """Lists all places and tensors; returns the values that they have."""
         places: list[_Place] = []
-        self._tensors = []
+        self._tensors, self._titles = [], []
         seen: dict[int, Any] = {}
         for root in self._objects.items():  # all of a model before a loss that refers to it
             waiting = deque([root])
@@ -211,13 +224,17 @@ class StateGuard:
                     continue
                 seen[id(value)] = value
                 if isinstance(value, Tensor):
-                    self._tensors.append((name, value))
+                    self._tensors.append(value)
+                    self._titles.append(name)
                     continue
                 found, inside = _explore(name, value)
                 places += found
                 waiting.extend(inside)
-        self._places = sorted(places, key=lambda place: place.own is None)
-        self._dicts = [place.own for place in places if place.own is not None]
+        fast = [place for place in places if type(place.own) is dict and place.keys]
+        chosen = set(map(id, fast))
+        self._places = fast + [place for place in places if id(place) not in chosen]
+        self._dicts = [place.own for place in fast]
+        self._getters = [itemgetter(*_twice(place.keys)) for place in fast]
         self._walked = self._read()
         return self._walked
 
@@ -396,8 +413,15 @@ def _read_slots(value: Any, slots: list[str]) -> tuple[Any, ...]:
 
 
 def _attributes(name: str, own: Mapping[str, Any]) -> _Place:
-    as_dict = own if isinstance(own, dict) else None
-    return _Place(name, lambda: tuple(own.values()), tuple(own), as_dict)
+    keys = tuple(own)
+    if "_parameters" in own:  # of a module
+        keys = tuple(key for key in own if key not in _INTERNALS)
+    return _Place(name, lambda: (*map(own.get, keys), len(own)), keys, own)
+
+
+def _twice(keys: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns at least two keys: of one, ``itemgetter`` would make no tuple."""
+    return (keys or ()) if len(keys or ()) > 1 else (keys or ()) * 2
 
 
 def _named(name: str, own: Mapping[str, Any]) -> _Inside:
@@ -443,13 +467,16 @@ def _same(before: Values, after: Values) -> bool:
         return False
 
 
-def _changed(place: _Place, before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
-    """Returns the name of a part that has another value; None if all are equal."""
+def _changed(place: _Place, before: tuple[Any, ...]) -> str | None:
+    """Returns the name of a part that has another value than before; None if all are equal."""
     if place.keys is None:
+        after = place.read()
         same = len(before) == len(after) and all(map(_equal, before, after))
         return None if same else place.name
-    keys = place.keys if place.own is None else tuple(place.own)
-    old, new = (dict(zip(*pair, strict=True)) for pair in ((place.keys, before), (keys, after)))
+    old = dict(zip(place.keys, before, strict=False))
+    new = place.own
+    if new is None:
+        new = dict(zip(place.keys, place.read(), strict=True))
     internal = _INTERNALS if "_parameters" in new else ()
     for key in {**new, **old}:
         if key not in internal and not (key in new and _equal(old.get(key), new[key])):

@@ -44,6 +44,16 @@ class Counting:
         self.count += 1
 
 
+class Growing:
+    """Has one attribute, which cannot change in place."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()
+
+    def __call__(self, value: int) -> None:
+        self.seen = (*self.seen, value)
+
+
 class Keeping:
     """Keeps what it saw in a container of some kind."""
 
@@ -59,6 +69,11 @@ class InItsClass:
 
     def __call__(self, value: int) -> None:
         self.seen.append(value)
+
+
+class GrowingClass:
+    def __call__(self, value: int) -> None:
+        setattr(type(self), f"seen_{value}", True)
 
 
 class InSlots:
@@ -139,6 +154,8 @@ UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
     "tensor": lambda: Keeping(torch.zeros(3), lambda kept, value: kept.add_(value)),
     "tensor's data": lambda: Keeping(torch.zeros(3), tensor_through_data),
     "class": InItsClass,
+    "class that grows": GrowingClass,
+    "only attribute": Growing,
     "slots": InSlots,
     "nested": Nested,
     "closure": in_a_closure,
@@ -242,6 +259,11 @@ class Parent(nn.Module):
         self.norm = nn.LayerNorm(3)
 
 
+def exchanged(model: Parent) -> None:
+    del model.layer.largest
+    model.layer.smallest = 0.0
+
+
 def replaced(model: Parent) -> None:
     model.layer.table = model.layer.table + 1
 
@@ -261,6 +283,8 @@ CHANGES: dict[str, tuple[Callable[[Parent], Any], str]] = {
     "a complex number": (lambda m: m.layer.waves.data.mul_(1j), "waves"),
     "an attribute": (lambda m: setattr(m.layer, "largest", 1.0), "largest"),
     "an attribute that is new": (lambda m: setattr(m.layer, "seen", 1), "seen"),
+    "an attribute that is deleted": (lambda m: delattr(m.layer, "largest"), "largest"),
+    "an attribute with another name": (exchanged, "smallest"),
     "an attribute that is a tensor": (
         lambda m: setattr(m.layer, "largest", torch.ones(1)),
         "largest",
