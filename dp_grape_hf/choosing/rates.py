@@ -1,4 +1,4 @@
-"""Rates from noise alone: the largest at which a whole run's noise leaves a model what it knows.
+"""Learning rates from what a model bears: of noise over a run, and of signal in a step.
 
 Before a run begins its noise is known: the standard deviation of each release, the steps, the rule
 that makes moves of releases, the schedule of the rate. So one can add to the weights what the noise
@@ -9,8 +9,12 @@ Larger rates carry more signal and more noise, alike. So the rate is not a matte
 what the model bears. For a new head that is a noise in its logits of about 1, which is what a label
 is worth there; where it puts out numbers, a small part of a label.
 
+Where noise is small, another bound holds: a single step must not undo what the model knows. The
+largest step is one in which the clipped gradients of all examples agree. Its length is known, since
+clipping bounds it. Its direction is taken from inputs that are nobody's.
+
 A model without pretrained weights knows nothing that noise could take from it. One rate serves all
-of it, and has two bounds: what noise adds to weights over the run, and how far a step may go.
+of it, and has the same two bounds, in units of its weights.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from contextlib import contextmanager, suppress
 from statistics import mode
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +34,14 @@ from dp_grape_hf.optimizers import UPDATE_RULES, Term
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
 DRIFT = 0.6
-"""Of a body: relative change of centred features, by noise alone, that a rate is chosen for."""
+"""Of a body: relative change of centred features that a rate is chosen for. Noise alone may make
+it over the run, and signal alone in one step."""
+
+NOISE, STABILITY, GIVEN = "noise", "stability", "given"
+"""What limits a rate."""
+
+_HEAD_STEP = 25.0
+"""Times the noise that an output is to have: how far a step of nothing but signal may move it."""
 
 
 class Output(NamedTuple):
@@ -78,22 +90,24 @@ def walk_of_noise(
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(schedule), _NUMBERS, generator=generator) * std
     noise = torch.from_numpy(correlated(bands, drawn.numpy())).float()
-    return _moved(rule, settings, noise, schedule)
+    return float(_moved(rule, settings, noise, schedule).square().mean().sqrt())
 
 
 def push_of_signal(
-    rule: str, settings: Mapping[str, Any], size: float, schedule: Sequence[float]
-) -> float:
-    """Returns how far a run takes a number whose gradient is the same at each step, at a rate of 1.
+    rule: str, settings: Mapping[str, Any], sizes: Tensor, schedule: Sequence[float]
+) -> Tensor:
+    """Returns how far a run takes numbers whose gradients stay as they are, at a rate of 1.
 
     Args:
         rule: a name in ``UPDATE_RULES``.
         settings: its own.
-        size: of the gradient.
+        sizes: of the gradients.
         schedule: what the rate is multiplied by at each step.
+
+    Returns:
+        The distances, of the shape of ``sizes``.
     """
-    same = torch.full((1,), size)
-    return _moved(rule, settings, (same for _ in schedule), schedule)
+    return -_moved(rule, settings, (sizes for _ in schedule), schedule)
 
 
 def _moved(
@@ -101,15 +115,15 @@ def _moved(
     settings: Mapping[str, Any],
     gradients: Iterable[Tensor],
     schedule: Sequence[float],
-) -> float:
-    """Returns how far gradients move numbers, root mean square."""
+) -> Tensor:
+    """Returns where gradients move numbers that begin at 0."""
     own, step = UPDATE_RULES[rule], torch.zeros(())
     values = own.checked(settings)
     state: tuple[Tensor, ...] = ()
     for gradient, factor in zip(gradients, schedule, strict=True):
         state = state or tuple(torch.zeros_like(gradient) for _ in range(1 + len(own.moments)))
         own.apply([Term(state[0], gradient, state[1:], step)], values, factor, 0.0)
-    return float(state[0].square().mean().sqrt()) if state else 0.0
+    return state[0] if state else torch.zeros(1)
 
 
 class Group(NamedTuple):
@@ -122,6 +136,7 @@ class Group(NamedTuple):
     noise: float  # norm of the noise in a release
     most: float  # norm that the signal in a release can have at most
     effect: float  # of the noise of the whole run: the drift of features, or in the output
+    limit: str = GIVEN  # what limits the rate: NOISE or STABILITY
     output: Output | None = None  # of a head
     reach: float = math.inf  # of a head: how far signal can move its output, if all is signal
 
@@ -179,7 +194,7 @@ def measure(
     noise: Mapping[str, Noise],
     *,
     most: Mapping[str, float],
-    push: Callable[[float], float],
+    push: Callable[[Tensor], Tensor],
     steps: float,
     rates: Mapping[str, float] | None = None,
     fresh: bool = False,
@@ -197,7 +212,7 @@ def measure(
         noise: parameter name -> its noise, of all that is trained.
         most: parameter name -> the norm of the signal in a release at most, of all that it is
             clipped with.
-        push: how far a gradient that stays moves a number, at a rate of 1.
+        push: how far gradients that stay move numbers over the run, at a rate of 1.
         steps: of the run, each counted as the schedule has it.
         rates: by parameter name, if they are given.
         fresh: whether the weights come from nowhere.
@@ -205,29 +220,29 @@ def measure(
         regresses: whether the head puts out numbers that labels are, and no logits.
     """
     factors = factors or {}
-    inputs = list(batches)
     name, layer = output
     kind = NUMBER if regresses else LOGIT
     embeds = output_embeddings(model) is layer
     of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
     head = {n: own for n, own in noise.items() if n in of_head}
     body = {n: own for n, own in noise.items() if n not in of_head}
-    before = _features(model, layer, inputs)
-
-    def drift(by_name: Mapping[str, float]) -> float:
-        with _moved_by_noise({n: own.walk * by_name[n] for n, own in body.items()}, body):
-            after = _features(model, layer, inputs)
-        moved, known = after - after.mean(0), before - before.mean(0)
-        found = float((moved - known).norm() / known.norm().clamp(min=1e-30))
-        return found if math.isfinite(found) else math.inf
+    features = _Features(model, layer, list(batches), body)
 
     def given(part: Mapping[str, Noise], rate: float) -> dict[str, float]:
         return {n: rate * factors.get(n, 1.0) for n in part}
 
+    def drift_of_noise(by_name: Mapping[str, float]) -> float:
+        return features.drift(_random({n: body[n].walk * r for n, r in by_name.items()}, body))
+
+    def drift_of_signal(rate: float) -> float:
+        own_rates = given(body, rate)
+        return features.drift((n, move * own_rates[n]) for n, move in one_step.items())
+
     found: dict[str, float] = {}
     groups: dict[str, Group] = {}
     projected = (own.projector for own in head.values() if own.projector is not None)
-    read = next((before @ own.matrix.to(before) for own in projected), before)
+    read = next((features.before @ own.matrix.to(features.before) for own in projected), None)
+    read = features.before if read is None else read
     size = float(read.square().sum(1).mean().sqrt())
     one = None
     if fresh and rates is None:
@@ -236,32 +251,58 @@ def measure(
         if not part:
             continue
         walk = max(own.walk for own in part.values())
+        bound = max(most[n] for n in part)
+        width = math.sqrt(features.before.shape[1])  # a head's gradient is along what it is given
+        reach = float(push(torch.tensor([bound / width]))) * width * size  # at a rate of 1
+        limit = GIVEN
         if rates is not None:
             own_rates = {n: rates[n] for n in part}
         elif one is not None:
-            own_rates = given(part, one)
+            own_rates, limit = given(part, one.rate), one.limit
         elif title == "head":
-            own_rates = given(part, kind.noise / (walk * max(size, 1e-6)))
+            lower = _Bound.lower(
+                kind.noise / (walk * max(size, 1e-6)), _HEAD_STEP * kind.noise * steps / reach
+            )
+            own_rates, limit = given(part, lower.rate), lower.limit
         else:
             start = _START * _root_mean_square(part) / walk
-            own_rates = given(part, _reaching(lambda rate: drift(given(body, rate)), start))
+            lower = _Bound(_reaching(lambda rate: drift_of_noise(given(body, rate)), start), NOISE)
+            one_step = _steps_of(features.signal(most), push, steps)
+            if one_step and drift_of_signal(lower.rate) > DRIFT * (1 + _CLOSE):
+                lower = _Bound(_reaching(drift_of_signal, lower.rate / 10), STABILITY)
+            own_rates, limit = given(part, lower.rate), lower.limit
         found |= own_rates
-        effect = drift(own_rates) if title == "body" else walk * max(own_rates.values()) * size
+        rate = max(own_rates.values())
         numbers = {n: math.prod(own.shape) for n, own in part.items()}
-        squared = sum(numbers[n] * own.std**2 for n, own in part.items())
-        limit = max(most[n] for n in part)
-        rate = mode(own_rates.values())
-        noise_norm, count = math.sqrt(squared), sum(numbers.values())
-        group = Group(title, tuple(part), count, rate, noise_norm, limit, effect)
-        if title == "head":  # a gradient along what the layer is given
-            width = math.sqrt(before.shape[1])
-            reach = max(own_rates.values()) * push(limit / width) * width * size
-            group = group._replace(output=kind, reach=reach)
+        group = Group(
+            title,
+            tuple(part),
+            sum(numbers.values()),
+            mode(own_rates.values()),
+            math.sqrt(sum(numbers[n] * own.std**2 for n, own in part.items())),
+            bound,
+            drift_of_noise(own_rates) if title == "body" else walk * rate * size,
+            limit,
+        )
+        if title == "head":
+            group = group._replace(output=kind, reach=rate * reach)
         groups[title] = group
     return Rates(found, groups.get("body"), groups.get("head"), fresh)
 
 
-def _reaching(drift: Any, start: float) -> float:
+class _Bound(NamedTuple):
+    """A rate, and what limits it."""
+
+    rate: float
+    limit: str
+
+    @classmethod
+    def lower(cls, noise: float, stability: float) -> _Bound:
+        """Returns the lower one of two rates."""
+        return cls(stability, STABILITY) if stability < noise else cls(noise, NOISE)
+
+
+def _reaching(drift: Callable[[float], float], start: float) -> float:
     """Returns the rate at which the drift is the one that is wanted."""
     rate, low, high = start, 0.0, math.inf
     for _ in range(_TRIES):
@@ -278,9 +319,9 @@ def _of_fresh(
     model: nn.Module,
     noise: Iterable[Noise],
     most: float,
-    push: Callable[[float], float],
+    push: Callable[[Tensor], Tensor],
     steps: float,
-) -> float:
+) -> _Bound:
     """Returns the one rate of a model without pretrained weights.
 
     Its measure is not what the weights are at the start, which may be too small for a few noisy
@@ -292,8 +333,28 @@ def _of_fresh(
     norm = math.sqrt(outputs)  # m n numbers of variance 1 / n
     size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
     root = math.sqrt(sum(math.prod(own.shape) for own in owns))
-    step = push(most / root) * root / steps  # at a rate of 1, if all is signal
-    return min(FRESH_WALK * size / max(own.walk for own in owns), FRESH_STEP * norm / step)
+    step = float(push(torch.tensor([most / root]))) * root / steps  # at a rate of 1, all signal
+    walk = max(own.walk for own in owns)
+    return _Bound.lower(FRESH_WALK * size / walk, FRESH_STEP * norm / step)
+
+
+def _steps_of(
+    gradients: Mapping[str, Tensor], push: Callable[[Tensor], Tensor], steps: float
+) -> dict[str, Tensor]:
+    """Returns how far a step takes weights whose gradients stay as they are, at a rate of 1.
+
+    A rule treats all numbers alike. So it is run on a table of sizes, which is read in between.
+    """
+    largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
+    if not largest:
+        return {}
+    sizes = torch.cat([torch.zeros(1), largest * torch.logspace(-8, 0, 65)])
+    moved = push(sizes).div(steps).numpy()
+    found = {}
+    for name, z in gradients.items():
+        step = np.interp(z.abs().numpy(), sizes.numpy(), moved)
+        found[name] = torch.from_numpy(step).float() * -z.sign()
+    return found
 
 
 def _root_mean_square(part: Mapping[str, Noise]) -> float:
@@ -305,35 +366,118 @@ class _Shown(Exception):
     """Ends a pass that has shown what it was for: the logits of large vocabularies take long."""
 
 
-@torch.no_grad()
-def _features(model: nn.Module, layer: nn.Module, inputs: list[Mapping[str, Any]]) -> Tensor:
-    """Returns what a layer is given, (rows, n), float32."""
-    seen: list[Tensor] = []
+class _Features:
+    """What the last layer is given, and how far a move of the weights takes that.
 
-    def show(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
-        raise _Shown
+    Args:
+        model: in evaluation mode.
+        layer: that logits come from.
+        inputs: that are no example's.
+        body: parameter name -> its noise, of the parameters that are moved.
 
-    hook = layer.register_forward_pre_hook(show)
-    try:
-        for batch in inputs:
+    Attributes:
+        before: (rows, n), float32, with the weights as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: nn.Module,
+        inputs: list[Mapping[str, Any]],
+        body: Mapping[str, Noise],
+    ) -> None:
+        self._model, self._layer, self._inputs, self._body = model, layer, inputs, body
+        self.before = self._all()
+
+    def drift(self, moves: Iterable[tuple[str, Tensor]]) -> float:
+        """Returns how far moves of weights take centred features, in units of their norm.
+
+        Args:
+            moves: parameter name, and what is added to its numbers that meet noise.
+        """
+        with _moved_by(moves, self._body):
+            after = self._all()
+        moved, known = (values - values.mean(0) for values in (after, self.before))
+        found = float((moved - known).norm() / known.norm().clamp(min=1e-30))
+        return found if math.isfinite(found) else math.inf
+
+    def signal(self, most: Mapping[str, float]) -> dict[str, Tensor]:
+        """Returns a gradient that is as long as clipping lets it be, by parameter name.
+
+        It is the gradient that separates two random halves of the inputs along a random direction
+        of features, as a label of two classes would.
+
+        Args:
+            most: parameter name -> the norm of the signal in a release at most.
+        """
+        generator = torch.Generator().manual_seed(0)
+        known: dict[str, Tensor] = {}
+
+        def keep(name: str, own: Noise) -> Callable[[nn.Parameter], None]:
+            def project(parameter: nn.Parameter) -> None:
+                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad.detach().float(), None
+                z = gradient if own.projector is None else own.projector.project(gradient)
+                known[name] = known.get(name, 0) + z.cpu()
+
+            return project
+
+        hooks = [
+            own.parameter.register_post_accumulate_grad_hook(keep(name, own))
+            for name, own in self._body.items()
+        ]
+        along = torch.randn(self.before.shape[1], generator=generator)
+        try:
+            with torch.enable_grad():
+                for batch in self._inputs:
+                    rows = self._of(batch)
+                    sides = torch.randint(2, (len(rows), 1), generator=generator) * 2 - 1
+                    if rows.requires_grad:
+                        (rows * (sides * along).to(rows)).sum().backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        squared = sum(float(z.square().sum()) / most[n] ** 2 for n, z in known.items())
+        if not (squared and math.isfinite(squared)):
+            return {}
+        return {n: z / math.sqrt(squared) for n, z in known.items()}
+
+    @torch.no_grad()
+    def _all(self) -> Tensor:
+        return torch.cat([self._of(batch) for batch in self._inputs])
+
+    def _of(self, batch: Mapping[str, Any]) -> Tensor:
+        seen: list[Tensor] = []
+
+        def show(module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
+            raise _Shown
+
+        hook = self._layer.register_forward_pre_hook(show)
+        try:
             with suppress(_Shown):
-                on_inputs(model, batch)
-    finally:
-        hook.remove()
-    return torch.cat(seen)
+                on_inputs(self._model, batch)
+        finally:
+            hook.remove()
+        return seen[0]
+
+
+def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[tuple[str, Tensor]]:
+    """Yields Gaussian moves: parameter name -> their standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    for name, std in stds.items():
+        yield name, torch.randn(noise[name].shape, generator=generator) * std
 
 
 @contextmanager
-def _moved_by_noise(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[None]:
-    """Adds noise to weights for a while: parameter name -> its standard deviation."""
-    generator = torch.Generator().manual_seed(0)
+def _moved_by(moves: Iterable[tuple[str, Tensor]], noise: Mapping[str, Noise]) -> Iterator[None]:
+    """Adds moves to weights for a while."""
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, std in stds.items():
+        for name, move in moves:
             weight, projector = noise[name].parameter, noise[name].projector
             kept[name] = weight.detach().to("cpu", copy=True)
-            move = (torch.randn(noise[name].shape, generator=generator) * std).to(weight.device)
+            move = move.to(weight.device)
             if projector is None:
                 weight.add_(move.to(weight.dtype))
             else:

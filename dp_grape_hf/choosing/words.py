@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dp_grape_hf.choosing.rates import Group, Rates
+from dp_grape_hf.choosing.rates import GIVEN, Group, Rates
 from dp_grape_hf.ledger import Mechanism
 from dp_grape_hf.tables import table
 
@@ -12,7 +12,8 @@ from dp_grape_hf.tables import table
 def described(rates: Rates, schedule: str) -> str:
     """Returns what a ledger says of chosen rates, and of the schedule they go by: a line."""
     groups = [
-        f"{own.name}: learning rate {own.rate:.4g}, at which noise alone {_effect(own)}"
+        f"{own.name}: learning rate {own.rate:.4g}, limited by {own.limit}, at which noise alone "
+        + _effect(own)
         for own in rates.groups
     ]
     return "; ".join([*groups, f"under the schedule {schedule}"])
@@ -52,12 +53,16 @@ def tabulated(
         "schedule": schedule,
         "P": own.projection_in_words,
     }
-    header = ("", "numbers", "rate", "noise", "signal at most", "noise of the whole run alone")
+    header = (
+        *("", "numbers", "rate", "limited by", "noise", "signal at most"),
+        "noise of the whole run alone",
+    )
     rows = [
         (
             group.name,
             f"{group.numbers:,}",
             f"{group.rate:.3g}",
+            "your choice" if group.limit == GIVEN else group.limit,
             f"{group.noise:.3g}",
             f"{group.most:.3g}",
             _effect(group)
@@ -69,7 +74,7 @@ def tabulated(
         f"{own.num_samples:,} {own.privacy_unit}s{promise}\n\n"
         + table([tuple(run), tuple(run.values())])
         + "\n"
-        + table([header, *rows], "<>>>><")
+        + table([header, *rows], "<>><>><")
         + "".join(f"\n{note}\n" for note in notes)
     )
 

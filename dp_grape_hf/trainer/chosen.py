@@ -244,7 +244,7 @@ def _measured(
             for n, s in stds.items()
         },
         most={n: limit / run.gradient_factors.get(n, 1.0) for n in stds},
-        push=lambda size: push_of_signal(rule, settings, size, schedule),
+        push=lambda sizes: push_of_signal(rule, settings, sizes, schedule),
         steps=sum(schedule),
         rates=given,
         fresh=not pretrained,
