@@ -22,6 +22,7 @@ from dp_grape_hf.choosing.rates import (
     Rates,
     measure,
     push_of_signal,
+    steps_of,
     walk_of_noise,
 )
 from dp_grape_hf.choosing.sizes import batch_and_steps
@@ -42,6 +43,7 @@ __all__ = [
     "push_of_signal",
     "rule_and_rank",
     "schedule",
+    "steps_of",
     "tabulated",
     "train_matrices_only",
     "walk_of_noise",

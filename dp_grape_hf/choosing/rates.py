@@ -31,7 +31,12 @@ from torch import Tensor, nn
 
 from dp_grape_hf.accounting import correlated
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
-from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
+from dp_grape_hf.projections import (
+    MATRIX_LAYERS,
+    Projector,
+    on_inputs,
+    output_embeddings,
+)
 
 DRIFT = 0.6
 """Of a body: relative change of centred features that a rate is chosen for. Noise alone may make
@@ -267,7 +272,7 @@ def measure(
         else:
             start = _START * _root_mean_square(part) / walk
             lower = _Bound(_reaching(lambda rate: drift_of_noise(given(body, rate)), start), NOISE)
-            one_step = _steps_of(features.signal(most), push, steps)
+            one_step = steps_of(features.signal(most), push, steps)
             if one_step and drift_of_signal(lower.rate) > DRIFT * (1 + _CLOSE):
                 lower = _Bound(_reaching(drift_of_signal, lower.rate / 10), STABILITY)
             own_rates, limit = given(part, lower.rate), lower.limit
@@ -338,7 +343,7 @@ def _of_fresh(
     return _Bound.lower(FRESH_WALK * size / walk, FRESH_STEP * norm / step)
 
 
-def _steps_of(
+def steps_of(
     gradients: Mapping[str, Tensor], push: Callable[[Tensor], Tensor], steps: float
 ) -> dict[str, Tensor]:
     """Returns how far a step takes weights whose gradients stay as they are, at a rate of 1.

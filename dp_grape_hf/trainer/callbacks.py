@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -101,6 +102,59 @@ class StopAtBudget(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
             control.should_log = True
+
+
+def grown(signals: Sequence[float], sampled: float) -> float:
+    """Returns how many times the first signal of a run its later ones are; 0 if that is not known.
+
+    The gradients of examples agree most at the start of training, and less as the model learns. If
+    they agree more later, steps are too long.
+
+    Args:
+        signals: as logged, in order. The first is compared with the mean of the second half.
+        sampled: what the chance of sampling contributes to each. Those that may be nothing else
+            say nothing.
+    """
+    later = signals[len(signals) // 2 :]
+    if len(signals) < _ENOUGH or not signals[0] or min(later) < _CLEAR * sampled:
+        return 0.0
+    return fmean(later) / signals[0]
+
+
+_ENOUGH = 6  # logs
+_CLEAR = 2.0  # standard deviations
+_GREW = 1.5  # times; TREC in a run that diverged: 1.9, in others 0.4
+
+
+class WarnOfDivergence(TrainerCallback):
+    """Warns once if the signal in the private gradients grows, which costs no privacy to see.
+
+    Args:
+        sampled: returns the norm that sampling alone can give to the mean of so many releases.
+    """
+
+    def __init__(self, sampled: Callable[[int], float]) -> None:
+        self._sampled, self._warned = sampled, False
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compares the later logs of the run with its first."""
+        if self._warned or not args.private:
+            return
+        logs = [log for log in state.log_history if "signal" in log]
+        if len(logs) < _ENOUGH:
+            return
+        sampled = self._sampled(logs[-1]["step"] - logs[-2]["step"])
+        for name in ("signal_body", "signal_head", "signal"):
+            times = grown([log[name] for log in logs if name in log], sampled)
+            if times > _GREW:
+                self._warned = True
+                logger.warning(
+                    "Training seems to diverge: %s is %.2g times as large as at the start. Lower "
+                    "the learning rate, or leave learning_rate out, which is then chosen.",
+                    name,
+                    times,
+                )
+                return
 
 
 class PrivacyProgress(ProgressCallback):

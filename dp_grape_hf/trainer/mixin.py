@@ -39,7 +39,13 @@ from dp_grape_hf.arguments import (
 from dp_grape_hf.choosing import objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
+from dp_grape_hf.ledger import (
+    Ledger,
+    find_earlier,
+    note_provenance,
+    remember,
+    was_trained,
+)
 from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
@@ -79,6 +85,7 @@ from dp_grape_hf.trainer.callbacks import (
     PrivacyProgress,
     PrivateLogs,
     StopAtBudget,
+    WarnOfDivergence,
     refuse_early_stopping,
 )
 from dp_grape_hf.trainer.checkpoints import (
@@ -259,6 +266,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
+        self.add_callback(WarnOfDivergence(lambda releases: me._sampled(releases)))
 
     def _make_plan(self) -> PrivacyPlan:
         """Returns the plan of a run with the parts as they are now."""
@@ -813,6 +821,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if shown is not logs:  # which the host returns as metrics
             logs.clear()
             logs.update(shown)
+
+    def _sampled(self, releases: int) -> float:
+        """Returns the norm that sampling alone can give to the mean of so many releases."""
+        own = self.plan.mechanism
+        return own.max_grad_norm / math.sqrt(max(releases, 1) * own.expected_batch_size)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
         """Returns 0 unless the run has no noise: the count tells the drawn sizes."""

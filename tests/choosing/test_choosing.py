@@ -2,6 +2,7 @@
 given."""
 
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dp_grape_hf.choosing import (
     is_pretrained,
     output_layer,
     push_of_signal,
+    steps_of,
     train_matrices_only,
     walk_of_noise,
 )
@@ -305,6 +307,85 @@ def test_the_rate_of_a_fresh_model_is_what_noise_or_steps_allow(
     expected = {"noise": by_noise, "step": by_steps}
     assert min(expected, key=lambda name: expected[name]) == bound
     assert trainer.rates.body.rate == pytest.approx(expected[bound], rel=1e-3)
+
+
+# ---- With little noise ----
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"update_rule": "sgd"}, {"method": "dp_adam", "update_rule": "momentum"}],
+    ids=str,
+)
+def test_learning_rates_do_not_grow_without_limit_as_noise_falls(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    rates, limits = [], []
+    for eps in (0.5, 8.0, 1e5, 1e6):
+        trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=eps, **changes)
+        table = trainer.suggestion()
+        groups = trainer.rates.groups
+        rates.append([group.rate for group in groups])
+        limits.append([group.limit for group in groups])
+        assert all(limit in table for limit in limits[-1])
+    assert limits == [["noise", "noise"]] * 2 + [["stability", "stability"]] * 2
+    assert rates[2] == pytest.approx(rates[3], rel=0.15)
+    for low, middle, high in zip(*rates[:3], strict=True):
+        assert low < middle < high
+
+
+def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
+    """It divides noise by its size: what is left of it in the weights does not fall with it."""
+    rates = []
+    for eps in (8.0, 1e5):
+        trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=eps, update_rule="adam")
+        trainer.suggestion()
+        rates.append([group.rate for group in trainer.rates.groups])
+    assert rates[0] == pytest.approx(rates[1], rel=0.1)
+
+
+def test_a_step_of_signal_alone_changes_features_by_no_more_than_is_said(tmp_path: Path) -> None:
+    """The rule is run on a gradient of plain autograd, until its steps are equally long."""
+    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=1e6, max_steps=200)
+    trainer.suggestion()
+    assert trainer.rates.body.limit == "stability"
+    model, rates = trainer.model.eval(), trainer.rates
+    projectors = trainer.private_run.projectors_at(0)
+    inputs = list(islice(trainer._public_inputs()(), 5))
+    read: list[Tensor] = []
+    model.classifier.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+
+    def features() -> Tensor:
+        read.clear()
+        for batch in inputs:
+            on_inputs(model, batch)
+        return torch.cat(read)
+
+    before = features()
+    generator = torch.Generator().manual_seed(0)
+    along = torch.randn(WIDTH, generator=generator)
+    sides = [torch.randint(2, (len(rows), 1), generator=generator) * 2 - 1 for rows in read]
+    weights = {n: trainer.model.get_parameter(n) for n in rates.body.parameters}
+    gradients = torch.autograd.grad((before * along * torch.cat(sides)).sum(), [*weights.values()])
+    projected = [projectors[n].project(g) for n, g in zip(weights, gradients, strict=True)]
+    norm = torch.cat([z.flatten() for z in projected]).norm()
+    with torch.no_grad():
+        for (name, weight), z in zip(weights.items(), projected, strict=True):
+            step = z * rates.body.most / norm * rates.body.rate * 10  # momentum of 0.9
+            weight.sub_(projectors[name].lift(step))
+        after = features()
+    moved, known = after - after.mean(0), before.detach() - before.detach().mean(0)
+    assert float((moved - known).norm() / known.norm()) == pytest.approx(0.6, rel=0.1)
+
+
+def test_adam_moves_all_numbers_alike_whatever_their_gradients() -> None:
+    def push(sizes: Tensor) -> Tensor:
+        return push_of_signal("adam", {}, sizes, [1.0] * 9)
+
+    gradients = {"weight": torch.tensor([[1e-3, -2.0], [0.0, 0.5]])}
+    steps = steps_of(gradients, push, 9)["weight"]
+    torch.testing.assert_close(steps, torch.tensor([[-1.0, 1.0], [0.0, -1.0]]), rtol=1e-3, atol=0)
+    assert steps_of({"weight": torch.zeros(2)}, push, 9) == {}
 
 
 # ---- A run ----

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
+from dp_grape_hf.trainer.callbacks import grown
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from tests.support.trainers import Watch, make_trainer, points
 
@@ -184,3 +186,46 @@ def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> Non
     assert (examples, trained) == (30, 60)
     held = trainer.get_eval_dataloader(points(17, seed=1))
     assert trainer.num_examples(held) == 17
+
+
+# ---- Divergence ----
+
+
+@pytest.mark.parametrize(
+    ("signals", "sampled", "times"),
+    [
+        ([0.09, 0.09, 0.06, 0.04, 0.03, 0.02], 0.0, 0.3 / 0.9),  # a run that learns
+        ([0.08, 0.1, 0.2, 0.2, 0.2, 0.2], 0.04, 2.5),  # one that diverges
+        ([0.08, 0.1, 0.2, 0.2, 0.2], 0.04, 0.0),  # too few
+        ([0.0, 0.1, 0.2, 0.2, 0.2, 0.2], 0.04, 0.0),  # the first was not told from noise
+        ([0.08, 0.1, 0.2, 0.2, 0.0, 0.2], 0.04, 0.0),  # one of the later ones was not
+        ([0.08, 0.1, 0.2, 0.2, 0.2, 0.2], 0.11, 0.0),  # which may be the chance of sampling
+    ],
+    ids=str,
+)
+def test_signal_is_compared_with_that_of_the_start(
+    signals: list[float], sampled: float, times: float
+) -> None:
+    assert grown(signals, sampled) == pytest.approx(times)
+
+
+def quadratic(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """A quadratic loss, (B,)."""
+    return outputs["logits"].sum(1).square()
+
+
+def test_a_run_that_diverges_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """All examples agree on a quadratic, which steps that are too long overshoot more and more."""
+    settings = {"max_steps": 24, "logging_steps": 3, "noise_multiplier": 1e-4, "update_rule": "sgd"}
+    more = {"expected_batch_size": 20, "max_grad_norm": 1e6, "lr_scheduler_type": "constant"}
+    for learning_rate, warns in ((0.3, 1), (0.003, 0)):
+        caplog.clear()
+        make_trainer(
+            tmp_path / str(warns),
+            learning_rate=learning_rate,
+            compute_loss_func=quadratic,
+            **settings,
+            **more,
+        ).train()
+        said = [r.message for r in caplog.records if "seems to diverge" in r.message]
+        assert len(said) == warns
