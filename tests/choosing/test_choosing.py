@@ -2,12 +2,15 @@
 given."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -312,23 +315,55 @@ def test_the_rate_of_a_fresh_model_is_what_noise_or_steps_allow(
 # ---- With little noise ----
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"update_rule": "sgd"}, {"method": "dp_adam", "update_rule": "momentum"}],
-    ids=str,
-)
-def test_learning_rates_do_not_grow_without_limit_as_noise_falls(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def adapter(folder: Path, config: Any) -> Any:
+    return get_peft_model(pretrained(folder), config(task_type="SEQ_CLS"))
+
+
+def biases(folder: Path) -> Any:
+    """A model whose biases, norms and head are trained, as BitFit does."""
+    model = pretrained(folder)
+    for name, parameter in model.named_parameters():
+        kept = "bias" in name or "Norm" in name or name.startswith("classifier")
+        parameter.requires_grad_(kept)
+    return model
+
+
+WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "as it comes": (pretrained, {}),
+    "SGD": (pretrained, {"update_rule": "sgd"}),
+    "full gradients": (pretrained, {"method": "dp_adam", "update_rule": "momentum"}),
+    "LoRA": (partial(adapter, config=LoraConfig), {"method": "dp_lora", "update_rule": "momentum"}),
+    "DoRA": (
+        partial(adapter, config=partial(LoraConfig, use_dora=True)),
+        {"method": "dp_lora", "update_rule": "sgd"},
+    ),
+    "IA3": (
+        partial(
+            adapter,
+            config=partial(
+                IA3Config, target_modules=["key", "value"], feedforward_modules=["value"]
+            ),
+        ),
+        {"method": "dp_adam", "update_rule": "momentum"},
+    ),
+    "BitFit": (biases, {"method": "dp_adam", "update_rule": "momentum"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way: str, tmp_path: Path) -> None:
+    make, changes = WAYS[way]
     rates, limits = [], []
     for eps in (0.5, 8.0, 1e5, 1e6):
-        trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=eps, **changes)
+        trainer = trainer_for(tmp_path, make(tmp_path / "base"), eps=eps, **changes)
         table = trainer.suggestion()
         groups = trainer.rates.groups
         rates.append([group.rate for group in groups])
         limits.append([group.limit for group in groups])
         assert all(limit in table for limit in limits[-1])
-    assert limits == [["noise", "noise"]] * 2 + [["stability", "stability"]] * 2
+    assert limits[0] == ["noise", "noise"]
+    assert limits[2:] == [["stability", "stability"]] * 2
     assert rates[2] == pytest.approx(rates[3], rel=0.15)
     for low, middle, high in zip(*rates[:3], strict=True):
         assert low < middle < high
