@@ -308,14 +308,22 @@ class _Bound(NamedTuple):
 
 
 def _reaching(drift: Callable[[float], float], start: float) -> float:
-    """Returns the rate at which the drift is the one that is wanted."""
-    rate, low, high = start, 0.0, math.inf
+    """Returns the rate at which the drift is the one that is wanted.
+
+    Drift is about a power of the rate: 1 where it is small (2 of two factors), less as it nears 1.
+    """
+    rate, low, high, power = start, 0.0, math.inf, 1.0
+    known: tuple[float, float] | None = None
     for _ in range(_TRIES):
-        found = drift(rate)
+        found = max(drift(rate), 1e-12)
         if abs(found / DRIFT - 1) < _CLOSE:
             break
+        if known is not None and found < math.inf:
+            power = math.log(found / known[1]) / math.log(rate / known[0])
+            power = min(max(power, 0.25), 2.0)
         low, high = (max(low, rate), high) if found < DRIFT else (low, min(high, rate))
-        step = rate * min(max(DRIFT / max(found, 1e-12), 0.1), 30)  # as small drifts are linear
+        known = (rate, found) if found < math.inf else None
+        step = rate * min(max((DRIFT / found) ** (1 / power), 0.1), 300)
         rate = step if low < step < high else math.sqrt(low * high)
     return rate
 
