@@ -137,11 +137,12 @@ def summary(parts: Parts) -> str:
     rows = []
     for batch in batches:
         plain = measured.get(f"{batch}, {ADAMW}", {})
-        rows.append([batch, *(_short(measured.get(f"{batch}, {way}", {}), plain) for way in SHORT)])
+        rows.append([batch, *(short(measured.get(f"{batch}, {way}", {}), plain) for way in SHORT)])
     return table(["Model, batch", *map(title_of_way, SHORT)], rows)
 
 
-def _short(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+def short(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """Returns peak memory, samples in a second and speed relative to AdamW of a cell."""
     if "out_of_memory" in found:
         return "out of memory"
     if "seconds" not in found:

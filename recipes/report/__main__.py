@@ -37,7 +37,7 @@ from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.models import host_tests, matrix
 from recipes.paper import sweep
-from recipes.report import tables
+from recipes.report import front_page, tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
 from recipes.scripts import rendering as scripts
@@ -87,7 +87,7 @@ def _first(text: str) -> str:
 OF_THE_PAPER = ("text", "text_trec", "vision")
 SWEEPS = (
     *(*OF_THE_PAPER, "text_principal", "vision_principal"),
-    *("text_chosen", "others_chosen", "decoder_chosen", "rte_chosen", "vision_chosen"),
+    *("text_chosen", "text_epsilons", "others_chosen", "decoder_chosen", "rte_chosen", "vision_chosen"),
 )
 GPU = "gpu_report/results/gpu_report-nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
@@ -100,6 +100,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-opake-lora": _times("opake", *LORA),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),
     "gpu": _of(GPU, gpu.summary),
+    "privacy-costs": front_page.privacy_costs,
+    "time-and-memory": front_page.time_and_memory,
     "noise-left": _of("benchmark/results/noise_left.json", noise_left.as_markdown),
     "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
     "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),

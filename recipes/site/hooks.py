@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import nbformat
@@ -20,20 +21,28 @@ from nbconvert import MarkdownExporter
 from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
+TOPICS = (
+    *("mechanism", "arguments", "choosing", "trainer", "projections", "accounting", "ledger"),
+    *("publishing", "memory", "cli"),
+)
+"""Subpackages that a user reads of, in this order; the others are for builders."""
 NAVIGATION = {
     "Home": ["README.md"],
     "Tutorial": ["recipes/tutorial/README.md", "recipes/tutorial/*.ipynb"],
     "Guide": ["recipes/guide/README.md", "recipes/guide/[a-z]*.md"],
     "Reference": ["reference/index.md", "reference/trainers.md", "reference/arguments.md"],
-    "The rooms": ["dp_grape_hf/*/README.md"],
+    "Topics": [f"dp_grape_hf/{name}/README.md" for name in TOPICS],
     "Recipes": ["recipes/README.md", "recipes/*/README.md", "model_cards/README.md"],
-    "Contributing": ["CONTRIBUTING.md"],
-    "Changes": ["CHANGELOG.md"],
+    "Development": [
+        *("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+        "dp_grape_hf/*/README.md",
+    ],
 }
-"""Sections and their pages; a page is in the first that has it. Rooms follow in the reference."""
+"""Sections and their pages; a page is in the first that has it."""
 
 LINKED = ["recipes/*/results/*.md", "model_cards/*/README.md", "recipes/**/*.png"]
-"""Of the site, but not in its navigation."""
+LINKED += ["recipes/**/*.svg"]
+"""Of the site, but not in its navigation, and not in its search."""
 
 ROOM = """# {0}
 
@@ -65,6 +74,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             seen.update(paths)
         pages = [path.replace(".ipynb", ".md") for path in paths]
         config.nav.append({title: pages[0] if len(pages) == 1 else pages})
+    config.repo_url, config.repo_name = repository(), "dp_grape_hf"
     config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": repository()}]
     return config
 
@@ -85,6 +95,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Takes comments away, and leads links to files that are not of the site to the repository."""
     source = page.file.src_uri
+    if any(Path(source).match(pattern) for pattern in LINKED):
+        page.meta.setdefault("search", {})["exclude"] = True
 
     def link(target: str) -> str:
         path, hash_sign, anchor = target.partition("#")
