@@ -32,7 +32,10 @@ NAVIGATION = {
 }
 """Sections and their pages; a page is in the first that has it. Rooms follow in the reference."""
 
-LINKED = ["recipes/*/results/*.md", "model_cards/*/README.md", "recipes/**/*.png", "recipes/**/*.svg"]
+LINKED = [
+    *("recipes/*/results/*.md", "model_cards/*/README.md"),
+    *("recipes/**/*.png", "recipes/**/*.svg"),
+]
 """Of the site, but not in its navigation."""
 
 ROOM = """# {0}
