@@ -40,9 +40,11 @@ NAVIGATION = {
 }
 """Sections and their pages; a page is in the first that has it."""
 
-LINKED = ["recipes/*/results/*.md", "model_cards/*/README.md", "recipes/**/*.png"]
-LINKED += ["recipes/**/*.svg"]
-"""Of the site, but not in its navigation, and not in its search."""
+LINKED = [
+    *("recipes/*/results/*.md", "model_cards/*/README.md"),
+    *("recipes/**/*.png", "recipes/**/*.svg"),
+]
+"""Of the site, but not in its navigation, nor in its search."""
 
 ROOM = """# {0}
 
