@@ -26,10 +26,12 @@ TOPICS = (
     *("publishing", "memory", "cli"),
 )
 """Subpackages that a user reads of, in this order; the others are for builders."""
+GUIDE = ("README", "dp_sgd", "epsilon", "data_format", "evaluation", "metrics", "own_loop")
+"""Pages of the guide that come first, in this order."""
 NAVIGATION = {
     "Home": ["README.md"],
     "Tutorial": ["recipes/tutorial/README.md", "recipes/tutorial/*.ipynb"],
-    "Guide": ["recipes/guide/README.md", "recipes/guide/[a-z]*.md"],
+    "Guide": [f"recipes/guide/{name}.md" for name in (*GUIDE, "[a-z]*")],
     "Reference": ["reference/index.md", "reference/trainers.md", "reference/arguments.md"],
     "Topics": [f"dp_grape_hf/{name}/README.md" for name in TOPICS],
     "Recipes": ["recipes/README.md", "recipes/*/README.md", "model_cards/README.md"],
