@@ -39,19 +39,22 @@ def tabulated(
     """
     own = mechanism
     promise = ""
-    apart = "" if own.clipped_apart is None else f", {own.clipped_apart} apart"
     if own.target_epsilon is not None:
         promise = f", epsilon {own.target_epsilon:g} at delta {own.target_delta:g}"
+    of = own.releases(steps)
+    apart = "" if own.clipped_apart is None else f"; {own.clipped_apart} separately"
+    noise = "independent" if own.noise is None else f"{own.noise}, over {len(own.bands)} steps"
     run = {
-        "B": f"{own.expected_batch_size:g}",
-        "q": f"{own.sample_rate:.4g}",
+        "batch size B": f"{own.expected_batch_size:g}",
+        "sampling rate q": f"{own.sample_rate:.4g}",
         "steps": f"{steps}",
-        "sigma": f"{own.noise_multiplier:.4g}",
-        "noise": "independent" if own.noise is None else f"{own.noise}, {len(own.bands)} steps",
-        "C": f"{own.max_grad_norm:g}, {own.clipping}{apart}",
-        "rule": rule,
+        "noise multiplier": f"{own.noise_multiplier:.4g}",
+        "noise": noise,
+        "accounted as": f"{of.counted} steps at sampling rate {of.counted_rate:.4g}",
+        "clipping": f"C = {own.max_grad_norm:g}, {own.clipping}{apart}",
+        "optimizer": rule,
         "schedule": schedule,
-        "P": own.projection_in_words,
+        "projection P": own.projection_in_words,
     }
     header = (
         *("", "numbers", "rate", "limited by", "noise", "signal at most"),
@@ -72,7 +75,7 @@ def tabulated(
     ]
     return (
         f"{own.num_samples:,} {own.privacy_unit}s{promise}\n\n"
-        + table([tuple(run), tuple(run.values())])
+        + table(run.items())
         + "\n"
         + table([header, *rows], "<>><>><")
         + "".join(f"\n{note}\n" for note in notes)

@@ -9,8 +9,9 @@ from typing import Any
 
 from recipes.benchmark import timing
 from recipes.benchmark.methods import ADAMW, DP_GRAPE, METHODS
-from recipes.common.markdown import table
+from recipes.common.markdown import NOT_RUN, table
 from recipes.common.runs import read_lines
+from recipes.common.sweep import Sweep
 from recipes.gpu_report.table import SHORT, short
 
 BUDGETS = (None, 8.0, 2.0, 1.0)
@@ -36,26 +37,25 @@ def privacy_costs(root: Path) -> str:
         root: of the repository.
     """
     paper, digits = root / "recipes/paper/results", root / "recipes/digits/results"
-    lines = [
-        line
-        for name in ("text_chosen", "text_epsilons")
-        for line in read_lines(paper / name / "runs.jsonl")
-        if line["final"] and line["row"] in _ROWS
-    ]
+    folders = [paper / name for name in ("text_chosen", "text_epsilons")]
+    summaries = [Sweep(_read(f / "sweep.json")["config"], f).summary()["tasks"] for f in folders]
+    lines = [line for f in folders for line in read_lines(f / "runs.jsonl")]
     rows = []
     for task, (title, model) in _TASKS.items():
-        own = [line for line in lines if line["task"] == task]
-        examples = {line["result"]["splits"]["train"] for line in own}
-        epochs = {float(line["result"]["settings"]["num_train_epochs"]) for line in own}
-        scores = [
+        own = [line["result"] for line in lines if line["task"] == task and line["row"] in _ROWS]
+        scores: dict[str, Any] = {}
+        for summary in summaries:
+            for row in _ROWS:
+                scores |= summary[task].get(row, {}).get("scores", {})
+        rows.append(
             [
-                line["result"]["metrics"]["test"]["accuracy"]
-                for line in own
-                if line["epsilon"] == epsilon
+                title,
+                model,
+                _only({result["splits"]["train"] for result in own}),
+                _only({float(result["settings"]["num_train_epochs"]) for result in own}),
+                *(f"{scores[b][0]:.1f}" if b in scores else NOT_RUN for b in map(_name, BUDGETS)),
             ]
-            for epsilon in BUDGETS
-        ]
-        rows.append([title, model, _only(examples), _only(epochs), *map(_percent, scores)])
+        )
     chosen, compared = (_read(digits / f"{name}.json") for name in ("chosen", "compare"))
     found = {
         **chosen["rows"]["DP-GRAPE, nothing searched"]["accuracy"],
@@ -67,7 +67,7 @@ def privacy_costs(root: Path) -> str:
             "a small ViT, from random weights",
             "1,437",
             f"{chosen['config']['shared']['num_train_epochs']}",
-            *(_mean(found["inf" if e is None else f"{e:g}"]) for e in BUDGETS),
+            *(f"{100 * found[_name(e)][0]:.1f}" for e in BUDGETS),
         ]
     )
     head = ["Task", "Model", "N", "Epochs", "Without privacy", *(f"ε = {e:g}" for e in BUDGETS[1:])]
@@ -120,9 +120,5 @@ def _only(values: Iterable[float]) -> str:
     return f"{value:,.0f}"
 
 
-def _percent(scores: list[float]) -> str:
-    return f"{sum(scores) / len(scores):.1f}" if scores else "not run"
-
-
-def _mean(found: Any) -> str:
-    return f"{100 * found[0]:.1f}"
+def _name(epsilon: float | None) -> str:
+    return "inf" if epsilon is None else f"{epsilon:g}"

@@ -95,9 +95,10 @@ def trainer_for(folder: Path, model: Any, **changes: Any) -> Any:
 
 
 def of_the_run(suggestion: str) -> dict[str, str]:
-    """What the first table of a suggestion says, by column."""
-    header, values = (re.split(" {2,}", line) for line in suggestion.splitlines()[2:4])
-    return dict(zip(header, values, strict=True))
+    """What the first table of a suggestion says, by name."""
+    first = suggestion.split("\n\n")[1]
+    rows = (re.split(" {2,}", line, maxsplit=1) for line in first.splitlines())
+    return {name: value for name, value in rows if name}
 
 
 # ---- Batch and steps ----
