@@ -107,6 +107,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
     "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),
     "digits-chosen": _of("digits/results/chosen.json", lambda record: _first(_digits(record))),
+    "digits-epsilons": _of("digits/results/epsilons.json", lambda record: _first(_digits(record))),
     "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
     "memory-principal": _of("benchmark/results/memory_*.json", memory.as_markdown),
     "memory-packed": _of("benchmark/results/packed_*.json", memory.of_few_bits),

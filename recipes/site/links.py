@@ -56,5 +56,8 @@ def in_repository(target: str, page: str) -> str:
     linked = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
     if not (ROOT / linked).exists():
         raise FileNotFoundError(f"{page} links {target}: there is no {linked}.")
-    kind = "tree" if (ROOT / linked).is_dir() else "raw" if linked.endswith(".png") else "blob"
+    kind = "tree" if (ROOT / linked).is_dir() else "blob"
+    if linked.endswith((".png", ".svg")):
+        kind = "raw"
+        linked += "?sanitize=true" * linked.endswith(".svg")  # GitHub sends text without it
     return f"{repository()}/{kind}/main/{linked}" + (f"#{anchor}" if anchor else "")

@@ -163,5 +163,7 @@ def test_a_file_and_a_folder_have_an_address_in_the_repository() -> None:
     assert in_repository("results", page) == f"{base}/tree/main/recipes/subspace/results"
     picture = in_repository("results/subspace.png", page)
     assert picture == f"{base}/raw/main/recipes/subspace/results/subspace.png"
+    drawing = in_repository("../guide/method.svg", page)
+    assert drawing == f"{base}/raw/main/recipes/guide/method.svg?sanitize=true"
     with pytest.raises(FileNotFoundError, match="there is no recipes/subspace/nothing"):
         in_repository("nothing", page)
