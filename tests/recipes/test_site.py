@@ -120,9 +120,11 @@ def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> Non
         path, _, anchor = location.partition("#")
         html = pages[place_of(path, folder / "index.html", folder)]
         assert not anchor or anchor in html.ids, location
-    assert {folder / page / "index.html" for page in found if "#" not in page} >= {
-        page for page in pages if page.name == "index.html"
-    }
+    searched = {folder / page / "index.html" for page in found if "#" not in page}
+    for page in pages:
+        path = page.relative_to(folder)
+        left_out = path.match("recipes/*/results/*/*") or path.match("model_cards/*/*")
+        assert (page in searched) != left_out or page.name != "index.html", path
     assert "epsilon" in found["reference/arguments/#target_epsilon"]
     assert "PrivacySpent" in found["reference/trainers/#dp_grape_hf.DPGrapeTrainer.privacy_spent"]
     assert "ε" in found["dp_grape_hf/mechanism/#the-guarantee"]
