@@ -1,20 +1,20 @@
-"""Learning rates from what a model bears: of noise over a run, and of signal in a step.
+"""Learning rates that a model tolerates: the lower one of two bounds.
 
-Before a run begins its noise is known: the standard deviation of each release, the steps, the rule
-that makes moves of releases, the schedule of the rate. So one can add to the weights what the noise
-of all steps will have added at the end, and look how far that takes what the last layer is given,
-on inputs that are nobody's. What it does to those it does to real ones, nearly.
+**Noise.** The noise of a run is known before it begins: the standard deviation of each private
+update, the steps, the update rule, the schedule. So one can add to the weights the noise of all
+steps, and compare the last layer's input activations before and after, on synthetic inputs. They
+change nearly as much on real inputs.
 
-Larger rates carry more signal and more noise, alike. So the rate is not a matter of the task: it is
-what the model bears. For a new head that is a noise in its logits of about 1, which is what a label
-is worth there; where it puts out numbers, a small part of a label.
+A larger learning rate carries more signal and more noise alike. So the bound depends on the model
+and hardly on the task. For a new head it is a noise in the logits of about 1, the size of a label
+there. If the head puts out numbers, it is a small part of a label.
 
-Where noise is small, another bound holds: a single step must not undo what the model knows. The
-largest step is one in which the clipped gradients of all examples agree. Its length is known, since
-clipping bounds it. Its direction is taken from inputs that are nobody's.
+**Stability.** If the noise is small, another bound holds: a single step must not undo the
+pretraining. The largest step is one in which the clipped gradients of all examples agree. Clipping
+bounds its length. Its direction comes from synthetic inputs.
 
-A model without pretrained weights knows nothing that noise could take from it. One rate serves all
-of it, and has the same two bounds, in units of its weights.
+A model with random weights has no pretraining that noise could destroy. One learning rate serves
+all of it, with the same two bounds in units of its weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from statistics import mode
 from typing import Any, NamedTuple
 
@@ -31,19 +32,14 @@ from torch import Tensor, nn
 
 from dp_grape_hf.accounting import correlated
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
-from dp_grape_hf.projections import (
-    MATRIX_LAYERS,
-    Projector,
-    on_inputs,
-    output_embeddings,
-)
+from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
 DRIFT = 0.6
 """Of a body: relative change of centred features that a rate is chosen for. Noise alone may make
 it over the run, and signal alone in one step."""
 
-NOISE, STABILITY, GIVEN = "noise", "stability", "given"
-"""What limits a rate."""
+NOISE, STABILITY, GIVEN = "noise", "stability", "your choice"
+"""The limits of a learning rate."""
 
 _HEAD_STEP = 25.0
 """Times the noise that an output is to have: how far a step of nothing but signal may move it."""
@@ -101,7 +97,7 @@ def walk_of_noise(
 def push_of_signal(
     rule: str, settings: Mapping[str, Any], sizes: Tensor, schedule: Sequence[float]
 ) -> Tensor:
-    """Returns how far a run takes numbers whose gradients stay as they are, at a rate of 1.
+    """Returns how far a run with constant gradients moves numbers, at a rate of 1.
 
     Args:
         rule: a name in ``UPDATE_RULES``.
@@ -141,7 +137,7 @@ class Group(NamedTuple):
     noise: float  # norm of the noise in a release
     most: float  # norm that the signal in a release can have at most
     effect: float  # of the noise of the whole run: the drift of features, or in the output
-    limit: str = GIVEN  # what limits the rate: NOISE or STABILITY
+    limit: str = GIVEN  # of the rate
     output: Output | None = None  # of a head
     reach: float = math.inf  # of a head: how far signal can move its output, if all is signal
 
@@ -232,67 +228,85 @@ def measure(
     head = {n: own for n, own in noise.items() if n in of_head}
     body = {n: own for n, own in noise.items() if n not in of_head}
     features = _Features(model, layer, list(batches), body)
+    before = features.before
+    projected = (own.projector for own in head.values() if own.projector is not None)
+    read = next((before @ own.matrix.to(before) for own in projected), before)
+    size = max(float(read.square().sum(1).mean().sqrt()), 1e-6)
+
+    one = None
+    if fresh and rates is None:
+        one = _of_fresh(model, noise.values(), max(most.values()), push, steps)
 
     def given(part: Mapping[str, Noise], rate: float) -> dict[str, float]:
         return {n: rate * factors.get(n, 1.0) for n in part}
 
-    def drift_of_noise(by_name: Mapping[str, float]) -> float:
-        return features.drift(_random({n: body[n].walk * r for n, r in by_name.items()}, body))
+    def settled(
+        part: Mapping[str, Noise], bound: Callable[[], _Bound]
+    ) -> tuple[dict[str, float], str]:
+        if rates is not None:
+            return {n: rates[n] for n in part}, GIVEN
+        lower = one or bound()
+        return given(part, lower.rate), lower.limit
 
-    def drift_of_signal(rate: float) -> float:
-        own_rates = given(body, rate)
-        return features.drift((n, move * own_rates[n]) for n, move in one_step.items())
+    @cache  # the last try of a search is the effect that is reported
+    def drift_of_noise(by_name: tuple[tuple[str, float], ...]) -> float:
+        return features.drift(_random({n: body[n].walk * rate for n, rate in by_name}, body))
+
+    def bound_of_body() -> _Bound:
+        start = _START * _root_mean_square(body) / _walk(body)
+        by_noise = _reaching(lambda rate: drift_of_noise((*given(body, rate).items(),)), start)
+        one_step = steps_of(features.signal(most), push, steps)
+
+        def drift_of_signal(rate: float) -> float:
+            own = given(body, rate)
+            return features.drift((n, move * own[n]) for n, move in one_step.items())
+
+        if one_step and drift_of_signal(by_noise) > DRIFT * (1 + _CLOSE):
+            return _Bound(_reaching(drift_of_signal, by_noise / 10), STABILITY)
+        return _Bound(by_noise, NOISE)
 
     found: dict[str, float] = {}
     groups: dict[str, Group] = {}
-    projected = (own.projector for own in head.values() if own.projector is not None)
-    read = next((features.before @ own.matrix.to(features.before) for own in projected), None)
-    read = features.before if read is None else read
-    size = float(read.square().sum(1).mean().sqrt())
-    one = None
-    if fresh and rates is None:
-        one = _of_fresh(model, noise.values(), max(most.values()), push, steps)
-    for part, title in ((body, "body"), (head, "head")):
-        if not part:
-            continue
-        walk = max(own.walk for own in part.values())
-        bound = max(most[n] for n in part)
-        width = math.sqrt(features.before.shape[1])  # a head's gradient is along what it is given
-        reach = float(push(torch.tensor([bound / width]))) * width * size  # at a rate of 1
-        limit = GIVEN
-        if rates is not None:
-            own_rates = {n: rates[n] for n in part}
-        elif one is not None:
-            own_rates, limit = given(part, one.rate), one.limit
-        elif title == "head":
-            lower = _Bound.lower(
-                kind.noise / (walk * max(size, 1e-6)), _HEAD_STEP * kind.noise * steps / reach
-            )
-            own_rates, limit = given(part, lower.rate), lower.limit
-        else:
-            start = _START * _root_mean_square(part) / walk
-            lower = _Bound(_reaching(lambda rate: drift_of_noise(given(body, rate)), start), NOISE)
-            one_step = steps_of(features.signal(most), push, steps)
-            if one_step and drift_of_signal(lower.rate) > DRIFT * (1 + _CLOSE):
-                lower = _Bound(_reaching(drift_of_signal, lower.rate / 10), STABILITY)
-            own_rates, limit = given(part, lower.rate), lower.limit
-        found |= own_rates
-        rate = max(own_rates.values())
-        numbers = {n: math.prod(own.shape) for n, own in part.items()}
-        group = Group(
-            title,
-            tuple(part),
-            sum(numbers.values()),
-            mode(own_rates.values()),
-            math.sqrt(sum(numbers[n] * own.std**2 for n, own in part.items())),
-            bound,
-            drift_of_noise(own_rates) if title == "body" else walk * rate * size,
-            limit,
-        )
-        if title == "head":
-            group = group._replace(output=kind, reach=rate * reach)
-        groups[title] = group
+    if body:
+        own, limit = settled(body, bound_of_body)
+        found |= own
+        effect = drift_of_noise((*own.items(),))
+        groups["body"] = _group_of("body", body, own, most, limit, effect)
+    if head:
+        walk, width = _walk(head), math.sqrt(before.shape[1])  # its gradient is along its input
+        longest = torch.tensor([max(most[n] for n in head) / width])
+        reach = float(push(longest)) * width * size  # at a rate of 1
+
+        def bound_of_head() -> _Bound:
+            by_noise = kind.noise / (walk * size)
+            return _Bound.lower(by_noise, _HEAD_STEP * kind.noise * steps / reach)
+
+        own, limit = settled(head, bound_of_head)
+        found |= own
+        rate = max(own.values())
+        group = _group_of("head", head, own, most, limit, walk * rate * size)
+        groups["head"] = group._replace(output=kind, reach=rate * reach)
     return Rates(found, groups.get("body"), groups.get("head"), fresh)
+
+
+def _walk(part: Mapping[str, Noise]) -> float:
+    return max(own.walk for own in part.values())
+
+
+def _group_of(
+    name: str,
+    part: Mapping[str, Noise],
+    rates: Mapping[str, float],
+    most: Mapping[str, float],
+    limit: str,
+    effect: float,
+) -> Group:
+    numbers = {n: math.prod(own.shape) for n, own in part.items()}
+    squared = sum(numbers[n] * own.std**2 for n, own in part.items())
+    longest = max(most[n] for n in part)
+    rate = mode(rates.values())
+    total = sum(numbers.values())
+    return Group(name, tuple(part), total, rate, math.sqrt(squared), longest, effect, limit)
 
 
 class _Bound(NamedTuple):
@@ -354,7 +368,7 @@ def _of_fresh(
 def steps_of(
     gradients: Mapping[str, Tensor], push: Callable[[Tensor], Tensor], steps: float
 ) -> dict[str, Tensor]:
-    """Returns how far a step takes weights whose gradients stay as they are, at a rate of 1.
+    """Returns the move of weights in a step of a run with constant gradients, at a rate of 1.
 
     A rule treats all numbers alike. So it is run on a table of sizes, which is read in between.
     """
@@ -380,16 +394,16 @@ class _Shown(Exception):
 
 
 class _Features:
-    """What the last layer is given, and how far a move of the weights takes that.
+    """The last layer's input activations, and their drift when the weights move.
 
     Args:
         model: in evaluation mode.
         layer: that logits come from.
-        inputs: that are no example's.
+        inputs: synthetic inputs.
         body: parameter name -> its noise, of the parameters that are moved.
 
     Attributes:
-        before: (rows, n), float32, with the weights as they are.
+        before: (rows, n), float32, before any move.
     """
 
     def __init__(
@@ -406,7 +420,7 @@ class _Features:
         """Returns how far moves of weights take centred features, in units of their norm.
 
         Args:
-            moves: parameter name, and what is added to its numbers that meet noise.
+            moves: parameter names, and the move of each in the space that noise is added in.
         """
         with _moved_by(moves, self._body):
             after = self._all()

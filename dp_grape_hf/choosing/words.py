@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dp_grape_hf.choosing.rates import GIVEN, Group, Rates
+from dp_grape_hf.choosing.rates import Group, Rates
 from dp_grape_hf.ledger import Mechanism
 from dp_grape_hf.tables import table
 
@@ -65,7 +65,7 @@ def tabulated(
             group.name,
             f"{group.numbers:,}",
             f"{group.rate:.3g}",
-            "your choice" if group.limit == GIVEN else group.limit,
+            group.limit,
             f"{group.noise:.3g}",
             f"{group.most:.3g}",
             _effect(group)

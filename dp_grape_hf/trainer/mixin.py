@@ -39,13 +39,7 @@ from dp_grape_hf.arguments import (
 from dp_grape_hf.choosing import objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import (
-    Ledger,
-    find_earlier,
-    note_provenance,
-    remember,
-    was_trained,
-)
+from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
 from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
