@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from operator import attrgetter, call, itemgetter, length_hint
 from typing import Any, NamedTuple
 
@@ -111,7 +111,8 @@ class StateGuard:
         self._objects = objects
         self._places: list[_Place] = []
         self._dicts: list[Any] = []  # of the first places, which are read in C
-        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []  # one for each of these
+        self._keys: list[tuple[str, ...]] = []  # that are read of each of these
+        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self._tensors: list[Tensor] = []
         self._titles: list[str] = []  # the names of these tensors
         self._walked: Values | None = None  # the values that were last walked through
@@ -207,8 +208,8 @@ class StateGuard:
         """Yields the values of each place."""
         _, attributes, *others = values
         left = iter(attributes)
-        for place in self._places[: len(self._dicts)]:
-            yield tuple(islice(left, len(_twice(place.keys))))
+        for keys in self._keys:
+            yield tuple(islice(left, len(keys)))
         yield from others
 
     def _walk(self) -> Values:
@@ -230,11 +231,12 @@ class StateGuard:
                 found, inside = _explore(name, value)
                 places += found
                 waiting.extend(inside)
-        fast = [place for place in places if type(place.own) is dict and place.keys]
-        chosen = set(map(id, fast))
-        self._places = fast + [place for place in places if id(place) not in chosen]
+        self._places = sorted(places, key=lambda place: not _is_fast(place))
+        fast = list(takewhile(_is_fast, self._places))
         self._dicts = [place.own for place in fast]
-        self._getters = [itemgetter(*_twice(place.keys)) for place in fast]
+        names = [place.keys or () for place in fast]
+        self._keys = [keys if len(keys) > 1 else keys * 2 for keys in names]  # or it is no tuple
+        self._getters = [itemgetter(*keys) for keys in self._keys]
         self._walked = self._read()
         return self._walked
 
@@ -419,9 +421,8 @@ def _attributes(name: str, own: Mapping[str, Any]) -> _Place:
     return _Place(name, lambda: (*map(own.get, keys), len(own)), keys, own)
 
 
-def _twice(keys: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns at least two keys: of one, ``itemgetter`` would make no tuple."""
-    return (keys or ()) if len(keys or ()) > 1 else (keys or ()) * 2
+def _is_fast(place: _Place) -> bool:
+    return type(place.own) is dict and bool(place.keys)
 
 
 def _named(name: str, own: Mapping[str, Any]) -> _Inside:
