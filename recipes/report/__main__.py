@@ -32,7 +32,7 @@ from recipes.benchmark.methods import (
     PRINCIPAL,
 )
 from recipes.common.runs import read_lines
-from recipes.common.sweep import Sweep
+from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.models import host_tests, matrix
@@ -101,8 +101,19 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-opake-lora": _times("opake", *LORA),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),
     "gpu": _of(GPU, gpu.summary),
-    "privacy-costs": front_page.privacy_costs,
-    "time-and-memory": front_page.time_and_memory,
+    "privacy-costs": lambda root: front_page.privacy_costs(
+        [
+            (_summary(root / PAPER / name), _read(root / PAPER / name / RUNS))
+            for name in ("text_chosen", "text_epsilons")
+        ],
+        *(_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "compare")),
+    ),
+    "time-and-memory": lambda root: front_page.time_and_memory(
+        *(
+            _read(root / "recipes" / name)
+            for name in (GPU, "benchmark/results/cpu.json", "benchmark/results/opake_roberta.json")
+        )
+    ),
     "noise-left": _of("benchmark/results/noise_left.json", noise_left.as_markdown),
     "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
     "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from recipes.benchmark import timing
-from recipes.benchmark.methods import ADAMW, DP_GRAPE, METHODS
+from recipes.benchmark.methods import ADAMW, ADAMW_LORA, DP_ADAM, DP_GRAPE, DP_LORA, METHODS
 from recipes.common.markdown import NOT_RUN, table
-from recipes.common.runs import read_lines
-from recipes.common.sweep import Sweep
+from recipes.digits.train import DigitsArguments, load_data
 from recipes.gpu_report.table import SHORT, short
 
 BUDGETS = (None, 8.0, 2.0, 1.0)
@@ -30,16 +27,21 @@ _ON_GPU = {
 }
 
 
-def privacy_costs(root: Path) -> str:
+def privacy_costs(
+    sweeps: Iterable[tuple[Mapping[str, Any], Iterable[Mapping[str, Any]]]],
+    digits: Mapping[str, Any],
+    compared: Mapping[str, Any],
+) -> str:
     """Returns what privacy costs: test accuracy without it and at some budgets.
 
     Args:
-        root: of the repository.
+        sweeps: on texts; the summary and the runs of each.
+        digits: results with nothing searched.
+        compared: results of all methods on the same digits.
     """
-    paper, digits = root / "recipes/paper/results", root / "recipes/digits/results"
-    folders = [paper / name for name in ("text_chosen", "text_epsilons")]
-    summaries = [Sweep(_read(f / "sweep.json")["config"], f).summary()["tasks"] for f in folders]
-    lines = [line for f in folders for line in read_lines(f / "runs.jsonl")]
+    sweeps = list(sweeps)
+    summaries = [summary["tasks"] for summary, _ in sweeps]
+    lines = [line for _, runs in sweeps for line in runs]
     rows = []
     for task, (title, model) in _TASKS.items():
         own = [line["result"] for line in lines if line["task"] == task and line["row"] in _ROWS]
@@ -56,17 +58,16 @@ def privacy_costs(root: Path) -> str:
                 *(f"{scores[b][0]:.1f}" if b in scores else NOT_RUN for b in map(_name, BUDGETS)),
             ]
         )
-    chosen, compared = (_read(digits / f"{name}.json") for name in ("chosen", "compare"))
     found = {
-        **chosen["rows"]["DP-GRAPE, nothing searched"]["accuracy"],
+        **digits["rows"]["DP-GRAPE, nothing searched"]["accuracy"],
         "inf": compared["rows"]["Adam (not private)"]["accuracy"]["inf"],
     }
     rows.append(
         [
             "digits, images of 8 x 8 pixels",
             "a small ViT, from random weights",
-            "1,437",
-            f"{chosen['config']['shared']['num_train_epochs']}",
+            f"{len(load_data(DigitsArguments.split_seed)[0]):,}",
+            f"{digits['config']['shared']['num_train_epochs']}",
             *(f"{100 * found[_name(e)][0]:.1f}" for e in BUDGETS),
         ]
     )
@@ -74,33 +75,32 @@ def privacy_costs(root: Path) -> str:
     return table(head, rows)
 
 
-def time_and_memory(root: Path) -> str:
+def time_and_memory(gpu: Mapping[str, Any], cpu: Mapping[str, Any], lora: Mapping[str, Any]) -> str:
     """Returns the speed of a training step relative to AdamW's, and peak memory on a GPU.
 
     Args:
-        root: of the repository.
+        gpu: measured on a GPU.
+        cpu: timings on a CPU.
+        lora: timings on a CPU of the same model, with LoRA among them.
     """
-    gpu = next((root / "recipes/gpu_report/results").glob("gpu_report-nvidia-h100*.json"))
-    cells = _read(gpu)["cells"]
+    cells, (plain, _, principal, _, full) = gpu["cells"], SHORT
     rows = []
     for key, title in _ON_GPU.items():
-        plain = cells[f"{key}, {ADAMW}"]
-        ways = (cells[f"{key}, {way}"] for way in (SHORT[0], SHORT[2], SHORT[-1]))
-        rows.append([f"{title}; H100", *(short(way, plain) for way in ways), "not run"])
-    cpu = _read(root / "recipes/benchmark/results/cpu.json")["results"]
+        ways = (cells[f"{key}, {way}"] for way in (plain, principal, full))
+        costs = (short(way, cells[f"{key}, {plain}"]) for way in ways)
+        rows.append([f"{title}; H100", *costs, NOT_RUN])
     rows.append(
         [
             "RoBERTa classifier, hidden 512, 6 layers; CPU",
-            *(_speed(cpu, name) for name in (ADAMW, DP_GRAPE, "dp_adam", "opacus_ghost")),
+            *(_speed(cpu["results"], n) for n in (ADAMW, DP_GRAPE, DP_ADAM, "opacus_ghost")),
         ]
     )
-    lora = _read(root / "recipes/benchmark/results/opake_roberta.json")["results"]
     rows.append(
         [
             "the same with LoRA; CPU",
-            *(_speed(lora, name, "adamw_lora") for name in ("adamw_lora", "dp_lora")),
+            *(_speed(lora["results"], name, ADAMW_LORA) for name in (ADAMW_LORA, DP_LORA)),
             "",
-            "not run",
+            NOT_RUN,
         ]
     )
     return table(["Model", "AdamW, no privacy", "This package", "DP-Adam", "Opacus"], rows)
@@ -109,10 +109,6 @@ def time_and_memory(root: Path) -> str:
 def _speed(results: Mapping[str, Any], name: str, plain: str = ADAMW) -> str:
     steps = (results[METHODS[of].title] for of in (plain, name))
     return f"{timing.ratio(*steps, 'cpu_seconds'):.2f}x"
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _only(values: Iterable[float]) -> str:
