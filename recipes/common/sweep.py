@@ -131,7 +131,8 @@ class Sweep:
         return self._cell(name, task, epsilon, where["seed"], own)
 
     def _private(self, name: str) -> bool:
-        return METHODS[self.config["rows"][name]["arguments"]["method"]].private
+        own = self.config["rows"][name]["arguments"]
+        return METHODS[own["method"]].private and "noise_multiplier" not in own
 
     def _cell(
         self,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import random_split
+from torch.utils.data import Subset, random_split
 from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
@@ -41,6 +41,7 @@ from recipes.paper.experiment import (
 )
 from recipes.paper.images import (
     Batches,
+    Images,
     Source,
     load_images,
 )
@@ -112,6 +113,10 @@ class ViTArguments(ExperimentArguments):
         default=0.5, metadata={"help": "Subtracted from pixels in [0, 1]; of the model, not data."}
     )
     pixel_std: float = field(default=0.5, metadata={"help": "Divides pixels after that, likewise."})
+    train_examples: int | None = field(
+        default=None,
+        metadata={"help": "Train on so many images, drawn by the seed. Default: all of them."},
+    )
     held_out: bool = field(
         default=False,
         metadata={"help": "Hold a fifth of the training data out and score it, not the test data."},
@@ -140,6 +145,8 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         generator = torch.Generator().manual_seed(script.split_seed)
         parts = random_split(train, [HELD_OUT, 1 - HELD_OUT], generator)
         split, (scored, train) = "dev", parts
+    if script.train_examples is not None:
+        train = drawn(train, script.train_examples, args.seed)
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
@@ -161,6 +168,18 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
             if images.lossy
         ],
     )
+
+
+def drawn(data: Images | Subset[Any], number: int, seed: int) -> Subset[Any]:
+    """Returns so many examples of a data set, in a random order.
+
+    Raises:
+        ValueError: if the data set has fewer.
+    """
+    if not 0 < number <= len(data):
+        raise ValueError(f"train_examples={number} must be from 1 to {len(data)}.")
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    return Subset(data, order[:number].tolist())
 
 
 def build_model(script: ViTArguments, classes: int) -> Any:

@@ -204,6 +204,15 @@ def test_a_search_holds_data_out_and_leaves_the_test_split_alone(
     assert list(result["metrics"]) == ["dev"]
 
 
+def test_training_examples_are_drawn_by_the_seed(tmp_path: Path, data: Path) -> None:
+    assert run(tmp_path, data, train_examples=10)["splits"]["train"] == 10
+    rows: Any = list(range(100))
+    assert list(vit.drawn(rows, 10, seed=1)) == list(vit.drawn(rows, 20, seed=1))[:10]
+    assert list(vit.drawn(rows, 10, seed=1)) != list(vit.drawn(rows, 10, seed=2))
+    with pytest.raises(ValueError, match="train_examples=101 must be from 1 to 100"):
+        vit.drawn(rows, 101, seed=1)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(  # of PEFT
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
