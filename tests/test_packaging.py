@@ -127,6 +127,7 @@ def test_the_description_is_the_first_page_with_links_that_hold_anywhere(wheel: 
     description = metadata_of(contents(wheel)).get_payload(decode=True).decode("utf-8")
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     page = re.sub(r"<!--.*?-->\n", "", page)
+    page = page.replace("[!WARNING]", "**Warning:**").replace("[!IMPORTANT]", "**Important:**")
     targets = re.compile(r"\]\(([^)\s]+)\)")
     assert len(targets.findall(description)) == len(targets.findall(page)) > 10
     assert all(target.startswith("https://") for target in targets.findall(description))

@@ -2,12 +2,14 @@
 
     make dist                          # python -m recipes.site.distributions
 
-Setuptools takes README.md as it is, and its links are relative. So both are built from a copy of
-the tree in which these links lead to the repository. What is in the copy is all that is published.
+Setuptools takes README.md unchanged. Its links are relative, and PyPI does not show GitHub's alerts.
+So both are built from a copy of the tree with absolute links, and with bold words for alerts. The
+copy contains all files that are published, and no other.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,7 @@ PAGE = "README.md"
 
 
 def copy_published(folder: Path) -> None:
-    """Copies what is published into an empty folder, with the links of the first page absolute."""
+    """Copies the published files into an empty folder, and adapts the first page to PyPI."""
     for name in PUBLISHED:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
@@ -30,6 +32,9 @@ def copy_published(folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = with_links(text, lambda target: in_repository(target, PAGE))
+    text = re.sub(
+        r"^> \[!(\w+)\]$", lambda kind: f"> **{kind[1].title()}:**", text, flags=re.MULTILINE
+    )
     (folder / PAGE).write_text(text, encoding="utf-8")
 
 

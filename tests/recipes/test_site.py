@@ -112,6 +112,15 @@ def test_no_page_of_the_site_shows_a_comment(site: Site) -> None:
 
 
 @pytest.mark.slow
+def test_an_alert_of_github_is_an_admonition(site: Site) -> None:
+    folder, pages = site
+    title = '<p class="admonition-title">Warning</p>'
+    assert f'<div class="admonition warning">\n{title}' in pages[folder / "index.html"].text
+    for page, html in pages.items():
+        assert "[!" not in "".join(html.prose), page
+
+
+@pytest.mark.slow
 def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> None:
     folder, pages = site
     index = json.loads((folder / "search/search_index.json").read_text(encoding="utf-8"))
