@@ -2,9 +2,9 @@
 
     make dist                          # python -m recipes.site.distributions
 
-Setuptools takes README.md unchanged. Its links are relative, and PyPI does not show GitHub's alerts.
-So both are built from a copy of the tree with absolute links, and with bold words for alerts. The
-copy contains all files that are published, and no other.
+Setuptools takes README.md unchanged. Its links are relative, and PyPI does not know GitHub's
+alerts. So both are built from a copy of the tree with absolute links, and with bold words for
+alerts. The copy contains all files that are published, and no other.
 """
 
 from __future__ import annotations

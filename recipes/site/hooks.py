@@ -113,6 +113,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return with_links(markdown, link)
 
 
+def on_post_page(output: str, page: Page | None, config: MkDocsConfig) -> str:
+    """Stops the theme's script from requesting stars and forks from GitHub on every visit."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Does the same on pages of the theme, such as 404.html."""
+    return on_post_page(output_content, None, config)
+
+
 # ---- Pages that are made ----
 
 

@@ -98,6 +98,9 @@ def test_the_site_loads_nothing_from_elsewhere(site: Site) -> None:
     loaded = {target for html in pages.values() for target in html.loaded}
     assert loaded
     assert not {target for target in loaded if is_elsewhere(target)}
+    for page, html in pages.items():
+        # The theme's script asks api.github.com for the stars of a link with this mark.
+        assert 'data-md-component="source"' not in html.text, page
     for sheet in folder.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
