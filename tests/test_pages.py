@@ -9,6 +9,7 @@ for each page; what a block may take for granted, such as a model, is made by th
 * ``sh`` or ``bash``: commands. Those of ``dp-grape`` run; all others, and those of ``LONG``, are
   parsed by the parser of the program they start, so that each option exists.
 * ``console``: commands of ``dp-grape`` after ``$``, and what they print.
+* ``math``: a formula.
 * none: a picture.
 
 A block under ``<!-- not run: reason -->`` is not run; its commands are parsed where they can be.
@@ -379,7 +380,7 @@ def test_a_page_runs_from_top_to_bottom(page: str) -> None:
                     parse(words)
                 else:
                     assert run_dp_grape(words[1:]).strip("\n") == shown, where
-        else:
+        elif block.language != "math":
             assert not block.language, f"{where}: say how {block.language!r} is checked"
             assert not re.search(r"^(\$ |import |from )", block.text, re.MULTILINE), where
 

@@ -7,12 +7,15 @@ pages hold; a link to any other file leads to the repository.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterator
 from dataclasses import fields
+from html import unescape
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import nbformat
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -47,6 +50,11 @@ LINKED = [
     *("recipes/**/*.png", "recipes/**/*.svg"),
 ]
 """Of the site, but not in its navigation, nor in its search."""
+
+FORMULA = re.compile(
+    r'(?P<start><(?P<tag>span|div) class="arithmatex">)\\[(\[](?P<tex>.*?)\\[)\]](?=</)', re.DOTALL
+)
+"""A formula as pymdownx.arithmatex leaves it in a page."""
 
 ROOM = """# {0}
 
@@ -111,6 +119,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return in_repository(target, source)
 
     return with_links(markdown, link)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns formulas into MathML, which a browser shows without a script."""
+
+    def mathml(found: re.Match[str]) -> str:
+        display = "block" if found["tag"] == "div" else "inline"
+        return found["start"] + convert(unescape(found["tex"]).strip(), display=display)
+
+    return FORMULA.sub(mathml, html)
 
 
 def on_post_page(output: str, page: Page | None, config: MkDocsConfig) -> str:

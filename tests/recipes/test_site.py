@@ -124,6 +124,18 @@ def test_an_alert_of_github_is_an_admonition(site: Site) -> None:
 
 
 @pytest.mark.slow
+def test_a_formula_is_mathml(site: Site) -> None:
+    folder, pages = site
+    text = pages[folder / "recipes/guide/dp_sgd/index.html"].text
+    assert re.search(r'<div class="arithmatex"><math [^>]*display="block"', text)
+    text = pages[folder / "dp_grape_hf/choosing/index.html"].text
+    assert re.search(r'<span class="arithmatex"><math [^>]*display="inline".*?<msqrt>', text)
+    for page, html in pages.items():
+        said = "".join(html.prose)
+        assert not re.search(r"\\[a-z]+\{|\\[(\[]", said), page
+
+
+@pytest.mark.slow
 def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> None:
     folder, pages = site
     index = json.loads((folder / "search/search_index.json").read_text(encoding="utf-8"))
