@@ -82,7 +82,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if title == "Reference":
             paths = [*patterns, *REFERENCE]
         else:
-            paths = [path for path in matching(patterns) if path not in seen]
+            paths = [path for path in dict.fromkeys(matching(patterns)) if path not in seen]
             seen.update(paths)
         pages = [path.replace(".ipynb", ".md") for path in paths]
         config.nav.append({title: pages[0] if len(pages) == 1 else pages})

@@ -115,6 +115,14 @@ def test_no_page_of_the_site_shows_a_comment(site: Site) -> None:
 
 
 @pytest.mark.slow
+def test_a_section_lists_each_page_once(site: Site) -> None:
+    folder, pages = site
+    text = pages[folder / "recipes/guide/index.html"].text
+    listed = re.findall(r'<a href="(\w+)/" class="md-nav__link">', text)
+    assert len(listed) == len({*listed}) > 5
+
+
+@pytest.mark.slow
 def test_an_alert_of_github_is_an_admonition(site: Site) -> None:
     folder, pages = site
     title = '<p class="admonition-title">Warning</p>'
