@@ -64,6 +64,12 @@ class Cell:
         return Path(self.task) / row / f"{budget}-seed{self.seed}-{stage}-{digest}"
 
 
+def is_private(row: Mapping[str, Any]) -> bool:
+    """Returns whether the runs of a row have a budget: not those that say how much noise."""
+    own = row["arguments"]
+    return METHODS[own["method"]].private and "noise_multiplier" not in own
+
+
 class Sweep:
     """The runs of a sweep.
 
@@ -131,8 +137,7 @@ class Sweep:
         return self._cell(name, task, epsilon, where["seed"], own)
 
     def _private(self, name: str) -> bool:
-        own = self.config["rows"][name]["arguments"]
-        return METHODS[own["method"]].private and "noise_multiplier" not in own
+        return is_private(self.config["rows"][name])
 
     def _cell(
         self,
