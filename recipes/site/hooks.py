@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from html import unescape
 from pathlib import Path
@@ -82,7 +81,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if title == "Reference":
             paths = [*patterns, *REFERENCE]
         else:
-            paths = [path for path in dict.fromkeys(matching(patterns)) if path not in seen]
+            paths = [path for path in matching(patterns) if path not in seen]
             seen.update(paths)
         pages = [path.replace(".ipynb", ".md") for path in paths]
         config.nav.append({title: pages[0] if len(pages) == 1 else pages})
@@ -94,7 +93,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages, what they show, and the reference."""
     patterns = [pattern for section in NAVIGATION.values() for pattern in section]
-    for path in dict.fromkeys(matching([*patterns, *LINKED])):
+    for path in matching([*patterns, *LINKED]):
         if path.endswith(".ipynb"):
             add_notebook(path, files, config)
         else:
@@ -144,10 +143,10 @@ def on_post_template(output_content: str, template_name: str, config: MkDocsConf
 # ---- Pages that are made ----
 
 
-def matching(patterns: list[str]) -> Iterator[str]:
-    """Yields the paths of files, from the root of the repository."""
-    for pattern in patterns:
-        yield from (path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob(pattern)))
+def matching(patterns: list[str]) -> list[str]:
+    """Returns the paths of files, from the root of the repository, each of them once."""
+    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+    return list(dict.fromkeys(path.relative_to(ROOT).as_posix() for path in found))
 
 
 def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
