@@ -178,8 +178,8 @@ def drawn(data: Images | Subset[Any], number: int, seed: int) -> Subset[Any]:
     """
     if not 0 < number <= len(data):
         raise ValueError(f"train_examples={number} must be from 1 to {len(data)}.")
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    return Subset(data, order[:number].tolist())
+    generator = torch.Generator().manual_seed(seed)
+    return random_split(data, [number, len(data) - number], generator)[0]
 
 
 def build_model(script: ViTArguments, classes: int) -> Any:
