@@ -64,8 +64,8 @@ class Cell:
         return Path(self.task) / row / f"{budget}-seed{self.seed}-{stage}-{digest}"
 
 
-def is_private(row: Mapping[str, Any]) -> bool:
-    """Returns whether the runs of a row have a budget: not those that say how much noise."""
+def has_budget(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row is run at each epsilon: it is private, and sets no noise itself."""
     own = row["arguments"]
     return METHODS[own["method"]].private and "noise_multiplier" not in own
 
@@ -100,7 +100,7 @@ class Sweep:
             settings, cost = self.chosen(name, task)
             if settings is None:
                 continue
-            budgets = where["epsilons"] if self._private(name) else (None,)
+            budgets = where["epsilons"] if has_budget(self.config["rows"][name]) else (None,)
             for epsilon, seed in product(budgets, where["seeds"]):
                 yield self._cell(name, task, epsilon, seed, settings, cost)
 
@@ -131,13 +131,10 @@ class Sweep:
 
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
-        epsilon = where["epsilon"] if self._private(name) else None
+        epsilon = where["epsilon"] if has_budget(self.config["rows"][name]) else None
         row = self.config["rows"][name].get("search", {})
         own = {**settings, **where.get("arguments", {}), **row}
         return self._cell(name, task, epsilon, where["seed"], own)
-
-    def _private(self, name: str) -> bool:
-        return is_private(self.config["rows"][name])
 
     def _cell(
         self,

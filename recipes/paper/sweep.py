@@ -52,7 +52,7 @@ from dp_grape_hf import METHODS
 from recipes.common import markdown
 from recipes.common.markdown import counted, score_text
 from recipes.common.provenance import recorded, write
-from recipes.common.sweep import RUNS, Cell, Sweep, is_private
+from recipes.common.sweep import RUNS, Cell, Sweep, has_budget
 from recipes.paper.experiment import parse
 
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
@@ -224,9 +224,9 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def wide_table(summary: Mapping[str, Any]) -> str:
-    """Returns the scores as a table in Markdown: a line for each task and row, budgets beside."""
+    """Returns the scores in Markdown: a line for each task and row, a column for each epsilon."""
     config, several = summary["config"], len(summary["config"]["tasks"]) > 1
-    private = {name: is_private(own) for name, own in config["rows"].items()}
+    private = {name: has_budget(own) for name, own in config["rows"].items()}
     budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]]
     budgets += ["inf"] * (not all(private.values()))
     searched = f"search, dev, at ε = {config['search']['epsilon']:g}"
