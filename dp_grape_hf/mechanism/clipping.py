@@ -68,12 +68,12 @@ class Gathered:
     A model has many biases and norms, and a few calls for all take less time than a few for each.
     """
 
-    large: Gradients
+    large: dict[str, PerSampleGradient]
     shapes: dict[str, torch.Size]  # of the small ones, in their order
     small: Dense | None
 
     @classmethod
-    def of(cls, per_sample_grads: Gradients) -> Gathered:
+    def of(cls, per_sample_grads: dict[str, PerSampleGradient]) -> Gathered:
         """Takes the small gradients out of the dictionary, which is used from then on."""
         shapes = {
             name: gradient.shape
@@ -258,7 +258,10 @@ def add_clipped_sum_(
         What one sample adds, times f, has an L2 norm of at most C, over all parameters jointly; a
         sample with a norm that is not finite adds nothing.
     """
-    parts = {part: Gathered.of(some) for part, some in in_parts(per_sample_grads, apart).items()}
+    own_grads = dict(per_sample_grads)
+    if isinstance(per_sample_grads, dict):
+        per_sample_grads.clear()
+    parts = {part: Gathered.of(some) for part, some in in_parts(own_grads, apart).items()}
     norms = {part: own.squared_norm(gradient_factors).sqrt() for part, own in parts.items()}
     factors = factors_of_parts(norms, max_grad_norm, automatic, apart)
     for part, gathered in parts.items():

@@ -45,10 +45,14 @@ from dp_grape_hf.mechanism.clipping import (
 )
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.per_sample import (
+    FlatGradients,
+    FlatTensors,
     Gradients,
     GradSampleMode,
     Inputs,
+    Layout,
     PerSampleEngine,
+    Runs,
     StateGuard,
     guarding_streams,
 )
@@ -133,6 +137,12 @@ class PrivateMechanism:
         )
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
+        self._layout: Layout | None = None
+        self._flat: Tensor | None = None  # what most of the sum is a view of
+        factor_of, apart = self.gradient_factors, self._apart
+        self._runs = Runs(
+            lambda name: (factor_of.get(name, 1.0), apart and name.startswith(f"{apart}."))
+        )
         self._state = StateGuard(model=per_sample.model, loss=per_sample.loss)
         self._before: Any = None  # the state of both as the logical batch began
         self._watched = False  # whether a step was seen to leave all of it alone
@@ -158,6 +168,12 @@ class PrivateMechanism:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
         self._clipped_sum = {}
+        if self._directions is None:  # those are of parameters by themselves
+            self._layout = self.per_sample.layout(projectors)
+        if self._layout is not None:
+            self._flat = torch.zeros(self._layout.size, device=self.per_sample.device)
+            parts = self._runs.of(self._layout)
+            self._clipped_sum = {name: self._flat[part] for name, part in parts.items()}
         # Tensors of a simulation have no numbers.
         thorough = not (self._watched or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
@@ -227,6 +243,8 @@ class PrivateMechanism:
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
         bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
+            if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
+                per_sample_grads = per_sample_grads.in_runs(self._runs)
             if self._directions is None:
                 factors = self.gradient_factors
                 add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
@@ -238,7 +256,7 @@ class PrivateMechanism:
     def _add_weighted(
         self, total: dict[str, Tensor], per_sample_grads: Gradients, factors: dict[bool, Factors]
     ) -> None:
-        for part, some in in_parts(per_sample_grads, self._apart).items():
+        for part, some in in_parts(dict(per_sample_grads), self._apart).items():
             add_weighted_sum_(total, Gathered.of(some), factors[part])
 
     def _factors(
@@ -259,7 +277,7 @@ class PrivateMechanism:
         ):
             yield
 
-    def release(self) -> dict[str, Tensor]:
+    def release(self) -> FlatTensors:
         """Records the release, adds noise, and returns the private gradients by parameter name.
 
         A collective call where the batch is spread over several processes.
@@ -276,15 +294,21 @@ class PrivateMechanism:
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
         self.turns.made += 1
-        private_grads = {}
-        for name, shape in self.per_sample.released_shapes(self.projectors).items():
+        layout, flat, self._flat = self._layout, self._flat, None
+        shapes = self.per_sample.released_shapes(self.projectors)
+        others = {}
+        for name, shape in shapes.items():
+            if layout is not None and name in layout:
+                continue
             value = clipped_sum.pop(name, None)
             if value is None:  # no sample was drawn, or none reached this parameter
                 value = torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
-            private_grads[name] = value
-        for name, factor in self.gradient_factors.items():
-            private_grads[name].mul_(factor)
-        values = list(private_grads.values())
+            others[name] = value
+        private_grads = FlatTensors(layout, flat, others, shapes)
+        for name, value in private_grads.in_runs(self._runs).items():
+            if name in self.gradient_factors:
+                value.mul_(self.gradient_factors[name])
+        values = [*others.values()] if flat is None else [flat, *others.values()]
         once = not self._distributed or dist.get_rank() == 0
         std = self._summed_noise_std if once else 0.0
         divisor = self.expected_batch_size
@@ -292,8 +316,9 @@ class PrivateMechanism:
         add_(values, std, self._noise_generator, divisor, self._noise_slice)
         if self._distributed:
             sum_over_processes_(values)
-        for name, factor in self.gradient_factors.items():
-            private_grads[name].div_(factor)
+        for name, value in private_grads.in_runs(self._runs).items():
+            if name in self.gradient_factors:
+                value.div_(self.gradient_factors[name])
         return private_grads
 
     def abandon(self) -> None:

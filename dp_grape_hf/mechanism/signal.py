@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import noise_left
+from dp_grape_hf.per_sample import FlatTensors, Runs
 
 _SURE = 2.0  # standard deviations
 
@@ -72,6 +73,7 @@ class Signal:
     def __init__(self, bands: Sequence[float] = (1.0,)) -> None:
         self.groups: Mapping[str, str] = {}
         self._bands, self._before = bands, 0
+        self._runs: Runs | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -97,6 +99,10 @@ class Signal:
             factors: parameter name -> what divides it.
         """
         self._count += 1
+        if isinstance(private_grads, FlatTensors):
+            if self._runs is None:
+                self._runs = Runs(lambda name: (self.groups.get(name, ""), factors.get(name, 1.0)))
+            private_grads = private_grads.in_runs(self._runs)
         parts: defaultdict[str, list[str]] = defaultdict(list)
         for name in private_grads:
             parts[self.groups.get(name, "")].append(name)

@@ -18,7 +18,8 @@ the coins of the rounding, which are public, so that all ranks round alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,47 @@ class _Block(NamedTuple):
     here: Any  # an index of what this process has of the weight
     rows: Any  # an index of the weight
     among: tuple[int, int] | None  # how many rows the coins are for, and the first of these here
+
+
+class Place(Protocol):
+    """Where the coordinates of a weight are in a vector of many."""
+
+    @property
+    def start(self) -> int:
+        """Where they begin."""
+
+    @property
+    def stop(self) -> int:
+        """Where the next ones do."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns them, as a view in the shape that coordinates have."""
+
+    def _replace(self, *, start: int) -> Place:
+        """Returns where they would be from there on."""
+
+
+@dataclass
+class _Part:
+    """Neighbours in the vector whose rule has the same settings, updated equally often."""
+
+    settings: dict[str, Any]
+    start: int
+    stop: int
+    count: float  # of updates, when it was made
+    step: Tensor  # of updates
+    weights: list[tuple[nn.Parameter, Place, int]] = field(default_factory=list)
+    """each with its place in the part, and the number of its group"""
+    moments: tuple[Tensor, ...] = ()
+
+
+class _LaidOut(NamedTuple):
+    """The weights whose state lies side by side."""
+
+    places: Mapping[nn.Parameter, Place]
+    weights: set[nn.Parameter]
+    parts: list[_Part]
+    settings: list[dict[str, Any]]  # of the groups
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -95,19 +137,27 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
+        self._flat: Tensor | None = None  # private gradients side by side
+        self._laid_out = _LaidOut({}, set(), [], [])
 
     def receive(
         self,
         private_grads: Mapping[nn.Parameter, Tensor],
         projectors: Mapping[nn.Parameter, Projector] | None = None,
+        flat: Tensor | None = None,
+        places: Mapping[nn.Parameter, Place] | None = None,
     ) -> None:
         """Takes the private gradients of the next step, in coordinates.
 
         Args:
             private_grads: weight -> gradient, in coordinates where it has a projector.
             projectors: weight -> projector.
+            flat: (D,), the gradients of other weights, side by side.
+            places: weight -> where its gradient is in ``flat``; the same object as long as they are
+                the same.
         """
         self._private_grads, self._projectors = private_grads, projectors or {}
+        self._flat, self._places = flat, places or {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -121,19 +171,113 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise PrivacyError("A closure would differentiate without noise; it is not supported.")
         if self._private_grads is None:
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
-        strange = set(self._private_grads)
-        for group in self.param_groups:
-            strange.difference_update(group["params"])
-        if strange:
-            raise PrivacyError(
-                f"{len(strange)} of {len(self._private_grads)} private gradients are of parameters "
-                "that the optimizer does not have, and would move nothing. Make it of the "
-                "parameters that the model has now."
-            )
+        self._refuse_strange(self._private_grads)
+        if self._flat is not None:
+            settings = [self._settings_of(group) for group in self.param_groups]
+            known = self._laid_out
+            if known.places is not self._places or known.settings != settings:
+                self._refuse_strange(self._places)
+                self._lay_out(self._places, settings, self._flat)
+            for part in self._laid_out.parts:
+                self._step_part(part, self._flat)
+            left = self._places.keys() - self._laid_out.weights
+            alone = {w: self._places[w].of(self._flat) for w in self._places if w in left}
+            self._private_grads = {**self._private_grads, **alone}
         for group in self.param_groups:
             given = [w for w in group["params"] if w in self._private_grads]
             self._step_group(given, self._private_grads, group)
-        self._private_grads, self._projectors = None, {}
+        self._private_grads, self._projectors, self._flat = None, {}, None
+
+    def _refuse_strange(self, given: Iterable[nn.Parameter]) -> None:
+        every = set(given)
+        strange = every.difference(*(group["params"] for group in self.param_groups))
+        if strange:
+            raise PrivacyError(
+                f"{len(strange)} of {len(every)} private gradients are of parameters "
+                "that the optimizer does not have, and would move nothing. Make it of the "
+                "parameters that the model has now."
+            )
+
+    # ---- Weights side by side ----
+
+    def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in self._rule.settings}
+
+    def _lay_out(
+        self,
+        places: Mapping[nn.Parameter, Place],
+        settings: list[dict[str, Any]],
+        flat: Tensor,
+    ) -> None:
+        """Puts the state of weights side by side, as their gradients are."""
+        for weight in self._laid_out.weights - places.keys():
+            self._take_out(weight)
+        group_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
+        parts: list[_Part] = []
+        for weight, place in places.items():
+            here = local(weight)
+            plain = here is weight and here.dtype is torch.float32 and here.is_contiguous()
+            if weight not in self._projectors and not plain:
+                continue
+            group, count = group_of[weight], float(self.state[weight].get("step", 0.0))
+            last = parts[-1] if parts else None
+            same = last is not None and (last.stop, last.count) == (place.start, count)
+            if last is None or not same or last.settings != settings[group]:
+                step = torch.full((), count, device=flat.device)
+                parts.append(last := _Part(settings[group], place.start, place.stop, count, step))
+            last.stop = place.stop
+            last.weights.append((weight, place._replace(start=place.start - last.start), group))
+        for part in parts:
+            vectors = {key: flat.new_zeros(part.stop - part.start) for key in self._rule.moments}
+            for weight, place, _ in part.weights:
+                state = self.state[weight]
+                for key, vector in vectors.items():
+                    own = place.of(vector)
+                    if key in state:
+                        _check_shape(state[key], own.shape)
+                        own.copy_(state[key])
+                    state[key] = own
+                state["step"] = part.step
+            part.moments = tuple(vectors.values())
+        laid_out = {weight for part in parts for weight, *_ in part.weights}
+        self._laid_out = _LaidOut(places, laid_out, parts, settings)
+
+    def _take_out(self, weight: nn.Parameter) -> None:
+        """Gives a weight a state of its own again; the others are laid out anew."""
+        state = self.state[weight]
+        state |= {key: state[key].clone().contiguous() for key in (*self._rule.moments, "step")}
+        self._laid_out.weights.discard(weight)
+        self._laid_out = self._laid_out._replace(places={})
+
+    def _step_part(self, part: _Part, flat: Tensor) -> None:
+        """Updates the weights of a part: the rule runs once for all of them."""
+        gradient = flat[part.start : part.stop]
+        update = torch.zeros_like(gradient)
+        term = Term(update, gradient, part.moments, part.step)
+        self._rule.apply([term], part.settings, 1.0, 0.0)
+        rates = [float(group["lr"]) for group in self.param_groups]
+        pairs = zip(rates, self.param_groups, strict=True)
+        decays = [1 - rate * group["weight_decay"] for rate, group in pairs]
+        plain: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for weight, place, number in part.weights:
+            rate, decay = rates[number], decays[number]
+            own = place.of(update)
+            projector = self._projectors.get(weight)
+            if projector is None:
+                targets, updates = plain.setdefault(number, ([], []))
+                targets.append(weight)
+                updates.append(own)
+            elif weight in self._apart:
+                self._refuse_other_coordinates(weight)
+                state = self.state[weight]
+                state["update"].mul_(decay).add_(own, alpha=rate)
+                state["decay"] *= decay
+            else:
+                self._add_lifted(weight, own, projector, decay, rate)
+        for number, (targets, updates) in plain.items():
+            if decays[number] != 1:
+                torch._foreach_mul_(targets, decays[number])
+            torch._foreach_add_(targets, updates, alpha=rates[number])
 
     def _step_group(
         self,
@@ -282,6 +426,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _checked_state(self, weight: nn.Parameter, gradient: Tensor) -> dict[str, Any]:
         state, projected = self.state[weight], weight in self._projectors
+        if weight in self._laid_out.weights:
+            self._take_out(weight)
         if "step" not in state:  # torch's kernel wants the step count where the weight is
             state["step"] = torch.zeros((), device=weight.device)
             for key in self._rule.moments:
@@ -294,12 +440,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if not projected:
                 state[key] = spread(state[key], weight)  # what was loaded is whole
             _check_shape(local(state[key]), gradient.shape)
+        self._refuse_other_coordinates(weight)
+        return state
+
+    def _refuse_other_coordinates(self, weight: nn.Parameter) -> None:
         if weight in self._apart and self._apart[weight] is not self._projectors.get(weight):
             raise PrivacyError(
                 "A gradient was received in other coordinates than the updates of its weight are "
                 "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
             )
-        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state.
@@ -335,12 +484,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart = {}
+        self._apart, self._laid_out = {}, _LaidOut({}, set(), [], [])
         for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
             for key in (*self._rule.moments, "step", "update"):
                 if key in entry:
-                    value = entry[key].to(weight.device, torch.float32, copy=True)
+                    value = entry[key].to(weight.device, torch.float32, copy=True).contiguous()
                     self.state[weight][key] = value
             if _CHANGE in entry and self.changes is not None:
                 self.changes.go_on_from(weight, entry[_CHANGE])

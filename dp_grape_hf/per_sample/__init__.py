@@ -17,6 +17,7 @@ from dp_grape_hf.per_sample.engine import (
     keep_laid_out_for_training,
     refuse_modules,
 )
+from dp_grape_hf.per_sample.flat import FlatGradients, FlatTensors, Layout, Runs
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
 from dp_grape_hf.per_sample.guards import (
     configs_of,
@@ -69,9 +70,12 @@ __all__ = [
     "REFERENCE",
     "UNIT_OF_ROW",
     "Dense",
+    "FlatGradients",
+    "FlatTensors",
     "GradSampleMode",
     "Gradients",
     "Inputs",
+    "Layout",
     "LossFunction",
     "ModelLoss",
     "PairLoss",
@@ -79,6 +83,7 @@ __all__ = [
     "PerSampleGradient",
     "PreferenceLoss",
     "RewardLoss",
+    "Runs",
     "StateGuard",
     "TrainerLoss",
     "UnitEngine",

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.adapters import advice
 from dp_grape_hf.per_sample.coins import examine_coins, refuse_noise
+from dp_grape_hf.per_sample.flat import Layout
 from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single
 from dp_grape_hf.per_sample.guards import configs_of, keeping_configs
 from dp_grape_hf.per_sample.layerwise.rules import refuse_coupling
@@ -41,7 +42,7 @@ from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded, whole
 
 Inputs = Mapping[str, Any]
-Gradients = dict[str, PerSampleGradient]
+Gradients = Mapping[str, PerSampleGradient]
 Consume = Callable[[Gradients], None]
 """Takes the gradients of one group of parameters, which are not kept afterwards."""
 
@@ -218,6 +219,10 @@ class PerSampleEngine(ABC):
             "engine at 'layerwise', or fsdp out."
         )
 
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
+        """Returns how gradients share one matrix, if a call returns ``FlatGradients``."""
+        return None
+
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""
 
@@ -368,6 +373,9 @@ class OuterEngine(PerSampleEngine):
     @property
     def reseeds_host(self) -> bool:  # type: ignore[override]
         return self.examples.reseeds_host
+
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
+        return self.examples.layout(projectors)
 
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
         return self.examples.released_shapes(projectors)

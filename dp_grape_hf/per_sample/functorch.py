@@ -33,8 +33,12 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
 )
-from dp_grape_hf.per_sample.functional import call_in_coordinates, outside_vmap, zero_coordinates
-from dp_grape_hf.per_sample.gradients import Dense, Single, add
+from dp_grape_hf.per_sample.functional import (
+    call_in_coordinates,
+    outside_vmap,
+    zero_coordinates,
+)
+from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, Single, add
 from dp_grape_hf.per_sample.prints import Prints, joint_error, tolerance_for
 from dp_grape_hf.per_sample.probing import copies_of, evaluating, first_two
 from dp_grape_hf.projections import Projector
@@ -68,7 +72,7 @@ class FunctorchEngine(PerSampleEngine):
 
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
         """Returns losses (B,) and the gradients of the parameters that the pass used."""
         batch_size = batch_size_of(inputs)
         samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}

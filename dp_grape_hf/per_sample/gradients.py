@@ -114,7 +114,7 @@ class Dense(PerSampleGradient):
         return self
 
     def _is_transposed(self) -> bool:
-        return self.values.dim() == 3 and not self.values.is_contiguous()
+        return self.values.dim() == 3 and self.values.stride(1) < self.values.stride(2)
 
     def _flat(self) -> Tensor:
         """Returns one row of numbers per sample, in the order in which they lie in memory."""

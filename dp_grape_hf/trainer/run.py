@@ -40,6 +40,7 @@ from dp_grape_hf.optimizers import (
     ZerothOrderSGD,
 )
 from dp_grape_hf.per_sample import (
+    FlatTensors,
     GradSampleMode,
     Inputs,
     LossFunction,
@@ -143,6 +144,7 @@ class Run:
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
+        self._places: tuple[Any, Any] | None = None  # of the layout, by name and by weight
         self.idle: Inputs | None = None
 
     def stay_in_step(self, number: int, batch: Inputs) -> None:
@@ -335,7 +337,7 @@ class Run:
         ignored: list[Any] = [lambda found: None] * passes
         self._stepping.stream(self.idle, self.projectors, *ignored)
 
-    def _hand_over(self, number: int, private_grads: dict[str, Tensor]) -> None:
+    def _hand_over(self, number: int, private_grads: Mapping[str, Tensor]) -> None:
         """Gives the optimizer what was released, projected if that is due only now.
 
         Guarantee:
@@ -345,16 +347,25 @@ class Run:
             self.optimizer.receive(private_grads[DIRECTION], number)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
-        projectors = self.projectors
+        projectors, weights = self.projectors, self.trainable
+        flat = places = None
         if self.released is not None:
             projectors = self.released.at(number, private_grads)
             self.per_sample.observer.made(PROJECTORS, projectors)
-            for name, projector in projectors.items():
-                private_grads[name] = projector.project(private_grads[name])
-        weights = self.trainable
+            private_grads = {
+                n: projectors[n].project(g) if n in projectors else g
+                for n, g in private_grads.items()
+            }
+        elif isinstance(private_grads, FlatTensors) and private_grads.layout is not None:
+            flat, layout = private_grads.flat, private_grads.layout
+            if self._places is None or self._places[0] != layout.places:
+                by_weight = {weights[name]: place for name, place in layout.places.items()}
+                self._places = layout.places, by_weight
+            private_grads, places = private_grads.others, self._places[1]
         self.optimizer.receive(
             {weights[name]: gradient for name, gradient in private_grads.items()},
             {weights[name]: projector for name, projector in projectors.items()},
+            *(flat, places),
         )
 
     # ---- What is kept beside the weights ----

@@ -188,6 +188,13 @@ def noisy_sum(weights: Weights, noise: Iterable[Tensor], max_grad_norm: float) -
     }
 
 
+def noise_for(weights: Weights, std: float, generator: torch.Generator) -> list[Tensor]:
+    """Returns noise for each weight; the gradients of all lie in one vector, which is drawn."""
+    sizes = [w.numel() for w in weights.values()]
+    drawn = torch.empty(sum(sizes)).normal_(0, std, generator=generator).split(sizes)
+    return [own.view(w.shape) for own, w in zip(drawn, weights.values(), strict=True)]
+
+
 def definition(
     start: Weights, steps: int, update: Update, *, max_grad_norm: float = 0.5, std: float = 1.0
 ) -> Iterable[Weights]:
@@ -195,9 +202,7 @@ def definition(
     weights = dict(start)
     generator = torch.Generator().manual_seed(8)
     for step in range(steps):
-        noise = [
-            torch.empty(w.shape).normal_(0, std, generator=generator) for w in weights.values()
-        ]
+        noise = noise_for(weights, std, generator)
         moves = update(step, noisy_sum(weights, noise, max_grad_norm))
         weights = {name: weights[name] - moves[name] for name in weights}
         yield dict(weights)
@@ -297,9 +302,13 @@ def test_dp_adam_is_opacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     found = noisy_run(tmp_path, "dp_adam")
     generator = torch.Generator().manual_seed(8)
+    left: list[Tensor] = []
 
     def noise(std: float, reference: Tensor, **_: Any) -> Tensor:
-        return torch.empty(reference.shape).normal_(0, float(std), generator=generator)
+        if not left:
+            weights = {n: p.detach() for n, p in model.named_parameters()}
+            left.extend(noise_for(weights, float(std), generator))
+        return left.pop(0).view_as(reference)
 
     monkeypatch.setattr(optimizers, "_generate_noise", noise)
     model = GradSampleModule(TinyForSequenceClassification())

@@ -25,6 +25,7 @@ from tests.support.mechanism import (
     ROUNDING,
     Given,
     distance,
+    in_order,
     joint_norm,
     make_private,
     released,
@@ -126,8 +127,8 @@ def met_by_noise(
         patch.setattr(
             release, "add_noise_", lambda values, *_: seen.append([v.clone() for v in values])
         )
-        names = released(engine, batches)
-    return dict(zip(names, seen[0], strict=True))
+        release_made = released(engine, batches)
+    return in_order(release_made, seen[0])
 
 
 EXTREME: dict[str, dict[str, float] | None] = {

@@ -27,6 +27,7 @@ from tests.support.mechanism import (
     ROUNDING,
     Given,
     distance,
+    drawn_for,
     joint_norm,
     make_private,
     released,
@@ -58,12 +59,8 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
     bound, sigma, expected_batch_size = norms.median().item(), 0.7, 5.0
     assert (norms > bound).any()
     assert (norms < bound).any()
-    generator = torch.Generator().manual_seed(3)
-    expected = {}
-    for parameter, gradient in gradients.items():
-        clipped = torch.einsum("b,b...->...", (bound / norms).clamp(max=1.0).float(), gradient)
-        noise = torch.empty_like(clipped).normal_(0, sigma * bound, generator=generator)
-        expected[parameter] = (clipped + noise) / expected_batch_size
+    factors = (bound / norms).clamp(max=1.0).float()
+    clipped = {n: torch.einsum("b,b...->...", factors, g) for n, g in gradients.items()}
     per_sample = make_engine("layerwise", model)
     for sizes in ([6], [1] * 6, [2, 3, 1]):
         engine = make_private(
@@ -75,6 +72,8 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
         )
         private = released(engine, split(inputs, sizes), projectors)
         assert list(private) == list(gradients)
+        noise = drawn_for(private, sigma * bound, seed=3)
+        expected = {n: (clipped[n] + noise[n]) / expected_batch_size for n in clipped}
         assert distance(private, expected) < 1e-5 * bound, sizes
 
 
@@ -382,10 +381,9 @@ def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
         assert all(value.dtype is torch.float32 for value in total.values())
         assert 0.1 * (1 - 1e-5) < joint_norm(total) <= 0.1 * (1 + ROUNDING)
     engine = make_private(per_sample, noise_multiplier=1.0, seed=4)
-    private, generator = released(engine, [], projectors), torch.Generator().manual_seed(4)
-    for value in private.values():
-        expected = torch.empty(value.shape, dtype=torch.float32).normal_(generator=generator)
-        assert torch.equal(value, expected)
+    private = released(engine, [], projectors)
+    expected = drawn_for(private, 1.0, seed=4)
+    assert all(torch.equal(value, expected[name]) for name, value in private.items())
 
 
 @each_kind

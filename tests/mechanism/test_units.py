@@ -21,7 +21,14 @@ from dp_grape_hf.mechanism import (
     add_clipped_sum_,
     read_units,
 )
-from dp_grape_hf.per_sample import UNIT_OF_ROW, Dense, UnitEngine, ZerothOrderEngine, make_engine
+from dp_grape_hf.per_sample import (
+    UNIT_OF_ROW,
+    Dense,
+    UnitEngine,
+    ZerothOrderEngine,
+    flat,
+    make_engine,
+)
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.units import UnitSum
 from dp_grape_hf.projections import DIRECTION
@@ -247,18 +254,20 @@ def _of_units(name: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "engine", "rank"),
+    ("name", "engine", "rank", "most"),
     [
-        ("roberta-classifier", "layerwise", None),
-        ("roberta-classifier", "functorch", 2),
-        ("opt", "layerwise", None),
-        ("gpt2", "layerwise", 2),
+        ("roberta-classifier", "layerwise", None, 0),
+        ("roberta-classifier", "layerwise", None, flat.MOST),
+        ("roberta-classifier", "functorch", 2, 0),
+        ("opt", "layerwise", None, 0),
+        ("gpt2", "layerwise", 2, flat.MOST),
     ],
 )
 def test_a_units_gradient_is_the_sum_of_its_examples(
-    name: str, engine: str, rank: int | None
+    name: str, engine: str, rank: int | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms and weighted sums of every form, against autograd on one example at a time."""
+    monkeypatch.setattr(flat, "MOST", most)
     model, batch = _of_units(name, num_hidden_layers=1)
     projectors = projectors_for(model, rank)
     examples = {name: value for name, value in batch.items() if name != UNIT_OF_ROW}
@@ -283,7 +292,8 @@ def test_a_units_gradient_is_the_sum_of_its_examples(
     assert shapes == {name: tuple(g.shape) for name, g in found.items()}
 
 
-def test_every_form_is_seen_by_the_test_above() -> None:
+def test_every_form_is_seen_by_the_test_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "MOST", 0)
     kinds: set[type] = set()
     for name, rank in (("roberta-classifier", None), ("opt", None)):
         model, batch = _of_units(name, num_hidden_layers=1)

@@ -43,7 +43,7 @@ from dp_grape_hf.memory.timeline import (
     Trace,
     interpolated,
 )
-from dp_grape_hf.per_sample import GradSampleMode
+from dp_grape_hf.per_sample import GradSampleMode, flat
 from tests.support.trainers import TinyForSequenceClassification
 
 GIB = 2**30
@@ -238,7 +238,8 @@ def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() ->
 
 @pytest.mark.slow
 def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
-    setting, model = Setting(batch_size=16), described("roberta")
+    setting, config = Setting(batch_size=16), roberta(64, 6, 4, **SMALL)
+    model = described(config)
 
     def peak(recompute: bool) -> int:
         with fake_tensors():
@@ -247,10 +248,11 @@ def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
             step.run()
         return step.timeline.peak().total
 
-    assert peak(True) == simulate("roberta", setting).total < peak(False)
+    assert peak(True) == simulate(config, setting).total < peak(False)
 
 
-def test_summed_gradients_are_those_of_the_release() -> None:
+def test_summed_gradients_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "MOST", 0)
     small_batch = simulate("opt", Setting(DP_ADAM, 1), length=2)
     assert small_batch.phase in ("clip", "release", "update")
     assert small_batch.kinds[SUMS] > 0.5 * small_batch.kinds[WEIGHTS]
@@ -456,13 +458,13 @@ def test_a_process_has_its_share_of_what_is_not_in_coordinates(method: str) -> N
 
 @pytest.mark.slow
 def test_gathered_weights_are_freed_again() -> None:
-    """Of more layers no more are whole at a time."""
+    """Of three more layers less than one is whole: the release has their coordinates."""
 
     def temporary(layers: int) -> int:
         setting = Setting(DP_GRAPE, processes=2)
-        return simulate(opt(64, layers, 4, **SMALL), setting, length=4).kinds[TEMPORARY]
+        return simulate(opt(128, layers, 4, **SMALL), setting, length=4).kinds[TEMPORARY]
 
-    assert temporary(6) <= temporary(3) * 1.1
+    assert temporary(6) - temporary(3) < 12 * 128**2 * 4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from transformers import OPTForCausalLM, RobertaForMaskedLM
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.mechanism import release
 from dp_grape_hf.per_sample import watching
-from dp_grape_hf.per_sample.layerwise.rules import LinearRule
+from dp_grape_hf.per_sample.layerwise import functions
 from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.checks import EXACT, checks
@@ -305,8 +305,8 @@ def test_a_check_that_is_off_fails_the_report(
 
 
 def _wrong_rule(patch: pytest.MonkeyPatch) -> None:
-    save = LinearRule.save
-    patch.setattr(LinearRule, "save", lambda *args: 1.01 * save(*args))
+    right = functions.product
+    patch.setattr(functions, "product", lambda *args: 1.01 * right(*args))
 
 
 def _wrong_clip(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.per_sample import Gradients, PerSampleEngine
+from dp_grape_hf.per_sample import FlatTensors, Gradients, PerSampleEngine
 from dp_grape_hf.projections import Projector
 
 MECHANISM = Mechanism(
@@ -80,7 +80,7 @@ def released(
     engine: PrivateMechanism,
     batches: Sequence[Mapping[str, Any]],
     projectors: Mapping[str, Projector] | None = None,
-) -> dict[str, Tensor]:
+) -> FlatTensors:
     """Returns the release of one logical batch, given its physical batches."""
     engine.begin(projectors or {})
     for batch in batches:
@@ -106,3 +106,21 @@ def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
     """Returns the norms (B,) over all parameters jointly."""
     squared = [g.double().flatten(1).square().sum(1) for g in gradients.values()]
     return torch.stack(squared).sum(0).sqrt()
+
+
+def in_order(release: FlatTensors, values: Sequence[Tensor]) -> FlatTensors:
+    """Returns by name what was given in the order in which a release meets the noise."""
+    first = [] if release.flat is None else [release.flat]
+    assert [v.shape for v in values] == [v.shape for v in (*first, *release.others.values())]
+    others = dict(zip(release.others, values[len(first) :], strict=True))
+    return FlatTensors(release.layout, values[0] if first else None, others, release)
+
+
+def drawn_for(release: FlatTensors, std: float, seed: int) -> FlatTensors:
+    """Returns the noise of a release by name, from a generator of that seed."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [*release.others.values()]
+    if release.flat is not None:
+        values.insert(0, release.flat)
+    drawn = [torch.empty(v.shape).normal_(0, std, generator=generator) for v in values]
+    return in_order(release, drawn)

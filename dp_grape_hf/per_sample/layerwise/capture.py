@@ -1,11 +1,13 @@
 """One forward and backward pass of the layerwise engine: how a site is run, and what it leaves.
 
-Every layer with a rule runs with its weights detached and an extra autograd node at its output.
-When that node receives the output's gradient it applies the rule, with the projection, so the
-gradient of a weight never exists and ``p.grad`` stays None. Gradient checkpointing works because
-the forward pass is simply re-run; a module that runs twice is recorded twice. A module without a
-rule runs under ``torch.func.vmap``, each sample with weights ``W + lift(tap_i)`` of its own; or, if
-vmap cannot run its code, once for each sample.
+Every weight has coordinates of each sample, a leaf of zeros that takes no memory. A layer with a
+rule runs with its weights detached and an extra autograd node at its output. When that node
+receives the output's gradient it applies the rule, with the projection, and returns the gradients
+of the coordinates; so the gradient of a weight never exists and ``p.grad`` stays None. What has too
+many numbers for a row for each sample is recorded in a form of its own instead. Gradient
+checkpointing works because the forward pass is simply re-run; what a module that runs twice gives
+adds up. A module without a rule runs under ``torch.func.vmap``, each sample with weights
+``W + lift(tap_i)`` of its own; or, if vmap cannot run its code, once for each sample.
 
 Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
 ...).
@@ -26,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.per_sample.engine import Consume
+from dp_grape_hf.per_sample.flat import Piece
 from dp_grape_hf.per_sample.functional import (
     AtZero,
     call_for_one,
@@ -56,6 +59,7 @@ from dp_grape_hf.per_sample.layerwise.layers import (
     detached,
     first_tensor,
 )
+from dp_grape_hf.per_sample.layerwise.plans import NormPlan, Plan, Plans
 from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
 from dp_grape_hf.projections import Projector, Side
 
@@ -93,6 +97,7 @@ class Pass:
     Args:
         trainable: name -> weight.
         projectors: name -> projector, of the projected weights.
+        plans: of what has a row for each sample in one matrix; None if nothing has.
         batch_size: B.
         shapes: of the model's inputs, for one sample.
         in_form: gives the gradient of one use of an unprojected weight the form that is kept.
@@ -106,6 +111,7 @@ class Pass:
         self,
         trainable: Mapping[str, Tensor],
         projectors: Mapping[str, Projector],
+        plans: Plans | None,
         batch_size: int,
         shapes: Shapes,
         in_form: Callable[[Single], Single],
@@ -113,34 +119,65 @@ class Pass:
     ) -> None:
         self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
         self._shapes, self._observer = shapes, observer
+        self._plans = plans
+        self._places = {} if plans is None else plans.layout.places
         self._in_form = in_form
         self._stream: Stream | None = None
         device = next(iter(trainable.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._taps: dict[str, Tensor] = {}  # name -> (B, *coordinates), zeros
+        if plans is not None:
+            plans.on(device)
+        self._taps: dict[str, Tensor] = {}  # of what has no plan: name -> (B, *coordinates), zeros
         self._captured: dict[str, list[Single]] = defaultdict(list)
         self._activation: _Activation | None = None  # the last call, until a layer was run
 
     def differentiate(
         self, loss: Tensor, stream: Stream | None = None, again: bool = False
     ) -> dict[str, PerSampleGradient]:
-        """Differentiates the sum of the losses; returns what was not streamed.
+        """Differentiates the sum of the losses; returns what was not streamed, of what was used.
 
         Args:
             loss: the sum.
             stream: what to do with gradients that are complete; they are collected if None.
             again: whether the same graph will be differentiated once more, so that it is kept.
         """
-        self._stream = stream
-        names, taps = list(self._taps), list(self._taps.values())
-        leaves = [self.anchor, *taps]
-        gradients = list(
-            torch.autograd.grad(loss + self.anchor, leaves, retain_graph=again, allow_unused=True)
-        )
-        for name in reversed(names):
-            if (gradient := gradients.pop()) is not None:
-                self._captured[name].append(Dense(gradient))
+        parts = self._parts(loss, stream, again)
+        if self._plans is not None:
+            for name, part in self._plans.layout.named(parts):
+                self._captured[name].append(Dense(part))
         return {name: add(self._captured.pop(name)) for name in list(self._captured)}
+
+    def differentiate_flat(self, loss: Tensor) -> tuple[Tensor, dict[str, PerSampleGradient]]:
+        """Differentiates the sum of the losses; returns (B, D) and what is not in the layout."""
+        assert self._plans is not None
+        layout, parts = self._plans.layout, self._parts(loss)
+        flat = layout.join(parts, self._batch_size, self.anchor.detach())
+        del parts
+        for name in [name for name in self._captured if name in layout]:
+            for gradient in self._captured.pop(name):  # of a module that runs under vmap
+                self._places[name].of(flat).add_(gradient.dense().values)
+        return flat, {name: add(self._captured.pop(name)) for name in list(self._captured)}
+
+    def _parts(
+        self, loss: Tensor, stream: Stream | None = None, again: bool = False
+    ) -> dict[Piece, Tensor]:
+        """Runs the backward pass; returns the gradients of the coordinates in the layout."""
+        self._stream = stream
+        pieces = {} if self._plans is None else self._plans.taps(self._batch_size)
+        leaves = [self.anchor, *pieces.values(), *self._taps.values()]
+        _, *gradients = torch.autograd.grad(
+            loss + self.anchor, leaves, retain_graph=again, allow_unused=True
+        )
+        others = gradients[len(pieces) :]
+        for name, gradient in zip(self._taps, others, strict=True):
+            if gradient is not None:
+                self._captured[name].append(Dense(gradient))
+        found = zip(pieces, gradients, strict=False)
+        return {piece: gradient for piece, gradient in found if gradient is not None}
+
+    def _known_as(self, name: str, stored: Tensor) -> Tensor:
+        """Returns coordinates, (B, *stored), in the shape that they have elsewhere."""
+        return stored.mT if name in self._places and self._places[name].transposed else stored
 
     def remember(self, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
         """Runs an activation function; the layer behind it may compute its output anew."""
@@ -163,6 +200,9 @@ class Pass:
             raise UnknownTensorError(f"{site.label} was given a tensor that it was not seen with.")
         layer_input = first_tensor(args, kwargs)
         assert layer_input is not None
+        plan = None if self._plans is None else self._plans.of(site, original)
+        if plan is not None and self._plans is not None:
+            return self._run_planned(plan, self._plans, site, layer_input)
         activation, self._activation = self._activation, None
         if activation and activation.gave(layer_input) and self._early(site) is None:
             saved, again = activation.argument.detach(), activation.function
@@ -172,6 +212,18 @@ class Pass:
         with detached(site.module):
             output = original(*args, **kwargs)
         return self._capture(site, saved, output, again)
+
+    def _run_planned(self, plan: Plan, plans: Plans, site: Site, layer_input: Tensor) -> Tensor:
+        """Runs a layer by its autograd function."""
+        activation, self._activation = self._activation, None
+        site.check(layer_input.shape[0], self._batch_size, self._shapes)
+        with self._observer.phase(PROJECT):
+            if isinstance(plan, NormPlan):
+                return plan.run(plans, layer_input, self._batch_size)
+            if activation and activation.gave(layer_input) and plan.keeps_input:
+                again = activation.function, activation.argument.detach()
+                return plan.run(plans, layer_input, self._batch_size, *again)
+            return plan.run(plans, layer_input, self._batch_size)
 
     def _save(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns what of a layer's input must survive until the backward pass."""
@@ -216,16 +268,18 @@ class Pass:
         if not site.carried:
             output = output.expand(batch_size, *output.shape[1:])
 
-        def record(grad_output: Tensor, saved: Tensor) -> tuple[None]:
-            with self._observer.phase(GRADIENTS):
-                collect(saved, grad_output)
-            return (None,)  # of the anchor
+        taps = [self._tap(name) for name in site.parameters.values() if name in self._places]
 
-        def collect(saved: Tensor, grad_output: Tensor) -> None:
+        def derivative(grad_output: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
+            with self._observer.phase(GRADIENTS):
+                return None, *collect(saved, grad_output)  # the first is of the anchor
+
+        def collect(saved: Tensor, grad_output: Tensor) -> list[Tensor]:
             if again is not None:
                 layer_input = self._check_carried(site, again(saved))
                 saved = rule.save(module, layer_input, batch_size)
             gradients = rule.gradients(module, saved, grad_output, batch_size)
+            of_taps = []
             for local, name in site.parameters.items():
                 done = early and local == "weight"
                 projector = self._projectors.get(name)
@@ -236,19 +290,25 @@ class Pass:
                     dense = gradient.dense() if isinstance(gradient, Factored) else gradient
                     assert isinstance(dense, Dense)
                     gradient = Dense(dense.values.reshape(batch_size, *shape))
-                self._captured[name].append(gradient)
+                if name in self._places:
+                    of_taps.append(self._known_as(name, gradient.dense().values))
+                else:
+                    self._captured[name].append(gradient)
             if self._stream is not None:
                 for name in site.parameters.values():
                     self._hand_out(name, self._stream)
+            return of_taps
 
-        return AtZero.apply(output, saved, record, self.anchor)
+        return AtZero.apply(output, saved, derivative, self.anchor, *taps)
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
         leaves, spec = tree_flatten((args, kwargs))
         batched = site.carrying(leaves, repr(spec), self._batch_size, self._shapes)
         samples = [leaves[i].unflatten(0, (self._batch_size, -1)) for i in batched]  # (B, k, ...)
-        taps = {local: self._tap(name) for local, name in site.parameters.items()}
+        taps = {
+            local: self._known_as(name, self._tap(name)) for local, name in site.parameters.items()
+        }
         projectors = {
             local: self._projectors[name]
             for local, name in site.parameters.items()
@@ -322,6 +382,8 @@ class Pass:
 
     def _tap(self, name: str) -> Tensor:
         """Returns the zero coordinates of a parameter, (B, ...), one tensor for all its uses."""
+        if self._plans is not None and name in self._places:
+            return self._plans.tap(self._places[name].piece, self._batch_size)
         if name not in self._taps:
             weight, projector = self._trainable[name], self._projectors.get(name)
             self._taps[name] = zero_coordinates(weight, projector, self._batch_size)

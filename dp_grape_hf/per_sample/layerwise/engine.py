@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.per_sample import flat
 from dp_grape_hf.per_sample.engine import (
     Consume,
     Gradients,
@@ -26,7 +27,9 @@ from dp_grape_hf.per_sample.engine import (
     PerSampleEngine,
     batch_size_of,
 )
+from dp_grape_hf.per_sample.flat import FlatGradients, Layout, tables_of
 from dp_grape_hf.per_sample.functorch import NotVectorisedError
+from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
 from dp_grape_hf.per_sample.layerwise.layers import (
@@ -35,6 +38,7 @@ from dp_grape_hf.per_sample.layerwise.layers import (
     replaced_forwards,
     shapes_of,
 )
+from dp_grape_hf.per_sample.layerwise.plans import Plans
 from dp_grape_hf.per_sample.layerwise.rules import RECOMPUTABLE
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import (
@@ -79,6 +83,8 @@ class LayerwiseEngine(PerSampleEngine):
         again = RECOMPUTABLE if recompute_activations else ()
         self._activations = [module for module in model.modules() if type(module) in again]
         self._sites = Sites(model, {id(p): name for name, p in self.trainable.items()})
+        self._tables = tables_of(model, {id(p): name for name, p in self.trainable.items()})
+        self._plans: Plans | None = None
         self._group_of = {name: group for group in self.groups for name in group}
         self._learnt_anew = False  # whether calls were learnt since the last probe
         self._looping = 0  # how many modules are known to run sample by sample
@@ -89,7 +95,7 @@ class LayerwiseEngine(PerSampleEngine):
         self._prepare(inputs, projectors)
         losses, found = self._pass(inputs, projectors)
         self._probe_what_is_new(inputs, projectors)
-        return losses, {name: found[name] for name in self.trainable}
+        return losses, found
 
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
@@ -186,8 +192,11 @@ class LayerwiseEngine(PerSampleEngine):
     ) -> tuple[Tensor, Gradients]:
         batch_size = batch_size_of(inputs)
         streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
-        shapes = shapes_of(inputs)
-        run = Pass(self.trainable, projectors, batch_size, shapes, self.in_form, self.observer)
+        plans = None if consumers else self._plans_for(projectors)
+        run = Pass(
+            *(self.trainable, projectors, plans, batch_size, shapes_of(inputs)),
+            *(self.in_form, self.observer),
+        )
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
@@ -198,6 +207,14 @@ class LayerwiseEngine(PerSampleEngine):
                 for stream in streams[:-1]:
                     found = run.differentiate(loss, stream, again=True)
                     self._fill(found, projectors, losses.detach(), stream)
+                if plans is not None and only is None:
+                    layout = plans.layout
+                    matrix, others = run.differentiate_flat(loss)
+                    del loss
+                    losses = losses.detach()
+                    unused = self.trainable.keys() - layout.places.keys() - others.keys()
+                    others |= self.zero_gradients(unused, losses, projectors)
+                    return losses, FlatGradients(layout, matrix, others, self.trainable)
                 last = streams[-1] if streams else None
                 found = run.differentiate(loss, last)
                 del loss
@@ -206,9 +223,23 @@ class LayerwiseEngine(PerSampleEngine):
                     self._fill(found, projectors, losses, last)
         return losses, found
 
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
+        """Returns who has which coordinates; projectors that differ have a mapping of their own."""
+        plans = self._plans_for(projectors)
+        return None if plans is None else plans.layout
+
+    def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans | None:
+        if self.grad_sample_mode == GradSampleMode.GHOST:
+            return None
+        if self._plans is None or self._plans.projectors is not projectors:
+            most = 0 if self.grad_sample_mode == GradSampleMode.BOOK_KEEPING else flat.MOST
+            layout = Layout(self.trainable, projectors, self._tables, most)
+            self._plans = Plans(layout, projectors)
+        return self._plans if self._plans.layout.places else None
+
     def _fill(
         self,
-        found: Gradients,
+        found: dict[str, PerSampleGradient],
         projectors: Mapping[str, Projector],
         losses: Tensor,
         stream: Stream | None,

@@ -17,8 +17,14 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.per_sample import flat
 from dp_grape_hf.per_sample.gradients import SparseRows
-from dp_grape_hf.per_sample.layerwise.rules import RULES, LayerRule, layer_rule, rule_for
+from dp_grape_hf.per_sample.layerwise.rules import (
+    RULES,
+    LayerRule,
+    layer_rule,
+    rule_for,
+)
 from dp_grape_hf.projections import Projector, Side
 from tests.support.oracles import assert_exact
 
@@ -278,7 +284,8 @@ def test_a_layer_type_has_one_rule() -> None:
 # ---- What is kept ----
 
 
-def test_a_table_is_never_materialised_for_each_sample() -> None:
+def test_a_table_is_never_materialised_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "MOST", 50 * 2 - 1)
     model = Wrapped(Row("", lambda: nn.Embedding(50, 4), indices(T)))
     x = torch.randint(0, 50, (B, T))
     for projectors in ({}, {"layer.weight": Projector(torch.randn(4, 2), Side.RIGHT)}):
@@ -287,7 +294,7 @@ def test_a_table_is_never_materialised_for_each_sample() -> None:
         assert gradients["layer.weight"].values.shape == (B, T, 2 if projectors else 4)
 
 
-@pytest.mark.parametrize(("side", "kept"), [(Side.RIGHT, 2), (Side.LEFT, 16)])
+@pytest.mark.parametrize(("side", "kept"), [(Side.RIGHT, 2 + 1), (Side.LEFT, 16)])  # 1: of bias
 def test_only_the_projected_input_survives_the_forward_pass(side: Side, kept: int) -> None:
     model = Wrapped(Row("", lambda: nn.Linear(16, 16), floats(T, 16)))
     model(torch.randn(B, T, 16))

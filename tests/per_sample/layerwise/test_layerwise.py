@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import Dense, loss_for
+from dp_grape_hf.per_sample import Dense, flat, loss_for
 from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
@@ -155,7 +155,11 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("positions", [2, 5])
-def test_uses_of_one_weight_in_different_forms_add_up(positions: int) -> None:
+def test_uses_of_one_weight_in_different_forms_add_up(
+    positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(Shared(), tokens(4, positions))
+    monkeypatch.setattr(flat, "MOST", 0)
     gradients = check(Shared(), tokens(4, positions))
     forms = {type(part) for part in gradients["table.weight"].parts}
     assert isinstance(gradients["table.weight"], GradientSum)
@@ -345,6 +349,19 @@ def test_a_layer_given_a_different_number_of_positions_of_each_sample_leaves_the
     assert "the model (Routed) cannot be vectorised" in caplog.records[-1].getMessage()
     expected = single_sample_gradients(engine.model, {"x": x}, None, mean_output)[1]
     assert_gradients_equal(engine({"x": x}, {})[1], expected)
+
+
+def test_a_layers_output_may_be_changed_in_place() -> None:
+    """Torch makes a view of it where the input has three dimensions and there is a bias."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.layer(m.table(x))
+        hidden[:, 0] = 0.0
+        return hidden
+
+    check(
+        Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3)
+    )
 
 
 def test_torchs_multi_head_attention_is_exact() -> None:

@@ -1,0 +1,142 @@
+"""Layers as autograd functions whose backward pass gives a gradient for each sample.
+
+They compute what the layer computes, and from what reaches its output the gradients of coordinates
+Z_i, which every sample has for itself and which are zero. The gradient of a weight never exists.
+
+Shapes: B samples, T positions, n inputs, m outputs, r rank. A layer's tensors may have any
+dimensions before the last, as long as the samples are the first part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Recompute = Callable[[Tensor], Tensor]
+
+
+class Linear(torch.autograd.Function):
+    """``y = x W^T + b + (x P) Z_i``, or ``+ x Z_i^T P^T``, at Z_i = 0.
+
+    Args of ``apply``:
+        x: the input.
+        weight: W, (m, n).
+        bias: b, (m,), or None.
+        before: what the input is multiplied by to meet Z, (k, n): P^T, with a row of zeros if the
+            bias is the last row of Z; None if Z meets the input itself.
+        constant: (k,), which is added to that: zeros, and 1 for the bias.
+        after: P, (m, r), if it is on the side of the output.
+        swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
+        z: (B, k, m), (B, r, n) or (B, m, n), or None if the weight is not trained.
+        z_bias: (B, m), or None.
+        again: computes the input from ``argument``, which is kept in its place.
+        argument: what the input was computed from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Tensor | None,
+        constant: Tensor | None,
+        after: Tensor | None,
+        swapped: bool,
+        z: Tensor | None,
+        z_bias: Tensor | None,
+        again: Recompute | None,
+        argument: Tensor | None,
+    ) -> Tensor:
+        output = functional.linear(x, weight, bias)
+        if not torch.compiler.is_compiling() and output._is_view():  # which none may change in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        saved = None
+        if z is not None:
+            saved = x if before is None else functional.linear(x, before, constant)
+        if again is not None:
+            saved = argument
+        ctx.swapped, ctx.again = swapped, again
+        ctx.trained = z is not None, z_bias is not None
+        ctx.batch_size = len(z) if z is not None else len(z_bias)  # type: ignore[arg-type]
+        kept = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(kept, saved, after)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, saved, after = ctx.saved_tensors
+        of_input = grad @ weight if ctx.needs_input_grad[0] else None
+        rows = grad.reshape(ctx.batch_size, -1, grad.shape[-1])  # (B, T, m)
+        of_z = of_bias = None
+        if ctx.trained[0]:
+            columns = saved if ctx.again is None else ctx.again(saved)
+            columns = columns.reshape(ctx.batch_size, -1, columns.shape[-1]).to(rows.dtype)
+            if after is not None:
+                of_z = product(rows @ after, columns)
+            elif ctx.swapped:
+                of_z = product(rows, columns)
+            else:
+                of_z = product(columns, rows)
+        if ctx.trained[1]:
+            of_bias = rows.sum(1, dtype=torch.float32)
+        return of_input, None, None, None, None, None, None, of_z, of_bias, None, None
+
+
+class LayerNorm(torch.autograd.Function):
+    """``y = normalised(x) (w + z_i) + b + c_i`` at z_i = 0 and c_i = 0.
+
+    Args of ``apply``:
+        x: the input.
+        weight: w.
+        bias: b, or None.
+        eps: what is added to the variance.
+        z: (B, *shape of w), or None if w is not trained.
+        z_bias: likewise.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        z: Tensor | None,
+        z_bias: Tensor | None,
+    ) -> Tensor:
+        output, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.trained, ctx.eps = (z is not None, z_bias is not None), eps
+        ctx.batch_size = len(z) if z is not None else len(z_bias)  # type: ignore[arg-type]
+        ctx.save_for_backward(x, mean, scale, weight, bias)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale, weight, bias = ctx.saved_tensors
+        of_input = of_z = of_bias = None
+        shape = weight.shape
+        if ctx.needs_input_grad[0]:
+            wanted = [True, False, False]
+            of_input = torch.ops.aten.native_layer_norm_backward(
+                grad.contiguous(), x, shape, mean, scale, weight, bias, wanted
+            )[0]
+        rows = grad.float().reshape(ctx.batch_size, -1, *shape)
+        if ctx.trained[0]:
+            normalised = functional.layer_norm(x.float(), shape, eps=ctx.eps)
+            of_z = normalised.reshape(rows.shape).mul_(rows).sum(1)
+        if ctx.trained[1]:
+            of_bias = rows.sum(1)
+        return of_input, None, None, None, of_z, of_bias
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns ``left_i^T right_i`` of each sample, (B, k, m), float32."""
+    return torch.bmm(left.mT, right).float()

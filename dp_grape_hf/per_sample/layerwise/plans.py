@@ -1,0 +1,183 @@
+"""How each site is run while the projections are the same: worked out once, used in every pass.
+
+Shapes: B samples, m x n a weight as stored, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from dp_grape_hf.per_sample.flat import Layout, Piece
+from dp_grape_hf.per_sample.layerwise import functions
+from dp_grape_hf.per_sample.layerwise.layers import Forward, Site
+from dp_grape_hf.per_sample.layerwise.rules import Conv1D
+from dp_grape_hf.projections import Projector, Side
+
+
+@dataclass(eq=False)
+class LinearPlan:
+    """Runs ``nn.Linear`` and ``Conv1D`` by ``functions.Linear``.
+
+    Args:
+        layer: the layer.
+        piece: the coordinates of its weight, with those of the bias if ``folded``; or None.
+        bias: those of its bias, if they lie by themselves.
+        projector: of the weight, or None.
+        folded: whether the bias is one more column of P.
+    """
+
+    layer: Any
+    piece: Piece | None
+    bias: Piece | None
+    projector: Projector | None
+    folded: bool
+    _matrices: dict[torch.dtype, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+    @property
+    def conv1d(self) -> bool:
+        """Whether the weight is stored as (inputs, outputs)."""
+        return isinstance(self.layer, Conv1D)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether all of the input is needed for the gradient of the weight."""
+        return self.piece is not None and not self._on_input()
+
+    def _on_input(self) -> bool:
+        side = Side.LEFT if self.conv1d else Side.RIGHT
+        return self.projector is not None and self.projector.side is side
+
+    def run(
+        self, plans: Plans, x: Tensor, batch_size: int, again: Any = None, argument: Any = None
+    ) -> Tensor:
+        """Returns the layer's output."""
+        weight, bias = self.layer.weight, self.layer.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        before, constant, after = self._matrices_as(x.dtype)
+        return functions.Linear.apply(
+            *(x, weight.T if self.conv1d else weight, bias),
+            *(before, constant, after, self.projector is None and not self.conv1d),
+            None if self.piece is None else plans.tap(self.piece, batch_size),
+            None if self.bias is None else plans.tap(self.bias, batch_size),
+            *(again, argument),
+        )
+
+    def _matrices_as(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Returns P as ``functions.Linear`` takes it."""
+        if dtype not in self._matrices:
+            found: tuple[Tensor | None, ...] = None, None, None
+            if self.projector is not None and self.piece is not None:
+                matrix = self.projector.matrix.to(dtype)
+                if not self._on_input():
+                    found = None, None, matrix
+                elif self.folded:
+                    rows = torch.cat([matrix.T, matrix.new_zeros(1, len(matrix))])
+                    one = torch.zeros(len(rows), dtype=dtype, device=matrix.device)
+                    one[-1] = 1
+                    found = rows, one, None
+                else:
+                    found = matrix.T, None, None
+            self._matrices[dtype] = found
+        return self._matrices[dtype]
+
+
+@dataclass(eq=False)
+class NormPlan:
+    """Runs ``nn.LayerNorm`` by ``functions.LayerNorm``."""
+
+    layer: Any
+    weight: Piece | None
+    bias: Piece | None
+
+    def run(self, plans: Plans, x: Tensor, batch_size: int) -> Tensor:
+        """Returns the layer's output."""
+        layer = self.layer
+        if torch.is_autocast_enabled(x.device.type):  # which computes norms in float32
+            with torch.autocast(x.device.type, enabled=False):
+                return self._apply(plans, x.float(), batch_size)
+        return self._apply(plans, x.to(layer.weight.dtype), batch_size)
+
+    def _apply(self, plans: Plans, x: Tensor, batch_size: int) -> Tensor:
+        layer = self.layer
+        return functions.LayerNorm.apply(
+            *(x, layer.weight, layer.bias, layer.eps),
+            None if self.weight is None else plans.tap(self.weight, batch_size),
+            None if self.bias is None else plans.tap(self.bias, batch_size),
+        )
+
+
+Plan = LinearPlan | NormPlan
+
+_PLAIN = (Tensor, FakeTensor)  # neither quantised nor spread over processes
+
+
+class Plans:
+    """The plans of all sites for some projections.
+
+    Args:
+        layout: who has which coordinates.
+        projectors: name -> projector.
+    """
+
+    def __init__(self, layout: Layout, projectors: Mapping[str, Projector]) -> None:
+        self.layout, self.projectors = layout, projectors
+        self._plans: dict[Site, Plan | None] = {}
+        self._taps: dict[tuple[Piece, int], Tensor] = {}
+        self._zero: Tensor | None = None
+
+    def of(self, site: Site, forward: Forward) -> Plan | None:
+        """Returns how to run a site; None if it must be run as any layer."""
+        if site not in self._plans:
+            self._plans[site] = self._make(site)
+        plan = self._plans[site]
+        if plan is None or not site.carried or site.rule is None:
+            return None
+        # Whoever has put another forward in its place wants that to be run.
+        own = getattr(forward, "__func__", None) is type(site.module).forward
+        return plan if own else None
+
+    def tap(self, piece: Piece, batch_size: int) -> Tensor:
+        """Returns coordinates of each sample, (B, *piece.shape): zeros that take no memory."""
+        if (piece, batch_size) not in self._taps:
+            assert self._zero is not None
+            zeros = self._zero.expand(batch_size, *piece.shape)
+            self._taps[piece, batch_size] = zeros.requires_grad_()
+        return self._taps[piece, batch_size]
+
+    def on(self, device: torch.device) -> None:
+        """Makes the zeros of this device."""
+        if self._zero is None or self._zero.device != device:
+            self._zero, self._taps = torch.zeros((), device=device), {}
+
+    def taps(self, batch_size: int) -> dict[Piece, Tensor]:
+        """Returns the coordinates that have been asked for, of that many samples."""
+        return {piece: tap for (piece, size), tap in self._taps.items() if size == batch_size}
+
+    def _make(self, site: Site) -> Plan | None:
+        layer, places = site.module, self.layout.places
+        if not all(name in places for name in site.parameters.values()):
+            return None
+        if not all(type(p.data) in _PLAIN for p in layer.parameters(recurse=False)):
+            return None
+        pieces = {local: places[name].piece for local, name in site.parameters.items()}
+        weight, bias = pieces.get("weight"), pieces.get("bias")
+        projector = self.projectors.get(site.parameters.get("weight", ""))
+        if type(layer).forward is nn.LayerNorm.forward and projector is None:
+            return NormPlan(layer, weight, bias)
+        if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):
+            return None
+        plan = LinearPlan(layer, weight, bias, projector, folded=False)
+        if weight is None or bias is None or plan.keeps_input or bias.start != weight.stop:
+            return plan
+        rows, columns = weight.shape
+        folded = Piece(weight.start, (rows + 1, columns))
+        return LinearPlan(layer, folded, None, projector, folded=True)

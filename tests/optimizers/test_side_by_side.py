@@ -1,0 +1,113 @@
+"""Gradients in one vector move weights as the same gradients by name do."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedOptimizer
+from dp_grape_hf.per_sample import Layout
+from tests.support.optimizers import (
+    Draw,
+    Parameters,
+    assert_same,
+    draw,
+    gradients,
+    parameters,
+    saved_and_loaded,
+    step,
+)
+
+EXACT: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def flat_step(
+    optimizer: ProjectedOptimizer,
+    weights: Parameters,
+    number: int,
+    projectors: Draw,
+    beside: tuple[str, ...] = (),
+) -> None:
+    """Does what ``step`` does, with all gradients but some in one vector."""
+    found = gradients(number, projectors)
+    layout = Layout({n: w for n, w in weights.items() if n not in beside}, projectors)
+    flat = torch.zeros(layout.size)
+    for name, place in layout.places.items():
+        place.of(flat).copy_(found[name])
+    optimizer.receive(
+        {weights[name]: found[name] for name in beside},
+        {weights[name]: projector for name, projector in projectors.items()},
+        *(flat, {weights[name]: place for name, place in layout.places.items()}),
+    )
+    optimizer.step()
+
+
+def optimizer_of(weights: Parameters, rule: str, **options: Any) -> ProjectedOptimizer:
+    groups = [
+        {"params": [weights["left"], weights["number"]], "lr": 0.3},
+        {"params": [weights[name] for name in ("right", "square", "vector")]},
+    ]
+    return ProjectedOptimizer(groups, 0.1, rule=rule, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_weights_move_as_by_name(rule: str, decay: float, dtype: torch.dtype) -> None:
+    one, other = parameters(dtype), parameters(dtype)
+    by_name, by_place = (optimizer_of(w, rule, weight_decay=decay) for w in (one, other))
+    for number, beside in enumerate([(), (), ("vector",), ("square", "number"), ()]):
+        projectors = draw(number // 2)
+        step(by_name, one, number, projectors)
+        flat_step(by_place, other, number, projectors, beside)
+    assert_same(other, one, **(EXACT if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}))
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_a_state_goes_on_either_way(rule: str) -> None:
+    one, other = parameters(), parameters()
+    ways = [step, flat_step, step, flat_step]
+    expected = optimizer_of(one, rule)
+    optimizer = optimizer_of(other, rule)
+    for number, way in enumerate(ways):
+        step(expected, one, number, draw(0))
+        way(optimizer, other, number, draw(0))
+        state = saved_and_loaded(optimizer.state_dict())
+        optimizer = optimizer_of(other, rule)
+        optimizer.load_state_dict(state)
+    assert_same(other, one, **EXACT)
+    numbers = sum(g.numel() for g in gradients(0, draw(0)).values())
+    assert optimizer.state_bytes() == 4 * numbers * len(UPDATE_RULES[rule].moments)
+
+
+def test_updates_that_are_kept_apart_get_their_part() -> None:
+    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    kept = []
+    for weights, way in ((one, step), (other, flat_step)):
+        optimizer, projectors = optimizer_of(weights, "adam", weight_decay=0.1), draw(0)
+        kept.append(optimizer.keep_apart(weights["right"], projectors["right"]))
+        for number in range(3):
+            way(optimizer, weights, number, projectors)
+        assert kept[-1].any()
+    torch.testing.assert_close(*kept, **EXACT)
+    assert torch.equal(one["right"], other["right"])
+
+
+def test_a_place_of_a_weight_that_the_optimizer_has_not_is_refused() -> None:
+    weights = parameters()
+    optimizer = ProjectedOptimizer([weights["left"]], 0.1)
+    with pytest.raises(PrivacyError, match="4 of 5 private gradients are of parameters"):
+        flat_step(optimizer, weights, 0, draw(0))
+
+
+def test_groups_may_change_their_settings() -> None:
+    one, other = parameters(), parameters()
+    by_name, by_place = (optimizer_of(w, "adam") for w in (one, other))
+    for number in range(4):
+        for optimizer in (by_name, by_place):
+            optimizer.param_groups[0]["betas"] = (0.5, 0.9) if number % 2 else (0.9, 0.999)
+            optimizer.param_groups[1]["lr"] = 0.1 * number
+        step(by_name, one, number, draw(0))
+        flat_step(by_place, other, number, draw(0))
+    assert_same(other, one, **EXACT)
