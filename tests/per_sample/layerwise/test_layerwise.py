@@ -359,9 +359,7 @@ def test_a_layers_output_may_be_changed_in_place() -> None:
         hidden[:, 0] = 0.0
         return hidden
 
-    check(
-        Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3)
-    )
+    check(Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3))
 
 
 def test_torchs_multi_head_attention_is_exact() -> None:
