@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.mechanism.streams import SecretGenerator, derived_generator
-from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient
+from dp_grape_hf.per_sample import Dense, FlatGradients, Gradients, PerSampleGradient
 from dp_grape_hf.projections import first_matches
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
@@ -121,6 +121,16 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 
 ByPart = dict[bool, Tensor]
 """(B,), of what is clipped together; True is the part of the module that is clipped apart."""
+
+
+def take(gradients: Gradients) -> dict[str, PerSampleGradient]:
+    """Moves gradients out of what holds them, so that each is freed once it is added up."""
+    taken = dict(gradients)
+    if isinstance(gradients, FlatGradients):
+        gradients.others.clear()
+    elif isinstance(gradients, dict):
+        gradients.clear()
+    return taken
 
 
 def in_parts(by_name: dict[str, _T], apart: str | None) -> dict[bool, dict[str, _T]]:
@@ -258,10 +268,8 @@ def add_clipped_sum_(
         What one sample adds, times f, has an L2 norm of at most C, over all parameters jointly; a
         sample with a norm that is not finite adds nothing.
     """
-    own_grads = dict(per_sample_grads)
-    if isinstance(per_sample_grads, dict):
-        per_sample_grads.clear()
-    parts = {part: Gathered.of(some) for part, some in in_parts(own_grads, apart).items()}
+    taken = take(per_sample_grads)
+    parts = {part: Gathered.of(some) for part, some in in_parts(taken, apart).items()}
     norms = {part: own.squared_norm(gradient_factors).sqrt() for part, own in parts.items()}
     factors = factors_of_parts(norms, max_grad_norm, automatic, apart)
     for part, gathered in parts.items():

@@ -42,6 +42,7 @@ from dp_grape_hf.mechanism.clipping import (
     factors_by_name,
     factors_of_parts,
     in_parts,
+    take,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.per_sample import (
@@ -244,7 +245,8 @@ class PrivateMechanism:
         bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
             if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
-                per_sample_grads = per_sample_grads.in_runs(self._runs)
+                every, per_sample_grads = per_sample_grads, per_sample_grads.in_runs(self._runs)
+                every.others.clear()  # each is freed once it is added up
             if self._directions is None:
                 factors = self.gradient_factors
                 add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
@@ -256,7 +258,7 @@ class PrivateMechanism:
     def _add_weighted(
         self, total: dict[str, Tensor], per_sample_grads: Gradients, factors: dict[bool, Factors]
     ) -> None:
-        for part, some in in_parts(dict(per_sample_grads), self._apart).items():
+        for part, some in in_parts(take(per_sample_grads), self._apart).items():
             add_weighted_sum_(total, Gathered.of(some), factors[part])
 
     def _factors(

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample.engine import (
-    Consume,
-    Gradients,
-    Inputs,
-    OuterEngine,
-    batch_size_of,
-)
+from dp_grape_hf.per_sample.engine import Consume, Gradients, Inputs, OuterEngine, batch_size_of
 from dp_grape_hf.per_sample.flat import FlatGradients
 from dp_grape_hf.per_sample.gradients import (
     Dense,
@@ -158,10 +152,17 @@ def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:
         of_row = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)])
         flat = rows.new_zeros(len(sizes), rows.shape[1])
         flat.index_add_(0, of_row.to(rows.device), rows)
-        others = {name: UnitSum(own, sizes).cheapest() for name, own in gradients.others.items()}
-        return FlatGradients(gradients.layout, flat, others, gradients)
-    rest = dict(gradients)
-    return {name: UnitSum(rest.pop(name), sizes).cheapest() for name in list(rest)}
+        order = list(gradients)
+        others = _each_of_units(gradients.others, sizes)
+        return FlatGradients(gradients.layout, flat, others, order)
+    assert isinstance(gradients, dict)
+    return _each_of_units(gradients, sizes)
+
+
+def _each_of_units(
+    gradients: dict[str, PerSampleGradient], sizes: tuple[int, ...]
+) -> dict[str, PerSampleGradient]:
+    return {name: UnitSum(gradients.pop(name), sizes).cheapest() for name in list(gradients)}
 
 
 def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
