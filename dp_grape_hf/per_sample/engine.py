@@ -223,6 +223,10 @@ class PerSampleEngine(ABC):
         """Returns how gradients share one matrix, if a call returns ``FlatGradients``."""
         return None
 
+    def copies_of_projections(self) -> list[Tensor]:
+        """Returns the tensors that are kept from pass to pass, beside the projectors."""
+        return []
+
     def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
         """Is told the number of the logical step, from 0, before its physical batches."""
 

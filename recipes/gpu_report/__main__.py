@@ -164,9 +164,10 @@ def peak_memory(
     optimizer: Any = training.trainer.optimizer
     timeline.label(OPTIMIZER, [list(state.values()) for state in optimizer.state.values()])
     if isinstance(training, PrivateTraining):
-        trainer = training.trainer
-        kept = trainer.private_run.projectors_at(trainer.state.global_step).values()
-        timeline.label(PROJECTIONS, [p.matrix for p in kept])
+        trainer, run = training.trainer, training.trainer.private_run
+        kept = run.projectors_at(trainer.state.global_step).values()
+        copies = run.per_sample.copies_of_projections()
+        timeline.label(PROJECTIONS, [*(p.matrix for p in kept), *copies])
     timeline.phase = "step"
     with timeline:
         yield peak

@@ -82,8 +82,8 @@ class LayerwiseEngine(PerSampleEngine):
             recompute_activations = self.device.type != "cpu"
         again = RECOMPUTABLE if recompute_activations else ()
         self._activations = [module for module in model.modules() if type(module) in again]
-        self._sites = Sites(model, {id(p): name for name, p in self.trainable.items()})
-        self._tables = tables_of(model, {id(p): name for name, p in self.trainable.items()})
+        names = {id(parameter): name for name, parameter in self.trainable.items()}
+        self._sites, self._tables = Sites(model, names), tables_of(model, names)
         self._plans: Plans | None = None
         self._group_of = {name: group for group in self.groups for name in group}
         self._learnt_anew = False  # whether calls were learnt since the last probe
@@ -227,6 +227,9 @@ class LayerwiseEngine(PerSampleEngine):
         """Returns who has which coordinates; projectors that differ have a mapping of their own."""
         plans = self._plans_for(projectors)
         return None if plans is None else plans.layout
+
+    def copies_of_projections(self) -> list[Tensor]:
+        return [] if self._plans is None else self._plans.copies
 
     def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans | None:
         if self.grad_sample_mode == GradSampleMode.GHOST:

@@ -71,6 +71,11 @@ class LinearPlan:
             *(again, argument),
         )
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """P as it was made for passes."""
+        return [x for found in self._matrices.values() for x in found if x is not None]
+
     def _matrices_as(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Returns P as ``functions.Linear`` takes it."""
         if dtype not in self._matrices:
@@ -131,7 +136,7 @@ class Plans:
     def __init__(self, layout: Layout, projectors: Mapping[str, Projector]) -> None:
         self.layout, self.projectors = layout, projectors
         self._plans: dict[Site, Plan | None] = {}
-        self._taps: dict[tuple[Piece, int], Tensor] = {}
+        self._taps: dict[int, dict[Piece, Tensor]] = {}  # B -> the coordinates
         self._zero: Tensor | None = None
 
     def of(self, site: Site, forward: Forward) -> Plan | None:
@@ -147,11 +152,11 @@ class Plans:
 
     def tap(self, piece: Piece, batch_size: int) -> Tensor:
         """Returns coordinates of each sample, (B, *piece.shape): zeros that take no memory."""
-        if (piece, batch_size) not in self._taps:
+        taps = self.taps(batch_size)
+        if piece not in taps:
             assert self._zero is not None
-            zeros = self._zero.expand(batch_size, *piece.shape)
-            self._taps[piece, batch_size] = zeros.requires_grad_()
-        return self._taps[piece, batch_size]
+            taps[piece] = self._zero.expand(batch_size, *piece.shape).requires_grad_()
+        return taps[piece]
 
     def on(self, device: torch.device) -> None:
         """Makes the zeros of this device."""
@@ -160,7 +165,13 @@ class Plans:
 
     def taps(self, batch_size: int) -> dict[Piece, Tensor]:
         """Returns the coordinates that have been asked for, of that many samples."""
-        return {piece: tap for (piece, size), tap in self._taps.items() if size == batch_size}
+        return self._taps.setdefault(batch_size, {})
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The tensors that were made of the projections."""
+        plans = [plan for plan in self._plans.values() if isinstance(plan, LinearPlan)]
+        return [copy for plan in plans for copy in plan.copies]
 
     def _make(self, site: Site) -> Plan | None:
         layer, places = site.module, self.layout.places
