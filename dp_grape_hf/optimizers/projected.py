@@ -50,15 +50,15 @@ class _Block(NamedTuple):
 
 
 class Place(Protocol):
-    """Where the coordinates of a weight are in a vector of many."""
+    """The position of a weight's coordinates in a vector of many."""
 
     @property
     def start(self) -> int:
-        """Where they begin."""
+        """The position at which they begin."""
 
     @property
     def stop(self) -> int:
-        """Where the next ones do."""
+        """The position at which the next ones begin."""
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns them, as a view in the shape that coordinates have."""
@@ -153,8 +153,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             private_grads: weight -> gradient, in coordinates where it has a projector.
             projectors: weight -> projector.
             flat: (D,), the gradients of other weights, side by side.
-            places: weight -> where its gradient is in ``flat``; the same object as long as they are
-                the same.
+            places: weight -> the position of its gradient in ``flat``. Pass the same object until
+                positions change.
         """
         self._private_grads, self._projectors = private_grads, projectors or {}
         self._flat, self._places = flat, places or {}
@@ -243,7 +243,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._laid_out = _LaidOut(places, laid_out, parts, settings)
 
     def _take_out(self, weight: nn.Parameter) -> None:
-        """Gives a weight a state of its own again; the others are laid out anew."""
+        """Copies the state of one weight out of the vectors; the next step lays out the others."""
         state = self.state[weight]
         state |= {key: state[key].clone().contiguous() for key in (*self._rule.moments, "step")}
         self._laid_out.weights.discard(weight)

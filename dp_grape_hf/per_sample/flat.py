@@ -1,8 +1,8 @@
-"""The coordinates of what is trained, side by side in one vector: who has which numbers of it.
+"""The layout of one vector that holds the coordinates of all trained parameters.
 
 A few operations on one matrix, with a row for each sample, take the place of a few on each of
-hundreds of parameters. What is too large to have a row for each sample stays beside it: matrices
-that are not projected, and tables of words.
+hundreds of parameters. Matrices that are not projected, and tables of words, are too large to have
+a row for each sample, so the vector leaves them out.
 
 Shapes: B samples in the physical batch, D coordinates, m x n a weight as stored, r rank.
 """
@@ -30,12 +30,12 @@ class Piece(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where the next one begins."""
+        """The position at which the next piece begins."""
         return self.start + prod(self.shape)
 
 
 class Place(NamedTuple):
-    """Where the coordinates of one parameter lie.
+    """The position of one parameter's coordinates in the vector.
 
     On the right side they are stored as (r, m), the transpose of the (m, r) that they are known as:
     products of that shape are twice as fast.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where the next parameter's begin."""
+        """The position at which the next parameter begins."""
         return self.start + prod(self.stored)
 
     @property
@@ -56,7 +56,7 @@ class Place(NamedTuple):
         return Piece(self.start, self.stored)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns this parameter's part of (..., D), as a view of its own shape."""
+        """Returns this parameter's part of (..., D), as a view in the shape of its coordinates."""
         part = flat[..., self.start : self.stop].unflatten(-1, self.stored or (1,))
         if not self.stored:
             return part[..., 0]
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Layout:
-    """Which parameters are in the vector, and where.
+    """The parameters in the vector, and their positions.
 
     Args:
         weights: name -> parameter, all that are trained.
