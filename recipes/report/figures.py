@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if path.name == "sweep.json":
             name = path.parent.name
             figure, stem = accuracy_against_epsilon(found, name), f"accuracy_against_epsilon-{name}"
+            if numbers_of_examples(found):
+                figure, stem = accuracy_against_examples(found, name), f"accuracy_against_n-{name}"
         elif "spectra" in found:
             figure, stem = singular_values(found), path.stem
         else:
@@ -59,6 +61,29 @@ def accuracy_against_epsilon(summary: Mapping[str, Any], name: str) -> Figure:
                 picture.line(panel, row, scores)
         logarithmic(panel, summary["config"]["final"]["epsilons"])
     return picture.finished("ε", "test score, %")
+
+
+def numbers_of_examples(summary: Mapping[str, Any]) -> dict[str, int] | None:
+    """Returns on how many examples each task trains, if the tasks differ in that."""
+    tasks = summary["config"].get("tasks", {"": {}})
+    found = {task: settings.get("train_examples") for task, settings in tasks.items()}
+    return found if None not in found.values() else None
+
+
+def accuracy_against_examples(summary: Mapping[str, Any], name: str) -> Figure:
+    """Returns the score that N examples buy, a line for each budget and a panel for each row."""
+    numbers, by_row = numbers_of_examples(summary) or {}, dict[str, dict[str, Any]]()
+    for task, rows in summary["tasks"].items():
+        for row, found in rows.items():
+            for budget, score in found["scores"].items():
+                points = by_row.setdefault(row, {}).setdefault(f"ε = {float(budget):g}", {})
+                points[float(numbers[task])] = tuple(score)
+    picture = Panels(list(by_row), f"{name}: scores over the number of examples")
+    for panel, lines in zip(picture.axes, by_row.values(), strict=True):
+        for budget, points in lines.items():
+            picture.line(panel, budget, points)
+        logarithmic(panel, sorted(numbers.values()))
+    return picture.finished("examples", "test score, %")
 
 
 def singular_values(found: Mapping[str, Any]) -> Figure:

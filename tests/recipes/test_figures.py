@@ -9,7 +9,11 @@ from matplotlib.figure import Figure
 
 from recipes.common.plots import MANY, Panels
 from recipes.report import figures
-from recipes.report.figures import accuracy_against_epsilon, singular_values
+from recipes.report.figures import (
+    accuracy_against_epsilon,
+    accuracy_against_examples,
+    singular_values,
+)
 
 
 def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
@@ -52,6 +56,27 @@ def test_accuracy_against_epsilon_has_means_errors_and_what_is_not_private() -> 
     assert [tuple(segment[:, 1]) for segment in bars.get_segments()] == [(81, 81), (90, 92)]
 
 
+SIZES = {
+    "config": {
+        "final": {"epsilons": [2, 6]},
+        "tasks": {"few": {"train_examples": 300}, "many": {"train_examples": 20000}},
+    },
+    "tasks": {
+        "few": {"DP-GRAPE": {"scores": {"6": [40.0, None, 1], "2": [30.0, None, 1]}}},
+        "many": {"DP-GRAPE": {"scores": {"6": [80.0, None, 1], "2": [75.0, None, 1]}}},
+    },
+}
+
+
+def test_accuracy_against_examples_has_a_line_for_each_budget() -> None:
+    found = panels(accuracy_against_examples(SIZES, "sizes"))
+    assert list(found) == ["DP-GRAPE"]
+    assert lines(found["DP-GRAPE"]) == {
+        "ε = 6": ([300.0, 20000.0], [40.0, 80.0]),
+        "ε = 2": ([300.0, 20000.0], [30.0, 75.0]),
+    }
+
+
 SPECTRA = {
     "script": {"task": "CIFAR-10", "model_name_or_path": "x/vit-base"},
     "spectra": [
@@ -75,12 +100,16 @@ def test_singular_values_have_a_panel_for_each_bound() -> None:
 def test_figures_are_files_and_other_results_are_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"text/sweep.json": SUMMARY, "b/Spectra.json": SPECTRA, "b/other.json": {"a": 1}}
+    names = {
+        **{"text/sweep.json": SUMMARY, "n/sweep.json": SIZES},
+        **{"b/Spectra.json": SPECTRA, "b/other.json": {"a": 1}},
+    }
     for name, found in names.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(found))
     figures.main(["--results", str(tmp_path), "--output_dir", str(tmp_path / "out")])
-    written = [tmp_path / "out" / n for n in ("spectra.png", "accuracy_against_epsilon-text.png")]
+    stems = "spectra", "accuracy_against_n-n", "accuracy_against_epsilon-text"
+    written = [tmp_path / "out" / f"{stem}.png" for stem in stems]
     assert [Path(line) for line in capsys.readouterr().out.splitlines()] == written
     assert all(picture.read_bytes()[:4] == b"\x89PNG" for picture in written)
 
