@@ -48,6 +48,7 @@ def refuse_contradictions(args: Any) -> None:
     _refuse_method(args)
     _refuse_units(args)
     _refuse_modes(args)
+    _refuse_compilation(args)
     if args.noise == BANDED and (reason := reason_against_bands(args)) is not None:
         raise PrivacyError(f"noise={args.noise!r} with {reason}")
     if args.save_as == "adapter":
@@ -135,6 +136,28 @@ def _refuse_modes(args: Any) -> None:
         )
 
 
+def _refuse_compilation(args: Any) -> None:
+    """Refuses to compile what does not run as one pass with per-sample gradients of its own."""
+    names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+    given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name)]
+    if not given:
+        return
+    row = METHODS[args.method]
+    reasons = {
+        f"method={args.method!r} computes no per-sample gradients": row.zeroth_order
+        or not row.private,
+        f"engine={args.engine!r} runs the model under torch.func, which is not compiled": (
+            args.engine != "layerwise"
+        ),
+        "grad_sample_mode='ghost' runs two backward passes": (
+            args.grad_sample_mode == GradSampleMode.GHOST
+        ),
+        "fsdp gathers weights between layers": bool(args.fsdp),
+    }
+    if reason := next((text for text, applies in reasons.items() if applies), None):
+        raise PrivacyError(f"{given[0]} is refused: {reason}. Leave it out.")
+
+
 def _refuse_adapter(args: Any) -> None:
     """Refuses an adapter of a run whose change of the weights has no low rank, or is not kept."""
     row, instead = METHODS[args.method], "or leave save_as at 'model'."
@@ -216,17 +239,12 @@ def _refuse_units(args: Any) -> None:
 
 # ---- The host's ----
 
-_COMPILED = "it would not see the engine's per-layer forwards; leave it out"
-
 REFUSED_IF_SET = {
     "auto_find_batch_size": "it restarts training after steps whose releases are spent; set "
     "per_device_train_batch_size, which has no influence on privacy",
     "deepspeed": "it owns gradients and optimizer steps; for weights that are too large for one "
     'device set fsdp=True and fsdp_config={"version": 2}, otherwise leave it out',
     "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
-    "torch_compile": _COMPILED,
-    "torch_compile_backend": _COMPILED,
-    "torch_compile_mode": _COMPILED,
     "use_liger_kernel": "its fused losses reduce over the batch; leave it out",
     "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates; leave it "
     "out",

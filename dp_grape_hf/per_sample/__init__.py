@@ -26,6 +26,7 @@ from dp_grape_hf.per_sample.guards import (
     keeping_random_state,
     seed_all,
 )
+from dp_grape_hf.per_sample.layerwise.compiled import Compilation
 from dp_grape_hf.per_sample.losses.heads import (
     IGNORE_INDEX,
     choice,
@@ -69,6 +70,7 @@ __all__ = [
     "PREFERENCES",
     "REFERENCE",
     "UNIT_OF_ROW",
+    "Compilation",
     "Dense",
     "FlatGradients",
     "FlatTensors",

@@ -259,6 +259,12 @@ class PerSampleEngine(ABC):
         with self.observer.phase(FORWARD), keeping_configs(self._configs):
             return self._losses(inputs, batch_size_of(inputs))
 
+    def losses_by(self, model: Callable[..., Any], inputs: Inputs) -> Tensor:
+        """Computes losses with what runs the model."""
+        with self.observer.phase(FORWARD), keeping_configs(self._configs):
+            given, labels = split(self.loss, inputs)
+            return checked(self.loss(model(**given), labels), batch_size_of(inputs))
+
     def _losses(self, inputs: Inputs, batch_size: int) -> Tensor:
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:

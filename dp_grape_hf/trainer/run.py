@@ -40,6 +40,7 @@ from dp_grape_hf.optimizers import (
     ZerothOrderSGD,
 )
 from dp_grape_hf.per_sample import (
+    Compilation,
     FlatTensors,
     GradSampleMode,
     Inputs,
@@ -448,7 +449,15 @@ def _per_sample(
             perturbation=args.perturbation,
             n_directions=args.n_directions,
         )
+    if args.torch_compile:
+        options = options | {"compilation": _compilation(args)}
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
+
+
+def _compilation(args: DPGrapeArguments) -> Compilation:
+    """Returns how the model is compiled."""
+    rows = args.per_device_train_batch_size
+    return Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
 
 
 def _optimizer(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -42,6 +42,8 @@ class ShardingMixin(Host):
         self.accelerator.prepare_model = partial(
             Accelerator.prepare_model, accelerator, evaluation_mode=True
         )
+        # The engine compiles what it runs, and nothing else is compiled.
+        self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves a model that is to be sharded where it is."""

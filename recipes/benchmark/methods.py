@@ -344,7 +344,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 ADAMW, DP_GRAPE, FUNCTORCH, DP_ADAM = "adamw", "dp_grape", "dp_grape_functorch", "dp_adam"
 PRINCIPAL, CORRELATED = "dp_grape_principal", "dp_grape_correlated"
-COMPILED, OPAKE = "adamw_compiled", "opake"
+COMPILED, PRIVATE_COMPILED, OPAKE = "adamw_compiled", "dp_grape_compiled", "opake"
 LORA = ADAMW_LORA, DP_LORA, OPAKE_LORA = "adamw_lora", "dp_lora", "opake_lora"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
@@ -354,6 +354,11 @@ METHODS = {
         "Trainer, AdamW, torch_compile", partial(PlainTraining, torch_compile=True), usual=False
     ),
     DP_GRAPE: Method("DPGrapeTrainer", partial(PrivateTraining, **RANDOM)),
+    PRIVATE_COMPILED: Method(
+        "DPGrapeTrainer, torch_compile",
+        partial(PrivateTraining, torch_compile=True, **RANDOM),
+        usual=False,
+    ),
     PRINCIPAL: Method("DPGrapeTrainer, principal, r = 4", partial(PrivateTraining, **MEASURED)),
     CORRELATED: Method(
         "DPGrapeTrainer, principal, correlated noise",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     RobertaConfig,
@@ -23,10 +25,11 @@ from transformers import (
 
 Batch = dict[str, Tensor]
 
-ROBERTA, OPT, VIT = "roberta", "opt", "vit"
+ROBERTA, OPT, LLAMA, VIT = "roberta", "opt", "llama", "vit"
 TITLES = {
     ROBERTA: "RoBERTa classifier",
     OPT: "OPT causal language model",
+    LLAMA: "Llama causal language model",
     VIT: "ViT image classifier",
 }
 PATCH = 16  # pixels on a side
@@ -38,7 +41,8 @@ class Setting:
 
     Args:
         model: a name in ``TITLES``.
-        hidden_size: of the model; the feed-forward layers are four times as wide.
+        hidden_size: of the model; the feed-forward layers are four times as wide, those of Llama,
+            which has three matrices in each, 11 / 4 times.
         layers: how many.
         vocab_size: of a language model.
         batch_size: B, all of it in one physical batch.
@@ -46,7 +50,7 @@ class Setting:
         rank: r of the projections.
         heads: of the attention; 0 for one per 64 numbers of the hidden size.
         max_length: rows of the position table of a text model; 0 for what ``length`` needs.
-        dropout: of hidden states and, but for OPT, attention.
+        dropout: of hidden states and, but for OPT, attention; Llama has none.
         dtype: of the weights, float32 or bfloat16.
         gradient_checkpointing: whether activations are computed again in the backward pass.
     """
@@ -82,7 +86,12 @@ class Setting:
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
         """Returns the model with random weights, on the default device, in training mode."""
-        families = {ROBERTA: self.roberta, OPT: self.opt, VIT: self.vit}
+        families = {
+            ROBERTA: self.roberta,
+            OPT: self.opt,
+            LLAMA: self.llama,
+            VIT: self.vit,
+        }
         cls, config = families[self.model]()
         return cls._from_config(config, dtype=dtype or self.torch_dtype).train()
 
@@ -114,7 +123,7 @@ class Setting:
         mask = torch.ones_like(ids)
         if padded:
             ids[:, -1], mask[:, -1] = 1, 0
-        if self.model == OPT:
+        if self.model in (OPT, LLAMA):
             labels = ids.masked_fill(mask == 0, -100)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
@@ -153,6 +162,18 @@ class Setting:
             ffn_dim=4 * self.hidden_size,
             max_position_embeddings=self.max_length or self.length + 8,
             dropout=self.dropout,
+        )
+
+    def llama(self) -> tuple[Any, Any]:
+        return LlamaForCausalLM, LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self._heads,
+            num_key_value_heads=self._heads,
+            intermediate_size=11 * self.hidden_size // 4,
+            max_position_embeddings=self.max_length or self.length + 8,
+            use_cache=False,
         )
 
     def vit(self) -> tuple[Any, Any]:

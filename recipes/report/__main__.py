@@ -30,6 +30,7 @@ from recipes.benchmark.methods import (
     LORA,
     OPAKE,
     PRINCIPAL,
+    PRIVATE_COMPILED,
 )
 from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS, Sweep
@@ -95,7 +96,7 @@ ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matri
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _of("benchmark/results/cpu.json", lambda run: timing.as_markdown(run["results"])),
-    "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE),
+    "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
     "benchmark-correlated": _times("correlated", ADAMW, PRINCIPAL, CORRELATED),
     "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),
     "benchmark-opake-lora": _times("opake", *LORA),

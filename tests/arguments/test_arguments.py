@@ -307,9 +307,6 @@ def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
 OPTIONS = [
     ("auto_find_batch_size", True),
     ("fp16", True),
-    ("torch_compile", True),
-    ("torch_compile_backend", "inductor"),
-    ("torch_compile_mode", "default"),
     ("deepspeed", {"train_batch_size": 8}),  # whether it is installed or not
     ("use_liger_kernel", True),
     ("neftune_noise_alpha", 5.0),

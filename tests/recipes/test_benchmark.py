@@ -104,18 +104,19 @@ def test_our_methods_run_on_images() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw_compiled", "dp_grape_compiled"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing the compiler
-def test_plain_training_is_compiled_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+def test_training_is_compiled_where_that_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a compiler that takes seconds."""
     from torch._dynamo.utils import counters  # not above: it takes seconds
 
-    compiled = METHODS["adamw_compiled"]
-    quick = partial(compiled.make, torch_compile_backend="eager")
-    monkeypatch.setitem(benchmark_methods.METHODS, "adamw_compiled", replace(compiled, make=quick))
+    compiled = METHODS[name]
+    quick = partial(compiled.make, torch_compile_backend="aot_eager")
+    monkeypatch.setitem(benchmark_methods.METHODS, name, replace(compiled, make=quick))
     counters.clear()
-    results = measure(TINY, ["adamw", "adamw_compiled"], rounds=1, warmup=1, device=CPU)
+    results = measure(TINY, ["adamw", name], rounds=1, warmup=1, device=CPU)
     assert counters["stats"]["unique_graphs"] > 0
     assert len(results[compiled.title]["seconds"]) == 1
 

@@ -117,7 +117,7 @@ class Pass:
         in_form: Callable[[Single], Single],
         observer: Observer,
     ) -> None:
-        self._trainable, self._projectors, self._batch_size = trainable, projectors, batch_size
+        self._trainable, self._projectors, self.batch_size = trainable, projectors, batch_size
         self._shapes, self._observer = shapes, observer
         self._plans = plans
         self._places = {} if plans is None else plans.layout.places
@@ -126,9 +126,11 @@ class Pass:
         device = next(iter(trainable.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         if plans is not None:
-            plans.on(device)
+            plans.ready(device, batch_size)
         self._taps: dict[str, Tensor] = {}  # of what has no plan: name -> (B, *coordinates), zeros
         self._captured: dict[str, list[Single]] = defaultdict(list)
+        self.outputs: dict[Site, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
+        """The shapes and types of the outputs of layers that have a rule and no plan."""
         self._activation: _Activation | None = None  # the last call, until a layer was run
 
     def differentiate(
@@ -149,10 +151,13 @@ class Pass:
 
     def differentiate_flat(self, loss: Tensor) -> tuple[Tensor, dict[str, PerSampleGradient]]:
         """Differentiates the sum of the losses; returns (B, D) and what is not in the layout."""
+        return self.together(self._parts(loss))
+
+    def together(self, parts: dict[Piece, Tensor]) -> tuple[Tensor, dict[str, PerSampleGradient]]:
+        """Returns (B, D) of the gradients of parts of it, and what is not in the layout."""
         assert self._plans is not None
-        layout, parts = self._plans.layout, self._parts(loss)
-        flat = layout.join(parts, self._batch_size, self.anchor.detach())
-        del parts
+        layout = self._plans.layout
+        flat = layout.join(parts, self.batch_size, self.anchor.detach())
         for name in [name for name in self._captured if name in layout]:
             for gradient in self._captured.pop(name):  # of a module that runs under vmap
                 self._places[name].of(flat).add_(gradient.dense().values)
@@ -163,7 +168,7 @@ class Pass:
     ) -> dict[Piece, Tensor]:
         """Runs the backward pass; returns the gradients of the coordinates in the layout."""
         self._stream = stream
-        pieces = {} if self._plans is None else self._plans.taps(self._batch_size)
+        pieces = {} if self._plans is None else self._plans.taps
         leaves = [self.anchor, *pieces.values(), *self._taps.values()]
         _, *gradients = torch.autograd.grad(
             loss + self.anchor, leaves, retain_graph=again, allow_unused=True
@@ -201,10 +206,10 @@ class Pass:
         layer_input = first_tensor(args, kwargs)
         assert layer_input is not None
         plan = None if self._plans is None else self._plans.of(site, original)
-        if plan is not None and self._plans is not None:
-            return self._run_planned(plan, self._plans, site, layer_input)
+        if plan is not None:
+            return self._run_planned(plan, site, layer_input)
         activation, self._activation = self._activation, None
-        if activation and activation.gave(layer_input) and self._early(site) is None:
+        if activation and activation.gave(layer_input) and self.early(site) is None:
             saved, again = activation.argument.detach(), activation.function
             self._check_carried(site, layer_input)
         else:
@@ -213,37 +218,36 @@ class Pass:
             output = original(*args, **kwargs)
         return self._capture(site, saved, output, again)
 
-    def _run_planned(self, plan: Plan, plans: Plans, site: Site, layer_input: Tensor) -> Tensor:
+    def _run_planned(self, plan: Plan, site: Site, layer_input: Tensor) -> Tensor:
         """Runs a layer by its autograd function."""
         activation, self._activation = self._activation, None
-        site.check(layer_input.shape[0], self._batch_size, self._shapes)
+        site.check(layer_input.shape[0], self.batch_size, self._shapes)
         with self._observer.phase(PROJECT):
             if isinstance(plan, NormPlan):
-                return plan.run(plans, layer_input, self._batch_size)
+                return plan.run(layer_input)
             if activation and activation.gave(layer_input) and plan.keeps_input:
-                again = activation.function, activation.argument.detach()
-                return plan.run(plans, layer_input, self._batch_size, *again)
-            return plan.run(plans, layer_input, self._batch_size)
+                return plan.run(layer_input, activation.function, activation.argument.detach())
+            return plan.run(layer_input)
 
     def _save(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns what of a layer's input must survive until the backward pass."""
         assert site.rule is not None
         with self._observer.phase(PROJECT):
             layer_input = self._check_carried(site, layer_input)
-            saved = site.rule.save(site.module, layer_input.detach(), self._batch_size)
-            projector = self._early(site)
+            saved = site.rule.save(site.module, layer_input.detach(), self.batch_size)
+            projector = self.early(site)
             if projector is None:
                 return saved
             return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
 
     def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
         """Returns the input with the batch in its leading dimension."""
-        site.check(layer_input.shape[0], self._batch_size, self._shapes)
+        site.check(layer_input.shape[0], self.batch_size, self._shapes)
         if not site.carried:  # broadcast position ids: one row for all samples
-            return layer_input.expand(self._batch_size, *layer_input.shape[1:])
+            return layer_input.expand(self.batch_size, *layer_input.shape[1:])
         return layer_input
 
-    def _early(self, site: Site) -> Projector | None:
+    def early(self, site: Site) -> Projector | None:
         """Returns the projector that acts on the saved factor of the weight's gradient."""
         projector = self._projectors.get(site.parameters.get("weight", ""))
         if projector is None or site.rule is None:
@@ -262,50 +266,63 @@ class Pass:
 
         ``again`` computes the layer's input from what was saved instead.
         """
-        rule, module, batch_size = site.rule, site.module, self._batch_size
+        rule, module, batch_size = site.rule, site.module, self.batch_size
         assert rule is not None
-        early = self._early(site) is not None
+        early = self.early(site) is not None
         if not site.carried:
             output = output.expand(batch_size, *output.shape[1:])
 
+        self.outputs[site].append((output.shape, output.dtype))
         taps = [self._tap(name) for name in site.parameters.values() if name in self._places]
 
         def derivative(grad_output: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
             with self._observer.phase(GRADIENTS):
-                return None, *collect(saved, grad_output)  # the first is of the anchor
-
-        def collect(saved: Tensor, grad_output: Tensor) -> list[Tensor]:
-            if again is not None:
-                layer_input = self._check_carried(site, again(saved))
-                saved = rule.save(module, layer_input, batch_size)
-            gradients = rule.gradients(module, saved, grad_output, batch_size)
-            of_taps = []
-            for local, name in site.parameters.items():
-                done = early and local == "weight"
-                projector = self._projectors.get(name)
-                with self._observer.phase(GRADIENTS if projector is None else PROJECT):
-                    gradient = _project(gradients[local], projector, done, self._in_form)
-                shape = self._trainable[name].shape
-                if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
-                    dense = gradient.dense() if isinstance(gradient, Factored) else gradient
-                    assert isinstance(dense, Dense)
-                    gradient = Dense(dense.values.reshape(batch_size, *shape))
-                if name in self._places:
-                    of_taps.append(self._known_as(name, gradient.dense().values))
-                else:
-                    self._captured[name].append(gradient)
+                if again is not None:
+                    layer_input = self._check_carried(site, again(saved))
+                    saved = rule.save(module, layer_input, batch_size)
+                of_taps = self.take(site, saved, grad_output, early)
             if self._stream is not None:
                 for name in site.parameters.values():
                     self._hand_out(name, self._stream)
-            return of_taps
+            return None, *of_taps.values()  # the first is of the anchor
 
         return AtZero.apply(output, saved, derivative, self.anchor, *taps)
+
+    def take(
+        self, site: Site, saved: Tensor, grad_output: Tensor, early: bool
+    ) -> dict[str, Tensor]:
+        """Takes the gradients of a layer's parameters; returns those in the layout, as stored.
+
+        Args:
+            site: the layer.
+            saved: what its rule saved of the input.
+            grad_output: the gradient of its output.
+            early: whether what was saved is projected.
+        """
+        assert site.rule is not None
+        gradients = site.rule.gradients(site.module, saved, grad_output, self.batch_size)
+        found = {}
+        for local, name in site.parameters.items():
+            done = early and local == "weight"
+            projector = self._projectors.get(name)
+            with self._observer.phase(GRADIENTS if projector is None else PROJECT):
+                gradient = _project(gradients[local], projector, done, self._in_form)
+            shape = self._trainable[name].shape
+            if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
+                dense = gradient.dense() if isinstance(gradient, Factored) else gradient
+                assert isinstance(dense, Dense)
+                gradient = Dense(dense.values.reshape(self.batch_size, *shape))
+            if name in self._places:
+                found[name] = self._known_as(name, gradient.dense().values)
+            else:
+                self._captured[name].append(gradient)
+        return found
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
         leaves, spec = tree_flatten((args, kwargs))
-        batched = site.carrying(leaves, repr(spec), self._batch_size, self._shapes)
-        samples = [leaves[i].unflatten(0, (self._batch_size, -1)) for i in batched]  # (B, k, ...)
+        batched = site.carrying(leaves, repr(spec), self.batch_size, self._shapes)
+        samples = [leaves[i].unflatten(0, (self.batch_size, -1)) for i in batched]  # (B, k, ...)
         taps = {
             local: self._known_as(name, self._tap(name)) for local, name in site.parameters.items()
         }
@@ -360,7 +377,7 @@ class Pass:
         own_taps = {local: tap.unbind() for local, tap in taps.items()}
         before, found = _state_of(site), []
         try:
-            for i in range(self._batch_size):
+            for i in range(self.batch_size):
                 own = {local: taps[i] for local, taps in own_taps.items()}
                 found.append(one(own, *(sample[i] for sample in samples)))
             if changed := before ^ _state_of(site):
@@ -383,10 +400,10 @@ class Pass:
     def _tap(self, name: str) -> Tensor:
         """Returns the zero coordinates of a parameter, (B, ...), one tensor for all its uses."""
         if self._plans is not None and name in self._places:
-            return self._plans.tap(self._places[name].piece, self._batch_size)
+            return self._plans.tap(self._places[name].piece)
         if name not in self._taps:
             weight, projector = self._trainable[name], self._projectors.get(name)
-            self._taps[name] = zero_coordinates(weight, projector, self._batch_size)
+            self._taps[name] = zero_coordinates(weight, projector, self.batch_size)
         return self._taps[name]
 
     def _hand_out(self, name: str, stream: Stream) -> None:

@@ -32,6 +32,11 @@ from dp_grape_hf.per_sample.functorch import NotVectorisedError
 from dp_grape_hf.per_sample.gradients import PerSampleGradient
 from dp_grape_hf.per_sample.guards import keeping_random_state
 from dp_grape_hf.per_sample.layerwise.capture import Pass, Stream
+from dp_grape_hf.per_sample.layerwise.compiled import (
+    Compilation,
+    CompiledModel,
+    NotCompiledError,
+)
 from dp_grape_hf.per_sample.layerwise.layers import (
     Sites,
     UnknownTensorError,
@@ -65,6 +70,7 @@ class LayerwiseEngine(PerSampleEngine):
             activation function whose input autograd keeps (GELU), computes it anew in the backward
             pass. By default not on CPUs, where that takes longer and memory is cheap.
         grad_sample_mode: as in ``PerSampleEngine``.
+        compilation: how to compile the model; it is not compiled if None.
     """
 
     grad_sample_modes = tuple(GradSampleMode)
@@ -76,6 +82,7 @@ class LayerwiseEngine(PerSampleEngine):
         loss: LossFunction | None = None,
         recompute_activations: bool | None = None,
         grad_sample_mode: str = GradSampleMode.AUTO,
+        compilation: Compilation | None = None,
     ) -> None:
         super().__init__(model, loss, grad_sample_mode)
         if recompute_activations is None:
@@ -85,6 +92,11 @@ class LayerwiseEngine(PerSampleEngine):
         names = {id(parameter): name for name, parameter in self.trainable.items()}
         self._sites, self._tables = Sites(model, names), tables_of(model, names)
         self._plans: Plans | None = None
+        self._compiled: CompiledModel | None = None
+        if compilation is not None:
+            self._compiled = CompiledModel(model, self._sites, compilation)
+            # The number of labels depends on values, which one graph cannot ask for.
+            self.skips_unlabelled = False
         self._group_of = {name: group for group in self.groups for name in group}
         self._learnt_anew = False  # whether calls were learnt since the last probe
         self._looping = 0  # how many modules are known to run sample by sample
@@ -93,9 +105,24 @@ class LayerwiseEngine(PerSampleEngine):
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         self._prepare(inputs, projectors)
+        if self._compiled is not None:
+            try:
+                return self._compiled_pass(self._compiled, inputs, projectors)
+            except NotCompiledError:
+                pass
         losses, found = self._pass(inputs, projectors)
         self._probe_what_is_new(inputs, projectors)
         return losses, found
+
+    def _compiled_pass(
+        self, compiled: CompiledModel, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        plans = self._plans_for(projectors)
+        if plans is None or self.in_step:
+            raise NotCompiledError
+        run, shapes = self._make_pass(inputs, projectors, plans), shapes_of(inputs)
+        losses, matrix, others = compiled.differentiate(inputs, shapes, run, plans, self.losses_by)
+        return self._filled(losses, matrix, others, projectors, plans)
 
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
@@ -190,13 +217,9 @@ class LayerwiseEngine(PerSampleEngine):
         only: int | None,
         consumers: Sequence[Consume],
     ) -> tuple[Tensor, Gradients]:
-        batch_size = batch_size_of(inputs)
         streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
         plans = None if consumers else self._plans_for(projectors)
-        run = Pass(
-            *(self.trainable, projectors, plans, batch_size, shapes_of(inputs)),
-            *(self.in_form, self.observer),
-        )
+        run = self._make_pass(inputs, projectors, plans)
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
@@ -208,13 +231,11 @@ class LayerwiseEngine(PerSampleEngine):
                     found = run.differentiate(loss, stream, again=True)
                     self._fill(found, projectors, losses.detach(), stream)
                 if plans is not None and only is None:
-                    layout = plans.layout
                     matrix, others = run.differentiate_flat(loss)
                     del loss
-                    losses = losses.detach()
-                    unused = self.trainable.keys() - layout.places.keys() - others.keys()
-                    others |= self.zero_gradients(unused, losses, projectors)
-                    return losses, FlatGradients(layout, matrix, others, self.trainable)
+                    if self._compiled is not None:
+                        self._compiled.learn(shapes_of(inputs), run)
+                    return self._filled(losses.detach(), matrix, others, projectors, plans)
                 last = streams[-1] if streams else None
                 found = run.differentiate(loss, last)
                 del loss
@@ -222,6 +243,27 @@ class LayerwiseEngine(PerSampleEngine):
                 if only is None:
                     self._fill(found, projectors, losses, last)
         return losses, found
+
+    def _make_pass(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], plans: Plans | None
+    ) -> Pass:
+        return Pass(
+            *(self.trainable, projectors, plans, batch_size_of(inputs), shapes_of(inputs)),
+            *(self.in_form, self.observer),
+        )
+
+    def _filled(
+        self,
+        losses: Tensor,
+        matrix: Tensor,
+        others: dict[str, PerSampleGradient],
+        projectors: Mapping[str, Projector],
+        plans: Plans,
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses and gradients, of zero where a pass left a parameter out."""
+        unused = self.trainable.keys() - plans.layout.places.keys() - others.keys()
+        others |= self.zero_gradients(unused, losses, projectors)
+        return losses, FlatGradients(plans.layout, matrix, others, self.trainable)
 
     def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
         """Returns who has which coordinates; projectors that differ have a mapping of their own."""

@@ -37,6 +37,8 @@ class LinearPlan:
     bias: Piece | None
     projector: Projector | None
     folded: bool
+    tap: Tensor | None = None
+    bias_tap: Tensor | None = None
     _matrices: dict[torch.dtype, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
     @property
@@ -53,9 +55,7 @@ class LinearPlan:
         side = Side.LEFT if self.conv1d else Side.RIGHT
         return self.projector is not None and self.projector.side is side
 
-    def run(
-        self, plans: Plans, x: Tensor, batch_size: int, again: Any = None, argument: Any = None
-    ) -> Tensor:
+    def run(self, x: Tensor, again: Any = None, argument: Any = None) -> Tensor:
         """Returns the layer's output."""
         weight, bias = self.layer.weight, self.layer.bias
         if torch.is_autocast_enabled(x.device.type):
@@ -66,15 +66,18 @@ class LinearPlan:
         return functions.Linear.apply(
             *(x, weight.T if self.conv1d else weight, bias),
             *(before, constant, after, self.projector is None and not self.conv1d),
-            None if self.piece is None else plans.tap(self.piece, batch_size),
-            None if self.bias is None else plans.tap(self.bias, batch_size),
-            *(again, argument),
+            *(self.tap, self.bias_tap, again, argument),
         )
 
     @property
     def copies(self) -> list[Tensor]:
         """P as it was made for passes."""
         return [x for found in self._matrices.values() for x in found if x is not None]
+
+    def prepare_like(self, other: Plan) -> None:
+        """Makes what ``other`` has, so that compiled code that ran ``other`` can run this one."""
+        for dtype in getattr(other, "_matrices", ()):
+            self._matrices_as(dtype)
 
     def _matrices_as(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Returns P as ``functions.Linear`` takes it."""
@@ -100,24 +103,27 @@ class NormPlan:
     """Runs ``nn.LayerNorm`` by ``functions.LayerNorm``."""
 
     layer: Any
-    weight: Piece | None
+    piece: Piece | None
     bias: Piece | None
+    tap: Tensor | None = None
+    bias_tap: Tensor | None = None
 
-    def run(self, plans: Plans, x: Tensor, batch_size: int) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
         layer = self.layer
         if torch.is_autocast_enabled(x.device.type):  # which computes norms in float32
             with torch.autocast(x.device.type, enabled=False):
-                return self._apply(plans, x.float(), batch_size)
-        return self._apply(plans, x.to(layer.weight.dtype), batch_size)
+                return self._apply(x.float())
+        return self._apply(x.to(layer.weight.dtype))
 
-    def _apply(self, plans: Plans, x: Tensor, batch_size: int) -> Tensor:
+    def _apply(self, x: Tensor) -> Tensor:
         layer = self.layer
         return functions.LayerNorm.apply(
-            *(x, layer.weight, layer.bias, layer.eps),
-            None if self.weight is None else plans.tap(self.weight, batch_size),
-            None if self.bias is None else plans.tap(self.bias, batch_size),
+            *(x, layer.weight, layer.bias, layer.eps, self.tap, self.bias_tap),
         )
+
+    def prepare_like(self, other: Plan) -> None:
+        """Makes what ``other`` has: nothing depends on the projections."""
 
 
 Plan = LinearPlan | NormPlan
@@ -138,11 +144,13 @@ class Plans:
         self._plans: dict[Site, Plan | None] = {}
         self._taps: dict[int, dict[Piece, Tensor]] = {}  # B -> the coordinates
         self._zero: Tensor | None = None
+        self._batch_size = 0
 
     def of(self, site: Site, forward: Forward) -> Plan | None:
         """Returns how to run a site; None if it must be run as any layer."""
         if site not in self._plans:
             self._plans[site] = self._make(site)
+            self._connect(self._plans[site])
         plan = self._plans[site]
         if plan is None or not site.carried or site.rule is None:
             return None
@@ -150,28 +158,40 @@ class Plans:
         own = getattr(forward, "__func__", None) is type(site.module).forward
         return plan if own else None
 
-    def tap(self, piece: Piece, batch_size: int) -> Tensor:
+    def tap(self, piece: Piece) -> Tensor:
         """Returns coordinates of each sample, (B, *piece.shape): zeros that take no memory."""
-        taps = self.taps(batch_size)
+        taps = self.taps
         if piece not in taps:
             assert self._zero is not None
-            taps[piece] = self._zero.expand(batch_size, *piece.shape).requires_grad_()
+            zeros = self._zero.expand(self._batch_size, *piece.shape)
+            taps[piece] = zeros.requires_grad_()
         return taps[piece]
 
-    def on(self, device: torch.device) -> None:
-        """Makes the zeros of this device."""
+    def ready(self, device: torch.device, batch_size: int) -> None:
+        """Makes the coordinates those of so many samples."""
         if self._zero is None or self._zero.device != device:
             self._zero, self._taps = torch.zeros((), device=device), {}
+        elif batch_size == self._batch_size:
+            return
+        self._batch_size = batch_size
+        for plan in self._plans.values():
+            self._connect(plan)
 
-    def taps(self, batch_size: int) -> dict[Piece, Tensor]:
-        """Returns the coordinates that have been asked for, of that many samples."""
-        return self._taps.setdefault(batch_size, {})
+    @property
+    def taps(self) -> dict[Piece, Tensor]:
+        """The coordinates that have been asked for."""
+        return self._taps.setdefault(self._batch_size, {})
 
     @property
     def copies(self) -> list[Tensor]:
         """The tensors that were made of the projections."""
         plans = [plan for plan in self._plans.values() if isinstance(plan, LinearPlan)]
         return [copy for plan in plans for copy in plan.copies]
+
+    def _connect(self, plan: Plan | None) -> None:
+        if plan is not None:
+            plan.tap = None if plan.piece is None else self.tap(plan.piece)
+            plan.bias_tap = None if plan.bias is None else self.tap(plan.bias)
 
     def _make(self, site: Site) -> Plan | None:
         layer, places = site.module, self.layout.places

@@ -1,0 +1,293 @@
+"""The forward and backward pass through ``torch.compile``.
+
+Each layer that is trained has a forward that ``torch.compile`` can trace, the same in every pass. A
+layer with a plan runs by its autograd function. To the output of any other, a table say, zeros are
+added that take no memory, one for each number of the output. Their gradient is that of the output,
+from which the layer's rule then computes the gradients of its parameters, as in a pass that is not
+compiled.
+
+The model is compiled as one graph (``fullgraph``) for each shape of a batch. So the model's code
+cannot depend on values of the data. The shapes inside of the model are therefore the same for all
+batches of one shape, and one pass without compilation shows them.
+
+Shapes: B samples, of R >= B rows that the model is compiled for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dp_grape_hf.per_sample.layerwise.capture import Pass
+from dp_grape_hf.per_sample.layerwise.layers import Forward, Shapes, Site, Sites, replaced_forwards
+from dp_grape_hf.per_sample.layerwise.plans import Plan, Plans
+from dp_grape_hf.per_sample.probing import rows_of
+
+logger = logging.getLogger(__name__)
+
+_MOST_SHAPES = 64  # for which the model is compiled
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How to compile a model.
+
+    Args:
+        rows: R, the most samples of a physical batch.
+        backend: as in ``torch.compile``.
+        mode: as in ``torch.compile``.
+    """
+
+    rows: int = 1
+    backend: str | None = None
+    mode: str | None = None
+
+
+@dataclass(eq=False)
+class _Layer:
+    """What the forward of a layer reads and writes when it is traced."""
+
+    site: Site
+    original: Forward
+    plan: Plan | None = None
+    rows: int = 1
+    matrix: Tensor | None = None  # P, if it acts on what is saved
+    zeros: Tensor | None = None
+    saved: Tensor | None = None
+
+    def run_planned(self, x: Tensor) -> Tensor:
+        """Runs a layer by its autograd function."""
+        assert self.plan is not None
+        return self.plan.run(x)
+
+    def run_table(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a table, wherever in its forward it looks rows up."""
+        _looking_up.layer = self
+        output = self.original(*args, **kwargs)
+        _looking_up.layer = None
+        return output
+
+    def run_with_zeros(self, x: Tensor) -> Tensor:
+        """Runs a layer that has a rule and no plan."""
+        return self.add(x, self.original(x))
+
+    def add(self, given: Tensor, output: Tensor) -> Tensor:
+        """Keeps what the rule needs, and returns the output with zeros added to it."""
+        assert self.site.rule is not None
+        assert self.zeros is not None
+        if not self.site.carried:
+            given = given.expand(self.rows, *given.shape[1:])
+            output = output.expand(self.rows, *output.shape[1:])
+        saved = self.site.rule.save(self.site.module, given.detach(), self.rows)
+        self.saved = saved if self.matrix is None else saved @ self.matrix.to(saved.dtype)
+        return output + self.zeros
+
+
+class _LookingUp:
+    """The table whose forward is running."""
+
+    layer: _Layer | None = None
+
+
+_looking_up = _LookingUp()
+_embedding = functional.embedding
+
+
+def _look_up(indices: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Takes the place of ``functional.embedding`` while a model is traced."""
+    output, layer = _embedding(indices, weight, *args, **kwargs), _looking_up.layer
+    if layer is None or weight is not layer.site.module.weight:
+        return output
+    return layer.add(indices, output)
+
+
+class NotCompiledError(RuntimeError):
+    """The model, or this batch, is better run without ``torch.compile``."""
+
+
+@dataclass
+class CompiledModel:
+    """Runs a model by what ``torch.compile`` made of it.
+
+    Args:
+        model: the model.
+        sites: its layers that are trained.
+        options: how to compile it.
+    """
+
+    model: nn.Module
+    sites: Sites
+    options: Compilation
+    refused: str = ""
+    """Why the model cannot be compiled."""
+    _outputs: dict[Shapes, dict[Site, tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)
+    _compiled: set[Any] = field(default_factory=set)  # the shapes that it was compiled for
+    _layers: list[_Layer] = field(default_factory=list)
+    _run: Callable[..., Any] | None = None
+
+    def learn(self, shapes: Shapes, run: Pass) -> None:
+        """Takes what a pass without compilation has shown, with samples of these shapes."""
+        if self.refused or shapes in self._outputs:
+            return
+        found = {}
+        for site, outputs in run.outputs.items():
+            (shape, dtype), *others = outputs
+            if others:
+                self._refuse(f"{site.label} runs more than once")
+            rows = shape[0] // run.batch_size * self.options.rows
+            found[site] = torch.Size([rows, *shape[1:]]), dtype
+        self._outputs[shapes] = found
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        logger.warning("torch_compile=True: %s, so the model runs without it.", reason)
+
+    def differentiate(
+        self,
+        inputs: Mapping[str, Any],
+        shapes: Shapes,
+        run: Pass,
+        plans: Plans,
+        losses_of: Callable[[Callable[..., Any], Mapping[str, Any]], Tensor],
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Returns losses (B,), gradients (B, D), and those that are not in the layout.
+
+        Args:
+            inputs: B samples.
+            shapes: of one of them.
+            run: computes gradients by the rules of layers.
+            plans: of ``run``.
+            losses_of: computes losses of inputs by a function that runs the model.
+
+        Raises:
+            NotCompiledError: to be run without.
+        """
+        size, rows = run.batch_size, self.options.rows
+        if self.refused or size > rows or shapes not in self._outputs:
+            raise NotCompiledError
+        if torch._C._len_torch_dispatch_stack() > 0:  # somebody looks on
+            raise NotCompiledError
+        self._connect(plans, run, shapes)
+        padded = rows_of(inputs, [*range(size), *[0] * (rows - size)])
+        plans.ready(run.anchor.device, rows)
+        with self._traceable():
+            losses = losses_of(self._compile(shapes), padded)[:size]
+        added = [layer for layer in self._layers if layer.zeros is not None]
+        pieces = plans.taps
+        zeros = [layer.zeros for layer in added if layer.zeros is not None]
+        gradients = torch.autograd.grad(losses.sum(), [*pieces.values(), *zeros], allow_unused=True)
+        parts = {
+            piece: gradient[:size]
+            for piece, gradient in zip(pieces, gradients, strict=False)
+            if gradient is not None
+        }
+        for layer, gradient in zip(added, gradients[len(pieces) :], strict=True):
+            saved, layer.saved = layer.saved, None
+            if gradient is None or saved is None:
+                continue
+            mine = slice(None, len(saved) // rows * size), slice(None, len(gradient) // rows * size)
+            early = layer.matrix is not None
+            found = run.take(layer.site, saved[mine[0]].detach(), gradient[mine[1]], early)
+            for name, part in found.items():
+                piece = plans.layout.places[name].piece
+                parts[piece] = parts[piece] + part if piece in parts else part
+        return losses.detach(), *run.together(parts)
+
+    def _connect(self, plans: Plans, run: Pass, shapes: Shapes) -> None:
+        """Has the layers run with these projections, on samples of these shapes."""
+        if [layer.site for layer in self._layers] != self.sites.all:
+            self._layers = [self._layer(site) for site in self.sites]
+        outputs = self._outputs[shapes]
+        for layer in self._layers:
+            plan = plans.of(layer.site, layer.original)
+            if plan is not None:
+                if layer.plan is not None and plan is not layer.plan:
+                    plan.prepare_like(layer.plan)
+                layer.plan, layer.zeros = plan, None
+                continue
+            layer.plan, layer.rows, layer.zeros = None, self.options.rows, None
+            projector = run.early(layer.site)
+            layer.matrix = None if projector is None else projector.matrix
+            if layer.site in outputs:
+                shape, dtype = outputs[layer.site]
+                zero = torch.zeros((), dtype=dtype, device=run.anchor.device)
+                layer.zeros = zero.expand(shape).requires_grad_()
+
+    def _layer(self, site: Site) -> _Layer:
+        if site.rule is None:
+            self._refuse(f"{site.label} has no rule and runs under vmap")
+            raise NotCompiledError
+        if "forward" in vars(site.module):
+            self._refuse(f"something has put another forward in the place of {site.label}'s")
+            raise NotCompiledError
+        return _Layer(site, site.module.forward)
+
+    @contextmanager
+    def _traceable(self) -> Iterator[None]:
+        """Puts forwards that can be traced in the place of the layers'."""
+        forwards = [
+            layer.run_planned
+            if layer.plan is not None
+            else layer.run_table
+            if layer.site.is_table
+            else layer.run_with_zeros
+            for layer in self._layers
+        ]
+        modules = [layer.site.module for layer in self._layers]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        functional.embedding = _look_up  # type: ignore[assignment]
+        try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            with replaced_forwards(modules, lambda i, _: forwards[i]):
+                yield
+        finally:
+            functional.embedding, _looking_up.layer = _embedding, None
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def _compile(self, shapes: Shapes) -> Callable[..., Any]:
+        """Returns what runs the model."""
+        if self._run is None:
+            settings: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+            settings["backend"] = self.options.backend or "inductor"
+            model = self.model
+
+            def run_model(*args: Any, **kwargs: Any) -> Any:  # a model would be given attributes
+                return model(*args, **kwargs)
+
+            self._run = torch.compile(run_model, mode=self.options.mode, **settings)
+        compiled, key = self._run, (shapes, self.model.training)  # of a graph
+        config: Any = sys.modules["torch._dynamo"].config  # imported by now
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if key not in self._compiled:
+                text = ", ".join(f"{name} {(self.options.rows, *shape)}" for name, shape in shapes)
+                logger.warning("Compiling the model for %s: up to some minutes.", text)
+            try:
+                with config.patch({limit: _MOST_SHAPES}):
+                    outputs = compiled(*args, **kwargs)
+            except Exception as error:
+                if not _is_of_compiler(error):
+                    raise
+                first = f"{error}".strip().partition("\n")[0]
+                self._refuse(f"{type(self.model).__name__} cannot be compiled ({first})")
+                raise NotCompiledError from error
+            self._compiled.add(key)
+            return outputs
+
+        return run
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    """Whether an error is the compiler's, and not the model's."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
