@@ -68,8 +68,12 @@ class _Layer:
         assert self.plan is not None
         return self.plan.run(x)
 
+    def run_plain_table(self, indices: Tensor) -> Tensor:
+        """Runs ``nn.Embedding``; nothing of it is patched, as that is not always seen."""
+        return self.add(indices, self.original(indices))
+
     def run_table(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a table, wherever in its forward it looks rows up."""
+        """Runs a subclass of it, wherever in its forward it looks rows up."""
         _looking_up.layer = self
         output = self.original(*args, **kwargs)
         _looking_up.layer = None
@@ -184,15 +188,15 @@ class CompiledModel:
         pieces = plans.taps
         zeros = [layer.zeros for layer in added if layer.zeros is not None]
         gradients = torch.autograd.grad(losses.sum(), [*pieces.values(), *zeros], allow_unused=True)
-        parts = {
-            piece: gradient[:size]
-            for piece, gradient in zip(pieces, gradients, strict=False)
-            if gradient is not None
-        }
+        if any(gradient is None for gradient in gradients):  # zero would be a wrong gradient
+            self._refuse("the gradient of a layer was not traced")
+            raise NotCompiledError
+        parts = {p: gradient[:size] for p, gradient in zip(pieces, gradients, strict=False)}
         for layer, gradient in zip(added, gradients[len(pieces) :], strict=True):
             saved, layer.saved = layer.saved, None
-            if gradient is None or saved is None:
-                continue
+            if saved is None:
+                self._refuse(f"the input of {layer.site.label} was not traced")
+                raise NotCompiledError
             mine = slice(None, len(saved) // rows * size), slice(None, len(gradient) // rows * size)
             early = layer.matrix is not None
             found = run.take(layer.site, saved[mine[0]].detach(), gradient[mine[1]], early)
@@ -236,6 +240,8 @@ class CompiledModel:
         forwards = [
             layer.run_planned
             if layer.plan is not None
+            else layer.run_plain_table
+            if type(layer.site.module).forward is nn.Embedding.forward
             else layer.run_table
             if layer.site.is_table
             else layer.run_with_zeros

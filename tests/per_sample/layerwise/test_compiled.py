@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.per_sample import Compilation, flat
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
@@ -68,6 +70,18 @@ def test_compiled_gradients_equal_those_of_single_samples(
     assert engine._compiled is not None
     assert not engine._compiled.refused
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("name", ["roberta-classifier", pytest.param("opt", marks=SLOW)])
+def test_a_process_group_that_was_there_does_not_make_gradients_zero(name: str) -> None:
+    """The tracer then looks up rows by a function of its own, which no patch reaches."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    dist.destroy_process_group()
+    case = only(name)
+    model = case.model()
+    inputs, projectors = case.batch(ROWS, case.positions), projectors_for(model, 4)
+    gradients = LayerwiseEngine(model, compilation=TRACED)(inputs, projectors)[1]
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
 
 
 def test_rows_have_the_dropout_that_they_would_have_without() -> None:
