@@ -95,10 +95,11 @@ class _Layer:
         return output + self.zeros
 
 
+@dataclass
 class _LookingUp:
     """The table whose forward is running."""
 
-    layer: _Layer | None = None
+    layer: _Layer | None = None  # of the instance at all times, or the model is compiled twice
 
 
 _looking_up = _LookingUp()
