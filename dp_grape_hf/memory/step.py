@@ -42,6 +42,7 @@ from dp_grape_hf.memory.timeline import (
     Timeline,
     Trace,
 )
+from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedOptimizer
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
@@ -94,7 +95,7 @@ def compared(name: str, setting: Setting) -> Setting:
     return replace(setting, method=name)
 
 
-def _arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
+def _arguments_of(setting: Setting, redraws: bool) -> DPGrapeTrainingArguments:
     """Returns the arguments of a run with some noise; what a method does not do is left out."""
     asked: dict[str, Any] = {}
     row = METHODS.get(setting.method)
@@ -110,7 +111,7 @@ def _arguments_of(setting: Setting) -> DPGrapeTrainingArguments:
         learning_rate=1e-3,  # given, as nothing is to be chosen
         per_device_train_batch_size=setting.batch_size,
         projection_rank=setting.rank,
-        projection_update_steps=1,  # the step that is simulated makes P anew, which takes most
+        projection_update_steps=1 if redraws else None,
         grad_sample_mode=setting.grad_sample_mode,
         report_to="none",
         **asked,
@@ -197,6 +198,7 @@ class Step:
         noise_slice: as in ``add_noise_``.
         recompute_activations: as ``LayerwiseEngine`` has it.
         examines: whether the first step does what the engine does with the first batch only.
+        redraws: whether each step makes P anew, which takes most memory.
 
     Attributes:
         optimizer: the optimizer of the method, whose state is in place.
@@ -212,6 +214,7 @@ class Step:
     noise_slice: int | None = None
     recompute_activations: bool | None = None
     examines: bool = False
+    redraws: bool = True
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -254,7 +257,7 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """The run that the Trainer makes of the same arguments."""
         setting, timeline = self.setting, self.timeline
-        args = _arguments_of(setting)
+        args = _arguments_of(setting, self.redraws)
         recompute: Any = {"recompute_activations": self.recompute_activations}
         run = Run(args, self.model, observer=_Watch(timeline), **recompute)
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
@@ -265,6 +268,8 @@ class Step:
         noise = torch.Generator(run.per_sample.device)
         run.start(ledger, noise, self.noise_slice)
         optimizer = self.optimizer = run.make_optimizer()
+        if isinstance(optimizer, ProjectedOptimizer) and self.noise_slice is not None:
+            optimizer.numbers_at_once = GPU_BLOCK
         run.keep_updates_apart()
         with timeline:  # which makes the state of the optimizer
             run.step(0, LogicalBatch([], []))

@@ -36,6 +36,12 @@ _SENT_AS = {
     "allreduce_": ALL_REDUCE,
 }
 
+_NO_KERNEL = (
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned"),
+    *("lift_fresh", "_unsafe_view", "_reshape_alias", "detach", "set_", "resize_", "record_stream"),
+    *("_record_function_enter_new", "_record_function_exit"),
+)
+
 _BLOCK = 512  # bytes that CUDA's allocator rounds a tensor up to a multiple of
 
 
@@ -119,6 +125,8 @@ class Timeline(TorchDispatchMode):
         sent: collective -> bytes that this process sends since ``setup``, if all processes stand in
             a ring, each of which passes on what it has received: of a tensor that is N bytes as a
             whole, N (W - 1) / W in a gather or a scatter, and twice that in an all-reduce.
+        kernels: (phase, operator) -> how often the operator was handed to the device. Those that
+            return a view or reserve memory launch nothing, and are left out.
     """
 
     def __init__(self) -> None:
@@ -126,6 +134,7 @@ class Timeline(TorchDispatchMode):
         self.phase = "setup"
         self.flops = 0
         self.sent = dict.fromkeys(COLLECTIVES, 0)
+        self.kernels: Counter[tuple[str, str]] = Counter()
         self._events: list[_Event] = []
         self._known = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
@@ -183,8 +192,11 @@ class Timeline(TorchDispatchMode):
         if self.phase != "setup" and func.overloadpacket in flop_registry:
             count = flop_registry[func.overloadpacket]
             self.flops += count(*args, **(kwargs or {}), out_val=output)
+        name = func.overloadpacket.__name__
+        if func.namespace != "prim" and name not in _NO_KERNEL and not _is_view(func._schema):
+            self.kernels[self.phase, name] += 1
         if self.phase != "setup" and func.namespace == "c10d":
-            self._note_message(func.overloadpacket.__name__, args)
+            self._note_message(name, args)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)
@@ -217,6 +229,12 @@ def _whole(args: tuple[Any, ...]) -> int:
     """Returns the bytes of what all processes of a collective call have together."""
     sizes = [[x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args[:2]]
     return max(map(sum, sizes))
+
+
+def _is_view(schema: Any) -> bool:
+    """Whether what an operator returns is memory of an argument, which it does not write."""
+    returned = [value.alias_info for value in schema.returns]
+    return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
 def _blocks(size: Any) -> Any:

@@ -42,6 +42,7 @@ class LowRankUpdates:
         self._optimizer = optimizer
         self._weights = dict(model.named_parameters())
         self._branches: dict[str, _Branch] = {}
+        self.branches: dict[nn.Module, _Branch] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         trained = {weight for group in optimizer.param_groups for weight in group["params"]}
         shared = shared_parameters(model)
@@ -52,7 +53,7 @@ class LowRankUpdates:
                 continue
             if weight in trained and is_short(weight):
                 branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
-                self._branches[name] = branch
+                self._branches[name] = self.branches[module] = branch
                 self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
     def __len__(self) -> int:
@@ -71,6 +72,8 @@ class LowRankUpdates:
         for name in [n for n, branch in self._branches.items() if not branch.called]:
             del self._branches[name]
             self._hooks.pop(name).remove()
+        kept = set(self._branches.values())
+        self.branches = {layer: branch for layer, branch in self.branches.items() if branch in kept}
 
     def use(self, projectors: Mapping[str, Projector]) -> None:
         """Prepares a step: what is kept in coordinates of an earlier projector is merged.
@@ -83,6 +86,7 @@ class LowRankUpdates:
             if name in projectors:
                 branch.projector = projectors[name]
                 branch.update = self._optimizer.keep_apart(self._weights[name], projectors[name])
+                branch.rounded = self._optimizer.kept_apart(self._weights[name])
 
     def merge_(self) -> None:
         """Moves all updates into the weights, rounded at random; the branches then add zero."""
@@ -95,6 +99,7 @@ class LowRankUpdates:
             hook.remove()
         self._hooks.clear()
         self._branches.clear()
+        self.branches.clear()
 
 
 class _Branch:
@@ -108,13 +113,26 @@ class _Branch:
         self._stored_transposed = stored_transposed
         self.projector: Projector | None = None
         self.update: Tensor | None = None
+        self.rounded: Tensor | None = None  # the same, in the weight's type, until a step
         self.called = False
+        self._taken = False
+
+    def take(self) -> Tensor:
+        """Returns Z, (m, r) or (r, n), for a layer whose forward adds the branch itself."""
+        assert self.rounded is not None
+        self._taken = True
+        return self.rounded
+
+    def leave(self) -> None:
+        """Ends the pass in which layers may take it."""
+        self._taken = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor:
         self.called = True
-        if self.projector is None or self.update is None:
+        taken, self._taken = self._taken, False
+        if self.projector is None or self.update is None or taken:
             return output
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         dtype = output.dtype  # what the layer computes in, under autocast too

@@ -8,8 +8,10 @@ in AdamW. The rules are in ``rules``.
 A bfloat16 weight has 8 significant bits, so an update below 1/512 of it would be rounded away. Here
 it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go into Z, which is
 float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
-projection is redrawn, the sum is rounded to the weight's type at random, without bias. Other
-weights of fewer than 32 bits are rounded in that way at every step.
+projection is redrawn, the sum is rounded to the weight's type at random, without bias. Of an
+unprojected weight whose gradient lies in a vector with others, a bias say, the state has the value
+in float32, of which the weight is the nearest number of its type. Other weights of fewer than 32
+bits are rounded at random at every step.
 
 The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
 the coins of the rounding, which are public, so that all ranks round alike.
@@ -37,7 +39,9 @@ from dp_grape_hf.projections import (
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
-_CHANGE = "change"  # of a weight's state
+GPU_BLOCK = 2**24
+"""The same on a GPU, where a kernel takes longer to launch than to run on fewer numbers."""
+_CHANGE, _VALUE = "change", "value"  # of a weight's state
 
 
 class _Block(NamedTuple):
@@ -79,6 +83,39 @@ class _Part:
     weights: list[tuple[nn.Parameter, Place, int]] = field(default_factory=list)
     """each with its place in the part, and the number of its group"""
     moments: tuple[Tensor, ...] = ()
+    kept: Tensor | None = None
+    """float32: updates kept apart, and the values of other weights of fewer than 32 bits"""
+    rounded: Tensor | None = None  # the same in fewer bits
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    """of what is kept: from where to where, and the number of the group"""
+    kept_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def keep(self, weight: nn.Parameter, place: Place, number: int) -> Tensor:
+        """Returns what is kept of a weight, which is zero, from now on."""
+        if self.kept is None:
+            self.kept = torch.zeros(self.stop - self.start, device=self.step.device)
+            self.rounded = self.kept.to(weight.dtype)
+        start, stop = place.start, place.stop
+        if self.runs and self.runs[-1][1:] == (start, number):
+            start = self.runs.pop()[0]
+        self.runs.append((start, stop, number))
+        self.kept_of[weight] = place.of(self.kept)
+        return self.kept_of[weight]
+
+    def move_kept(self, update: Tensor, factors: list[tuple[float, float]]) -> None:
+        """Adds an update to what is kept, by the rate and the decay of each group."""
+        if self.kept is None or self.rounded is None:
+            return
+        together: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
+        for start, stop, number in self.runs:
+            targets, updates = together.setdefault(factors[number], ([], []))
+            targets.append(self.kept[start:stop])
+            updates.append(update[start:stop])
+        for (rate, decay), (targets, updates) in together.items():
+            if decay != 1:
+                torch._foreach_mul_(targets, decay)
+            torch._foreach_add_(targets, updates, alpha=rate)
+        self.rounded.copy_(self.kept)
 
 
 class _LaidOut(NamedTuple):
@@ -88,6 +125,7 @@ class _LaidOut(NamedTuple):
     weights: set[nn.Parameter]
     parts: list[_Part]
     settings: list[dict[str, Any]]  # of the groups
+    rounded: dict[nn.Parameter, Tensor]  # updates that are kept apart, in the weight's type
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -134,11 +172,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed
+        self.numbers_at_once: int | None = None
+        """How many numbers of a weight have a float32 copy at once; None: by the device."""
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
         self._flat: Tensor | None = None  # private gradients side by side
-        self._laid_out = _LaidOut({}, set(), [], [])
+        self._laid_out = _LaidOut({}, set(), [], [], {})
 
     def receive(
         self,
@@ -216,7 +256,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         parts: list[_Part] = []
         for weight, place in places.items():
             here = local(weight)
-            plain = here is weight and here.dtype is torch.float32 and here.is_contiguous()
+            known = here.dtype is torch.float32 or is_short(here)
+            plain = here is weight and known and here.is_contiguous()
             if weight not in self._projectors and not plain:
                 continue
             group, count = group_of[weight], float(self.state[weight].get("step", 0.0))
@@ -239,14 +280,40 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     state[key] = own
                 state["step"] = part.step
             part.moments = tuple(vectors.values())
+            self._lay_out_kept(part)
         laid_out = {weight for part in parts for weight, *_ in part.weights}
-        self._laid_out = _LaidOut(places, laid_out, parts, settings)
+        rounded = {
+            weight: place.of(part.rounded)
+            for part in parts
+            for weight, place, _ in part.weights
+            if part.rounded is not None
+            and (weight in self._apart and weight.dtype is part.rounded.dtype)
+        }
+        self._laid_out = _LaidOut(places, laid_out, parts, settings, rounded)
+
+    def _lay_out_kept(self, part: _Part) -> None:
+        """Puts side by side what is kept in float32 beside weights."""
+        for weight, place, number in part.weights:
+            state = self.state[weight]
+            if weight in self._apart:
+                state["update"].set_(part.keep(weight, place, number).copy_(state["update"]))
+            elif weight not in self._projectors and is_short(weight):
+                value = state.get(_VALUE)
+                if value is None or not torch.equal(value.to(weight.dtype), weight):
+                    value = weight  # of a run that kept none, or it was changed
+                state[_VALUE] = part.keep(weight, place, number).copy_(value)
+        if part.kept is not None and part.rounded is not None:
+            part.rounded.copy_(part.kept)
 
     def _take_out(self, weight: nn.Parameter) -> None:
         """Copies the state of one weight out of the vectors; the next step lays out the others."""
         state = self.state[weight]
-        state |= {key: state[key].clone().contiguous() for key in (*self._rule.moments, "step")}
+        keys = [key for key in (*self._rule.moments, "step", _VALUE) if key in state]
+        state |= {key: state[key].clone().contiguous() for key in keys}
+        if "update" in state:  # which a branch has
+            state["update"].set_(state["update"].clone().contiguous())
         self._laid_out.weights.discard(weight)
+        self._laid_out.rounded.pop(weight, None)
         self._laid_out = self._laid_out._replace(places={})
 
     def _step_part(self, part: _Part, flat: Tensor) -> None:
@@ -258,22 +325,26 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         rates = [float(group["lr"]) for group in self.param_groups]
         pairs = zip(rates, self.param_groups, strict=True)
         decays = [1 - rate * group["weight_decay"] for rate, group in pairs]
+        part.move_kept(update, list(zip(rates, decays, strict=True)))
         plain: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        short: tuple[list[Tensor], list[Tensor]] = [], []
         for weight, place, number in part.weights:
-            rate, decay = rates[number], decays[number]
-            own = place.of(update)
             projector = self._projectors.get(weight)
-            if projector is None:
+            if weight in self._apart:
+                self._refuse_other_coordinates(weight)
+                self.state[weight]["decay"] *= decays[number]
+            elif projector is not None:
+                own = place.of(update)
+                self._add_lifted(weight, own, projector, decays[number], rates[number])
+            elif weight in part.kept_of:
+                short[0].append(weight)
+                short[1].append(part.kept_of[weight])
+            else:
                 targets, updates = plain.setdefault(number, ([], []))
                 targets.append(weight)
-                updates.append(own)
-            elif weight in self._apart:
-                self._refuse_other_coordinates(weight)
-                state = self.state[weight]
-                state["update"].mul_(decay).add_(own, alpha=rate)
-                state["decay"] *= decay
-            else:
-                self._add_lifted(weight, own, projector, decay, rate)
+                updates.append(place.of(update))
+        if short[0]:
+            torch._foreach_copy_(*short)
         for number, (targets, updates) in plain.items():
             if decays[number] != 1:
                 torch._foreach_mul_(targets, decays[number])
@@ -362,7 +433,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         Each gets the number of its coins, which are the same however the weight is spread.
         """
         group = self.param_groups[0]  # a part of the state that is saved and not of one weight
-        numbered = list(enumerate(row_blocks(weight, _BLOCK), group.get("rounded", 0) + 1))
+        most = self.numbers_at_once or (_BLOCK if weight.device.type == "cpu" else GPU_BLOCK)
+        numbered = list(enumerate(row_blocks(weight, most), group.get("rounded", 0) + 1))
         if is_short(weight):
             group["rounded"] = numbered[-1][0] if numbered else group.get("rounded", 0)
         if weight.dim() == 0:
@@ -398,12 +470,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self._apart.get(weight, projector) is not projector:
             self._merge(weight)
         state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
+        if weight not in self._apart and weight in self._laid_out.weights:
+            self._take_out(weight)
         if "update" not in state:
             state["update"] = torch.zeros(shape, device=weight.device)
             state["decay"] = 1.0
         _check_shape(state["update"], shape)
         self._apart[weight] = projector
         return state["update"]
+
+    def kept_apart(self, weight: nn.Parameter) -> Tensor:
+        """Returns Z of a weight that is kept apart, in the weight's type, until the next step."""
+        rounded = self._laid_out.rounded.get(weight)
+        return self.state[weight]["update"].to(weight.dtype) if rounded is None else rounded
 
     @torch.no_grad()
     def merge_(self) -> None:
@@ -421,6 +500,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             self._add_lifted(weight, state["update"], projector, state["decay"], 1.0)
             state["update"].zero_()
             state["decay"] = 1.0
+            if weight in self._laid_out.rounded:
+                self._laid_out.rounded[weight].zero_()
 
     # ---- State ----
 
@@ -484,10 +565,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._laid_out = {}, _LaidOut({}, set(), [], [])
+        self._apart, self._laid_out = {}, _LaidOut({}, set(), [], [], {})
         for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
-            for key in (*self._rule.moments, "step", "update"):
+            if not is_short(weight) and weight in self.state:
+                self.state[weight].pop(_VALUE, None)
+            values = [_VALUE] if is_short(weight) else []
+            for key in (*self._rule.moments, "step", "update", *values):
                 if key in entry:
                     value = entry[key].to(weight.device, torch.float32, copy=True).contiguous()
                     self.state[weight][key] = value
@@ -511,8 +595,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the moments, and of updates and changes that are kept."""
-        keys = (*self._rule.moments, "update")
+        """Returns the bytes of the moments, and of what is kept beside weights."""
+        keys = (*self._rule.moments, "update", _VALUE)
         kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
         return kept + (0 if self.changes is None else self.changes.nbytes)
 

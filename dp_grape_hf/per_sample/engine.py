@@ -223,6 +223,13 @@ class PerSampleEngine(ABC):
         """Returns how gradients share one matrix, if a call returns ``FlatGradients``."""
         return None
 
+    def add_branches(self, branches: Mapping[nn.Module, Any]) -> None:  # noqa: B027 - most run them
+        """Is told what adds to the weights of layers while these run.
+
+        Args:
+            branches: layer -> its branch, which an engine may compute together with the layer.
+        """
+
     def copies_of_projections(self) -> list[Tensor]:
         """Returns the tensors that are kept from pass to pass, beside the projectors."""
         return []

@@ -384,6 +384,7 @@ class Run:
                 on_inputs(self.model, next(iter(self._public_inputs())))
             reshard(self.model)
             self._low_rank.leave_uncalled()
+            self.per_sample.add_branches(self._low_rank.branches)
 
     def merge_(self) -> None:
         """Moves updates that are kept apart into the weights."""
@@ -424,6 +425,7 @@ class Run:
         if self._low_rank is not None:
             self._low_rank.remove()
             self._low_rank = None
+            self.per_sample.add_branches({})
 
 
 # ---- The parts, of the arguments ----

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.memory.timeline import Timeline
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
 from dp_grape_hf.per_sample import make_engine
+from dp_grape_hf.per_sample.layerwise import functions
 from dp_grape_hf.projections import ProjectionSchedule, Projector
 from recipes.models.matrix import projectors_for
 from tests.support.models import only
@@ -98,8 +100,11 @@ def spacing(value: Tensor) -> Tensor:
 # ---- The forward pass ----
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("name", "engine"), [("gpt2", "layerwise"), ("llama", "functorch")])
-def test_both_engines_compute_with_the_weights_and_their_updates(name: str, engine: str) -> None:
+def test_both_engines_compute_with_the_weights_and_their_updates(
+    name: str, engine: str, fused: bool
+) -> None:
     """Losses and per-sample gradients are those of the model with merged weights, in float32."""
     case = only(name)
     model, inputs = converted(case.model(), torch.bfloat16), case.batch(3)
@@ -115,7 +120,11 @@ def test_both_engines_compute_with_the_weights_and_their_updates(name: str, engi
         for parameter, value in exact(model, optimizer, projectors).items():
             merged.get_parameter(parameter).copy_(value)
     converted(model, torch.float32)  # the branches stay: what is left to differ is rounding
-    losses, gradients = make_engine(engine, model)(inputs, projectors)
+    updates.use(projectors)
+    computing = make_engine(engine, model)
+    if fused:
+        computing.add_branches(updates.branches)
+    losses, gradients = computing(inputs, projectors)
     expected_losses, expected = single_sample_gradients(merged, inputs, projectors)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
     assert_gradients_equal(gradients, expected, tolerance=3e-5)
@@ -128,12 +137,19 @@ def test_both_engines_compute_with_the_weights_and_their_updates(name: str, engi
         assert not torch.allclose(merged(**values).logits, logits, rtol=1e-2, atol=1e-2)
 
 
-class Checkpointed(nn.Module):
-    """Runs its layers again in the backward pass."""
+class Model(nn.Module):
+    """Has an input by name."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
+class Checkpointed(Model):
+    """Runs its layers again in the backward pass."""
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.layers, x, use_reentrant=False)
@@ -143,16 +159,58 @@ def squared_outputs(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.float().square().mean((1, 2)) * labels
 
 
-def test_checkpointed_layers_have_their_updates_when_they_run_again() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_checkpointed_layers_have_their_updates_when_they_run_again(fused: bool) -> None:
     model = Checkpointed(small_model())
     inputs = {"x": torch.randn(3, 5, 12), "labels": torch.ones(3)}
-    projectors, optimizer, _ = updated(model, lr=0.02)
+    projectors, optimizer, updates = updated(model, lr=0.02)
     merged = Checkpointed(small_model(torch.float32))
     merged.load_state_dict(exact(model, optimizer, projectors))
     model.float()
-    _, gradients = make_engine("layerwise", model, squared_outputs)(inputs, projectors)
+    updates.use(projectors)
+    engine = make_engine("layerwise", model, squared_outputs)
+    if fused:
+        engine.add_branches(updates.branches)
+    _, gradients = engine(inputs, projectors)
     _, expected = single_sample_gradients(merged, inputs, projectors, squared_outputs)
     assert_gradients_equal(gradients, expected)
+
+
+def test_a_layer_and_its_branch_share_what_both_need() -> None:
+    """Of each layer: the input times P, and adding the two gradients of the input."""
+    model = Model(small_model())
+    inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
+    projectors, _, updates = updated(model)
+    updates.use(projectors)
+    engine, found = make_engine("layerwise", model, squared_outputs), []
+    for branches in ({}, updates.branches):
+        engine.add_branches(branches)
+        engine(inputs, projectors)
+        with (timeline := Timeline()):
+            engine(inputs, projectors)
+        found.append(timeline.kernels)
+    apart, together = found
+    assert apart["setup", "add"] - together["setup", "add"] >= 3
+    assert apart.total() - together.total() >= 10
+
+
+def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(small_model())
+    inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
+    projectors, _, updates = updated(model, lr=0.02)
+    updates.use(projectors)
+    engine = make_engine("layerwise", model, squared_outputs)
+    engine.add_branches(updates.branches)
+    engine(inputs, projectors)
+    expected = model(inputs["x"])
+
+    def fail(*args: Any) -> Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(functions.Linear, "apply", fail)
+    with pytest.raises(MemoryError):
+        engine(inputs, projectors)
+    assert torch.equal(model(inputs["x"]), expected)
 
 
 def test_a_layer_keeps_the_dtype_it_computes_in_and_the_shape_of_its_input() -> None:

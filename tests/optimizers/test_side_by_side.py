@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedOptimizer
+from dp_grape_hf.memory.timeline import Timeline
+from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedAdam, ProjectedOptimizer
 from dp_grape_hf.per_sample import Layout
 from tests.support.optimizers import (
     Draw,
@@ -90,8 +91,60 @@ def test_updates_that_are_kept_apart_get_their_part() -> None:
         for number in range(3):
             way(optimizer, weights, number, projectors)
         assert kept[-1].any()
+        rounded = optimizer.kept_apart(weights["right"])
+        assert torch.equal(rounded, kept[-1].to(torch.bfloat16))
     torch.testing.assert_close(*kept, **EXACT)
     assert torch.equal(one["right"], other["right"])
+
+
+def test_small_updates_of_an_unprojected_weight_of_16_bits_add_up() -> None:
+    weights, exact = parameters(torch.bfloat16), parameters()
+    for name, weight in weights.items():
+        exact[name].data.copy_(weight)
+    optimizers = [ProjectedOptimizer(w.values(), 1e-5, rule="sgd") for w in (weights, exact)]
+    for number in range(20):
+        for optimizer, moved in zip(optimizers, (weights, exact), strict=True):
+            flat_step(optimizer, moved, number, {})
+        if number == 10:
+            state = saved_and_loaded(optimizers[0].state_dict())
+            optimizers[0] = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+            optimizers[0].load_state_dict(state)
+    for name, weight in weights.items():
+        assert torch.equal(optimizers[0].state[weight]["value"].to(weight.dtype), weight)
+        torch.testing.assert_close(optimizers[0].state[weight]["value"], exact[name].data)
+
+
+def test_a_weight_of_16_bits_that_was_changed_between_runs_is_what_the_next_goes_on_from() -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+    flat_step(optimizer, weights, 0, {})
+    state = saved_and_loaded(optimizer.state_dict())
+    weights["vector"].data.fill_(3)
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+    optimizer.load_state_dict(state)
+    flat_step(optimizer, weights, 1, {})
+    torch.testing.assert_close(weights["vector"].data, torch.full_like(weights["vector"], 3))
+
+
+def test_a_value_is_not_kept_of_a_weight_that_has_32_bits_now() -> None:
+    weights, now = parameters(torch.bfloat16), parameters()
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5)
+    flat_step(optimizer, weights, 0, {})
+    assert all("value" in optimizer.state[w] for w in weights.values())
+    loaded = ProjectedOptimizer(now.values(), 1e-5)
+    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert not any("value" in loaded.state[w] for w in now.values())
+
+
+def test_one_pass_of_the_rule_moves_all_weights_of_16_bits() -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer, projectors = ProjectedAdam(weights.values()), draw(0)
+    for name, projector in projectors.items():
+        optimizer.keep_apart(weights[name], projector)
+    flat_step(optimizer, weights, 0, projectors)
+    with (timeline := Timeline()):
+        flat_step(optimizer, weights, 1, projectors)
+    assert timeline.kernels["setup", "_fused_adamw_"] == 1
 
 
 def test_a_place_of_a_weight_that_the_optimizer_has_not_is_refused() -> None:

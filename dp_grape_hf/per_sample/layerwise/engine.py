@@ -10,7 +10,8 @@ result would be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ from dp_grape_hf.per_sample.layerwise.layers import (
     replaced_forwards,
     shapes_of,
 )
-from dp_grape_hf.per_sample.layerwise.plans import Plans
+from dp_grape_hf.per_sample.layerwise.plans import Branch, Plans
 from dp_grape_hf.per_sample.layerwise.rules import RECOMPUTABLE
 from dp_grape_hf.per_sample.losses.losses import LossFunction
 from dp_grape_hf.per_sample.probing import (
@@ -92,6 +93,7 @@ class LayerwiseEngine(PerSampleEngine):
         names = {id(parameter): name for name, parameter in self.trainable.items()}
         self._sites, self._tables = Sites(model, names), tables_of(model, names)
         self._plans: Plans | None = None
+        self._branches: Mapping[nn.Module, Branch] = {}
         self._compiled: CompiledModel | None = None
         if compilation is not None:
             self._compiled = CompiledModel(model, self._sites, compilation)
@@ -223,6 +225,7 @@ class LayerwiseEngine(PerSampleEngine):
         with (
             self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
+            self._with_branches(),
         ):
             losses = self.losses(inputs)
             with self.observer.phase(BACKWARD):
@@ -270,6 +273,18 @@ class LayerwiseEngine(PerSampleEngine):
         plans = self._plans_for(projectors)
         return None if plans is None else plans.layout
 
+    def add_branches(self, branches: Mapping[nn.Module, Branch]) -> None:
+        self._branches, self._plans = branches, None
+
+    @contextmanager
+    def _with_branches(self) -> Iterator[None]:
+        """Lets layers take their branches; after an error none is left taken."""
+        try:
+            yield
+        finally:
+            for branch in self._branches.values():
+                branch.leave()
+
     def copies_of_projections(self) -> list[Tensor]:
         return [] if self._plans is None else self._plans.copies
 
@@ -279,7 +294,7 @@ class LayerwiseEngine(PerSampleEngine):
         if self._plans is None or self._plans.projectors is not projectors:
             most = 0 if self.grad_sample_mode == GradSampleMode.BOOK_KEEPING else flat.MOST
             layout = Layout(self.trainable, projectors, self._tables, most)
-            self._plans = Plans(layout, projectors)
+            self._plans = Plans(layout, projectors, self._branches)
         return self._plans if self._plans.layout.places else None
 
     def _fill(

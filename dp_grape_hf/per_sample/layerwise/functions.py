@@ -19,9 +19,12 @@ from torch.nn import functional
 
 Recompute = Callable[[Tensor], Tensor]
 
+_SHORT = (torch.bfloat16, torch.float16)
+_HAS_OUT_DTYPE = "out_dtype" in (torch.bmm.__doc__ or "")  # torch 2.8 and later
+
 
 class Linear(torch.autograd.Function):
-    """``y = x W^T + b + (x P) Z_i``, or ``+ x Z_i^T P^T``, at Z_i = 0.
+    """``y = x W^T + b + (x P) (Z + Z_i)``, or ``+ x (Z + Z_i)^T P^T``, at Z_i = 0.
 
     Args of ``apply``:
         x: the input.
@@ -34,6 +37,7 @@ class Linear(torch.autograd.Function):
         swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
         z: (B, k, m), (B, r, n) or (B, m, n), or None if the weight is not trained.
         z_bias: (B, m), or None.
+        shared: Z of all samples, (r, m) or (r, n), if the weight is ``W + lift(Z)``; or None.
         again: computes the input from ``argument``, which is kept in its place.
         argument: what the input was computed from.
     """
@@ -50,6 +54,7 @@ class Linear(torch.autograd.Function):
         swapped: bool,
         z: Tensor | None,
         z_bias: Tensor | None,
+        shared: Tensor | None,
         again: Recompute | None,
         argument: Tensor | None,
     ) -> Tensor:
@@ -61,34 +66,45 @@ class Linear(torch.autograd.Function):
         saved = None
         if z is not None:
             saved = x if before is None else functional.linear(x, before, constant)
+        if shared is not None and before is not None:
+            assert saved is not None
+            output = _add_product(output, saved[..., : len(shared)], shared)
+        elif shared is not None and after is not None:
+            output = _add_product(output, functional.linear(x, shared), after.mT)
         if again is not None:
             saved = argument
         ctx.swapped, ctx.again = swapped, again
         ctx.trained = z is not None, z_bias is not None
         ctx.batch_size = len(z) if z is not None else len(z_bias)  # type: ignore[arg-type]
-        kept = weight if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(kept, saved, after)
+        kept = weight, shared, before
+        ctx.save_for_backward(saved, after, *(kept if ctx.needs_input_grad[0] else [None] * 3))
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, saved, after = ctx.saved_tensors
+        saved, after, weight, shared, before = ctx.saved_tensors
         of_input = grad @ weight if ctx.needs_input_grad[0] else None
+        projected = None if after is None else grad @ after
+        if of_input is not None and shared is not None:
+            if projected is not None:
+                of_input = _add_product(of_input, projected, shared)
+            else:
+                of_input = _add_product(of_input, grad @ shared.mT, before[: len(shared)])
         rows = grad.reshape(ctx.batch_size, -1, grad.shape[-1])  # (B, T, m)
         of_z = of_bias = None
         if ctx.trained[0]:
             columns = saved if ctx.again is None else ctx.again(saved)
             columns = columns.reshape(ctx.batch_size, -1, columns.shape[-1]).to(rows.dtype)
-            if after is not None:
-                of_z = product(rows @ after, columns)
+            if projected is not None:
+                of_z = product(projected.reshape(*rows.shape[:2], -1), columns)
             elif ctx.swapped:
                 of_z = product(rows, columns)
             else:
                 of_z = product(columns, rows)
         if ctx.trained[1]:
             of_bias = rows.sum(1, dtype=torch.float32)
-        return of_input, None, None, None, None, None, None, of_z, of_bias, None, None
+        return of_input, None, None, None, None, None, None, of_z, of_bias, None, None, None
 
 
 class LayerNorm(torch.autograd.Function):
@@ -130,15 +146,27 @@ class LayerNorm(torch.autograd.Function):
             of_input = torch.ops.aten.native_layer_norm_backward(
                 grad.contiguous(), x, shape, mean, scale, weight, bias, wanted
             )[0]
-        rows = grad.float().reshape(ctx.batch_size, -1, *shape)
+        rows = grad.reshape(ctx.batch_size, -1, *shape)
         if ctx.trained[0]:
-            normalised = functional.layer_norm(x.float(), shape, eps=ctx.eps)
+            if x.dtype is not torch.float32 and mean.dtype is torch.float32:  # as GPUs have it
+                normalised = torch.sub(x, mean).mul_(scale)
+            else:
+                normalised = functional.layer_norm(x.float(), shape, eps=ctx.eps)
             of_z = normalised.reshape(rows.shape).mul_(rows).sum(1)
         if ctx.trained[1]:
-            of_bias = rows.sum(1)
+            of_bias = rows.sum(1, dtype=torch.float32)
         return of_input, None, None, None, of_z, of_bias
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Adds ``left @ right`` to a tensor that nothing else has; returns it."""
+    rows = left.reshape(-1, left.shape[-1])
+    total.view(-1, total.shape[-1]).addmm_(rows, right)
+    return total
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Returns ``left_i^T right_i`` of each sample, (B, k, m), float32."""
+    if left.is_cuda and left.dtype in _SHORT and _HAS_OUT_DTYPE:
+        return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.mT, right).float()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,20 @@ from dp_grape_hf.per_sample.layerwise import functions
 from dp_grape_hf.per_sample.layerwise.layers import Forward, Site
 from dp_grape_hf.per_sample.layerwise.rules import Conv1D
 from dp_grape_hf.projections import Projector, Side
+
+
+class Branch(Protocol):
+    """What adds ``lift(Z)`` to the weight of a layer while the layer runs, for all samples."""
+
+    @property
+    def projector(self) -> Projector | None:
+        """What Z is a coordinate of."""
+
+    def take(self) -> Tensor:
+        """Returns Z, which the layer adds itself this time."""
+
+    def leave(self) -> None:
+        """Ends the pass in which layers may take it."""
 
 
 @dataclass(eq=False)
@@ -39,6 +53,7 @@ class LinearPlan:
     folded: bool
     tap: Tensor | None = None
     bias_tap: Tensor | None = None
+    branch: Branch | None = None
     _matrices: dict[torch.dtype, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
     @property
@@ -63,10 +78,14 @@ class LinearPlan:
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         before, constant, after = self._matrices_as(x.dtype)
+        shared = None
+        if self.branch is not None and self.projector is not None:
+            shared = self.branch.take().to(x.dtype)
+            shared = shared.mT if self.projector.side is Side.RIGHT else shared
         return functions.Linear.apply(
             *(x, weight.T if self.conv1d else weight, bias),
             *(before, constant, after, self.projector is None and not self.conv1d),
-            *(self.tap, self.bias_tap, again, argument),
+            *(self.tap, self.bias_tap, shared, again, argument),
         )
 
     @property
@@ -137,10 +156,16 @@ class Plans:
     Args:
         layout: who has which coordinates.
         projectors: name -> projector.
+        branches: layer -> its branch, if it has one.
     """
 
-    def __init__(self, layout: Layout, projectors: Mapping[str, Projector]) -> None:
-        self.layout, self.projectors = layout, projectors
+    def __init__(
+        self,
+        layout: Layout,
+        projectors: Mapping[str, Projector],
+        branches: Mapping[nn.Module, Branch],
+    ) -> None:
+        self.layout, self.projectors, self._branches = layout, projectors, branches
         self._plans: dict[Site, Plan | None] = {}
         self._taps: dict[int, dict[Piece, Tensor]] = {}  # B -> the coordinates
         self._zero: Tensor | None = None
@@ -171,7 +196,7 @@ class Plans:
         """Makes the coordinates those of so many samples."""
         if self._zero is None or self._zero.device != device:
             self._zero, self._taps = torch.zeros((), device=device), {}
-        elif batch_size == self._batch_size:
+        elif batch_size == self._batch_size and not self._branches:
             return
         self._batch_size = batch_size
         for plan in self._plans.values():
@@ -192,6 +217,10 @@ class Plans:
         if plan is not None:
             plan.tap = None if plan.piece is None else self.tap(plan.piece)
             plan.bias_tap = None if plan.bias is None else self.tap(plan.bias)
+        if isinstance(plan, LinearPlan):
+            branch = self._branches.get(plan.layer)
+            known = branch is not None and branch.projector is plan.projector
+            plan.branch = branch if known else None
 
     def _make(self, site: Site) -> Plan | None:
         layer, places = site.module, self.layout.places

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.per_sample import Compilation, flat
 from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from recipes.models.matrix import dense, projectors_for
@@ -123,6 +124,33 @@ def test_bfloat16_under_autocast_is_as_exact_as_without() -> None:
         gradients = engine(inputs, projectors)[1]
         plain = LayerwiseEngine(model)(inputs, projectors)[1]
     assert relative_error(dense(gradients, ROWS), dense(plain, ROWS)) < 1e-3
+    assert graphs() == 1
+
+
+@SLOW
+def test_updates_kept_beside_weights_of_16_bits_are_compiled_with_them() -> None:
+    """With P redrawn and updates that change, without being compiled again."""
+    case = only("gpt2")
+    model = case.model().bfloat16()
+    optimizer = ProjectedAdam(model.parameters(), lr=0.02)
+    updates = LowRankUpdates(model, optimizer)
+    engines = [LayerwiseEngine(model, compilation=own) for own in (TRACED, None)]
+    for engine in engines:
+        engine.add_branches(updates.branches)
+    inputs = case.batch(ROWS, case.positions)
+    for seed in range(4):
+        torch.manual_seed(seed // 2)
+        projectors = projectors_for(model, 4)
+        updates.use(projectors)
+        (losses, found), (expected_losses, expected) = (e(inputs, projectors) for e in engines)
+        torch.testing.assert_close(losses, expected_losses, rtol=0.02, atol=0.02)
+        assert relative_error(dense(found, ROWS), dense(expected, ROWS)) < 0.02
+        weights = dict(model.named_parameters())
+        optimizer.receive(
+            {weights[name]: gradient.dense().values.mean(0) for name, gradient in found.items()},
+            {weights[name]: projector for name, projector in projectors.items()},
+        )
+        optimizer.step()
     assert graphs() == 1
 
 
