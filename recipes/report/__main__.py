@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.attacks import membership
-from recipes.benchmark import memory, noise_left, timing
+from recipes.benchmark import kernels, memory, noise_left, timing
 from recipes.benchmark.methods import (
     ADAMW,
     COMPILED,
@@ -98,6 +98,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _of("benchmark/results/cpu.json", lambda run: timing.as_markdown(run["results"])),
     "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
     "benchmark-correlated": _times("correlated", ADAMW, PRINCIPAL, CORRELATED),
+    "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),
     "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),
     "benchmark-opake-lora": _times("opake", *LORA),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),

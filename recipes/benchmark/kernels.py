@@ -1,0 +1,142 @@
+"""How many kernels a step launches on a GPU, counted without one.
+
+    python -m recipes.benchmark.kernels --json recipes/benchmark/results/kernels.json
+
+Where a model is small, or its numbers have 16 bits, a GPU waits for the processor to launch
+kernels, so their number decides how long a step takes. The step runs on tensors without contents,
+with the attention and dropout of a GPU. Each operator that computes something counts once. P was
+made in the step before. Takes four minutes of a CPU core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dp_grape_hf.mechanism import NOISE_SLICE
+from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.memory.step import ADAMW, DP_GRAPE, Step, prepared
+from dp_grape_hf.memory.step import Setting as StepSetting
+from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
+from recipes.common.markdown import table
+from recipes.common.provenance import write
+
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "layers": 24,
+    "vocab_size": 50_265,
+    "batch_size": 40,
+    "length": 128,
+    "dropout": 0.1,
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "layers": 24,
+    "heads": 2,
+    "vocab_size": 1000,
+    "batch_size": 8,
+    "length": 16,
+    "dropout": 0.1,
+}
+SHORT: dict[str, Any] = {"dtype": "bfloat16"}
+MODELS: Mapping[str, tuple[Setting, bool]] = {
+    "RoBERTa-large, float32": (Setting(**LARGE), False),
+    "RoBERTa-large, bf16 autocast": (Setting(**LARGE), True),
+    "RoBERTa-large, bfloat16 weights": (Setting(**LARGE, **SHORT), False),
+    "RoBERTa, hidden 64, 24 layers, float32": (Setting(**SMALL), False),
+    "ViT-Base, bf16 autocast": (
+        Setting(model=VIT, hidden_size=768, layers=12, batch_size=64, length=196),
+        True,
+    ),
+    "Llama, hidden 2048, 16 layers, bfloat16 weights": (
+        Setting(model=LLAMA, hidden_size=2048, layers=16, batch_size=8, length=128, **SHORT),
+        False,
+    ),
+    "OPT-6.7B, bfloat16 weights, checkpointing": (
+        Setting(
+            model=OPT,
+            hidden_size=4096,
+            layers=32,
+            heads=32,
+            vocab_size=50_272,
+            batch_size=8,
+            length=128,
+            gradient_checkpointing=True,
+            **SHORT,
+        ),
+        False,
+    ),
+}
+"""Models, and whether they run under autocast."""
+
+
+def count(model: Setting, autocast: bool, method: str) -> int:
+    """Returns the kernels of a step.
+
+    Args:
+        model: with its batch.
+        autocast: whether its forward pass runs under autocast to bfloat16.
+        method: ``adamw`` or a method of the package.
+    """
+    setting = StepSetting(
+        method=method,
+        batch_size=model.batch_size,
+        dtype=model.torch_dtype,
+        gradient_checkpointing=model.gradient_checkpointing,
+        rank=model.rank,
+    )
+    with fake_tensors(gpu=True):
+        built = prepared(model.build(), setting)
+        if autocast:
+            built.forward = _under_autocast(built.forward)
+        inputs = model.inputs()
+        gpu: dict[str, Any] = {"noise_slice": NOISE_SLICE, "recompute_activations": True}
+        step = Step(built, inputs, setting, redraws=False, **gpu)
+        step.run()
+        step.timeline.kernels.clear()
+        step.run()
+        return step.timeline.kernels.total()
+
+
+def _under_autocast(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def as_markdown(found: Mapping[str, Mapping[str, int]]) -> str:
+    """Returns the numbers, and their ratio, as a table in Markdown."""
+    rows = [
+        [name, f"{own[ADAMW]:,}", f"{own[DP_GRAPE]:,}", f"{own[DP_GRAPE] / own[ADAMW]:.2f}"]
+        for name, own in found.items()
+    ]
+    return table(["Model", "AdamW", "DP-GRAPE", "ratio"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, int]]:
+    """Counts, prints the table, and returns what ``--json`` writes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    options = parser.parse_args(argv)
+    found: dict[str, dict[str, int]] = {}
+    with tqdm(total=2 * len(MODELS), desc="steps", disable=None) as bar:
+        for name, (model, autocast) in MODELS.items():
+            for method in (ADAMW, DP_GRAPE):
+                found.setdefault(name, {})[method] = count(model, autocast, method)
+                bar.update()
+    sys.stdout.write(as_markdown(found))
+    if options.json is not None:
+        write(options.json, found)
+    return found
+
+
+if __name__ == "__main__":
+    main()
