@@ -42,7 +42,7 @@ from dp_grape_hf.memory.timeline import (
     Timeline,
     Trace,
 )
-from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedOptimizer
+from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
 from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL

@@ -6,11 +6,12 @@ carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random dir
 """
 
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
-from dp_grape_hf.optimizers.projected import ProjectedAdam, ProjectedOptimizer
+from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedAdam, ProjectedOptimizer
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
 from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
+    "GPU_BLOCK",
     "UPDATE_RULES",
     "LowRankUpdates",
     "ProjectedAdam",

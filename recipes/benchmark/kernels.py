@@ -20,9 +20,8 @@ import torch
 from tqdm import tqdm
 
 from dp_grape_hf.mechanism import NOISE_SLICE
-from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.step import ADAMW, DP_GRAPE, Step, prepared
-from dp_grape_hf.memory.step import Setting as StepSetting
+from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
+from dp_grape_hf.memory import Setting as StepSetting
 from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
 from recipes.common.markdown import table
 from recipes.common.provenance import write
