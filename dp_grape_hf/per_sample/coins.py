@@ -57,6 +57,10 @@ _EACH = {
 }
 """What draws each number, or row, whatever the others are; ``randperm`` does not."""
 
+_UNIFORM = {"rand", "rand_like", "uniform", "bernoulli"}
+"""What may be drawn once for a batch, if it changes nothing: a coin that decides whether a layer is
+dropped, at a rate of zero. All that it can decide shows at the bounds of its values."""
+
 _ROWS = 3  # copies in the passes that are compared
 _FIRST, _SECOND, _LEAST, _MOST = range(4)
 """Values of a draw. The second differ from the first, and the last from those before it. Of what is
@@ -191,7 +195,8 @@ class Draws(TorchDraws):
             if operation == "native_dropout":
                 tensors[0].copy_(args[0])
         else:
-            bounds = _bounds(operation, args, tensors[0].dtype)
+            shared = key.sample is None and self._owners.get(key) is None
+            bounds = _bounds(operation, args, tensors[0].dtype, shared)
             self._fill(key, tensors, lambda *seed: _filled(func, args, draw(*seed)), bounds)
         seed_torch(state + 1)
         return result
@@ -305,8 +310,16 @@ def _filled(func: Any, args: Sequence[Any], result: Any) -> list[Tensor]:
     return [x for x in (*tree_leaves(result), *written) if isinstance(x, Tensor)]
 
 
-def _bounds(operation: str, args: Sequence[Any], dtype: torch.dtype) -> tuple[float, float] | None:
-    """Returns the least number of a uniform draw that has a logarithm, and the largest."""
+def _bounds(
+    operation: str, args: Sequence[Any], dtype: torch.dtype, shared: bool
+) -> tuple[float, float] | None:
+    """Returns the least number of a uniform draw that has a logarithm, and the largest.
+
+    A coin that all share falls on either side; all masks of dropout on one side would hide the
+    model.
+    """
+    if operation == "bernoulli" and shared:
+        return 0.0, 1.0
     if operation not in ("rand", "rand_like", "uniform"):
         return None
     given = (*args[1:], *(0.0, 1.0)[len(args) - 1 :]) if operation == "uniform" else (0.0, 1.0)
@@ -617,6 +630,9 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
                 raise PrivacyError(DRAWS_BESIDE)
             key = passes.culprit(owners, fault)
             raise PrivacyError(_shared(passes.drawn[key], owners.get(key, key.sample)))
+        for key, owner in owners.items():  # which may decide something, and hardly ever does
+            if owner is None and key.place.operation not in _UNIFORM:
+                raise PrivacyError(_shared(three[key], None))
         if passes.silent:
             return None
         return passes.refuse_seeding(drawn=True)

@@ -146,7 +146,7 @@ class FunctorchEngine(PerSampleEngine):
         if not (same | ~plain.isfinite()).all():  # a sample with NaN values says nothing
             differs = "another loss"
         elif bool(loss.abs() > tolerance.loss):
-            prints, names = Prints(slice(0, 1)), list(self.trainable)
+            prints, names = Prints([0]), list(self.trainable)
             prints(found)
             error, norm = joint_error(prints.marks(names), own.marks(names))
             if error > tolerance.error * norm.clamp(min=_SHORT):

@@ -1,8 +1,10 @@
 """Short marks of per-sample gradients, by which two computations of one gradient are compared.
 
 The mark of a gradient G is its norm and its inner product with a fixed direction v, for each
-parameter. The entries of v are +1 and -1, a product of independent ones for each dimension, so that
-E <E, v>^2 = |E|^2 of any error E: what changes a gradient changes its mark, be it only its sign.
+parameter. The entries of v have random signs and sizes from 1/2 to 3/2, no two of them the same,
+each a product of one factor for each dimension. So what changes a gradient changes its mark, be it
+only its sign, and also where its rows are a multiple of each other: those of a head with two
+classes are g and -g, and equal factors would add them up to zero.
 
 Shapes: B samples, P parameters.
 """
@@ -70,15 +72,15 @@ class Prints:
         samples: which of them to mark; all if None.
     """
 
-    def __init__(self, samples: slice | None = None) -> None:
-        self._samples = samples
+    def __init__(self, samples: list[int] | None = None) -> None:
+        self._samples = None if samples is None else torch.tensor(samples)
         self._marks: dict[str, Tensor] = {}  # name -> (B, 2): along the direction, and norm
 
     def __call__(self, gradients: Mapping[str, PerSampleGradient]) -> None:
         """Marks the gradients of some parameters."""
         for name, found in gradients.items():
-            gradient = found if self._samples is None else found.select(self._samples)
-            device = gradient.squared_norm().device
+            device = found.squared_norm().device
+            gradient = found if self._samples is None else found.select(self._samples.to(device))
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 along = gradient.inner_products(_direction(name, gradient.shape, device))[:, 0]
                 norm = gradient.squared_norm().clamp(min=0).sqrt()
@@ -97,16 +99,19 @@ class Prints:
 
 def _direction(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     """Returns a direction (1, *shape) that depends on name and shape alone."""
-    factors = [_signs(name, dim, size).to(device) for dim, size in enumerate(shape)]
+    factors = [_factors(name, dim, size).to(device) for dim, size in enumerate(shape)]
     if not factors:
         return torch.ones(1, device=device)
     return functools.reduce(lambda whole, own: whole[..., None] * own, factors)[None]
 
 
 @functools.lru_cache(maxsize=2**14)
-def _signs(name: str, dim: int, size: int) -> Tensor:
+def _factors(name: str, dim: int, size: int) -> Tensor:
+    """Returns signs times sizes, whose mean square is 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {dim}".encode()))
-    return torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
+    signs = torch.randint(2, (size,), generator=generator).mul_(2).sub_(1)
+    sizes = torch.linspace(0.5, 1.5, size)[torch.randperm(size, generator=generator)]
+    return signs * sizes / sizes.square().mean().sqrt()
 
 
 def differing(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:

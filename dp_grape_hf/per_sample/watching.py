@@ -1,10 +1,12 @@
-"""While a run goes on: now and then, one row's contribution is computed alone and compared.
+"""While a run goes on: rows' contributions are computed alone and compared.
 
-What is tried before the first step are a few examples and a model as it was then. Later data may
-show what these did not, and a model may remember what it was given before. So on physical batches
-that a secret coin chooses, the gradient of one row, chosen likewise, is computed once more from
-that row alone, with the random numbers that it had among the others. If it is another one, the run
-stops before anything of that step is released.
+What is tried before the first step are copies of a few examples and a model as it was then. A model
+may treat a row by its place in the batch, later data may show what these did not, and a model may
+remember what it was given before. So the gradients of some rows are computed once more, from each
+row alone, with the random numbers that it had among the others. That is done with up to eight rows
+of the first physical batch, and of each that is larger than all before, and with one row of batches
+that a secret coin chooses. If a gradient is another one, the run stops before anything of that step
+is released.
 
 That a run stops depends on the data then, as do all refusals.
 """
@@ -32,6 +34,10 @@ from dp_grape_hf.per_sample.prints import Prints, Tolerance, joint_error
 from dp_grape_hf.per_sample.probing import rows_of
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
+
+ROWS = 8
+"""How many rows are watched of a physical batch that is larger than all before: its first, its last
+and others by secret coins; fewer if it has no more."""
 
 SHARE = 1 / 100
 """Of the physical batches, how many are watched, whatever is in them, as processes with sharded
@@ -68,48 +74,58 @@ class WatchedEngine(OuterEngine):
         super().__init__(examples)
         self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
         self._parts = list(parts)
+        self._largest = 1  # rows of a batch
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        row = self._chosen(inputs)
-        if row is None:
+        rows = self._chosen(inputs, projectors)
+        if not rows:
             return self.examples(inputs, projectors)
-        found = Prints(slice(row, row + 1))
-        with NotedDraws(batch_size_of(inputs), row) as draws:
+        found = Prints(rows)
+        with NotedDraws(batch_size_of(inputs), rows) as draws:
             losses, gradients = self.examples(inputs, projectors)
         found(gradients)
-        self._compare(inputs, projectors, row, losses, found, draws)
+        self._compare(inputs, projectors, rows, losses, found, draws)
         return losses, gradients
 
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        row = self._chosen(inputs)
-        if row is None:
+        rows = self._chosen(inputs, projectors)
+        if not rows:
             return self.examples.stream(inputs, projectors, *consumers)
-        found = Prints(slice(row, row + 1))
+        found = Prints(rows)
 
         def marking(gradients: Gradients) -> None:
             found(gradients)
             consumers[0](gradients)
 
-        with NotedDraws(batch_size_of(inputs), row) as draws:
+        with NotedDraws(batch_size_of(inputs), rows) as draws:
             losses = self.examples.stream(inputs, projectors, marking, *consumers[1:])
-        self._compare(inputs, projectors, row, losses, found, draws)
+        self._compare(inputs, projectors, rows, losses, found, draws)
         return losses
 
-    def _chosen(self, inputs: Inputs) -> int | None:
-        """Returns which row to compare, if any: whether one is says a coin, not the batch."""
-        one, other = self._coins.random(), self._coins.random()
-        chosen = one < SHARE and not self.examples.simulated
-        return int(other * batch_size_of(inputs)) if chosen else None
+    def _chosen(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> list[int]:
+        """Returns which rows to compare, if any."""
+        one, other, size = self._coins.random(), self._coins.random(), batch_size_of(inputs)
+        engine = self.examples
+        if engine.simulated:
+            return []
+        # Processes that share weights run the model equally often, whatever is in their batches.
+        if size > self._largest and not (engine.in_step or engine.isolates_samples):
+            self._largest = size
+            # What is examined at first draws numbers that are no row's.
+            self._run_aside(inputs, projectors, lambda found: None)
+            between = self._coins.sample(range(1, size - 1), min(size, ROWS) - 2)
+            return [0, *sorted(between), size - 1]
+        return [int(other * size)] if one < SHARE else []
 
     def _compare(
         self,
         inputs: Inputs,
         projectors: Mapping[str, Projector],
-        row: int,
+        rows: list[int],
         losses: Tensor,
         found: Prints,
         draws: NotedDraws,
@@ -120,28 +136,39 @@ class WatchedEngine(OuterEngine):
         it is not known which were the row's: those inside of a fused kernel, or drawn once more for
         activations that are recomputed.
         """
-        alone, observer = Prints(), self.examples.observer
-        self.examples.observer = Observer()  # it is no part of the step
-        try:
-            with keeping_random_state(), GivenDraws(draws) as given:
-                self.examples.stream(rows_of(inputs, slice(row, row + 1)), projectors, alone)
-        finally:
-            self.examples.observer = observer
         again = draws.made and any(
             getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
         )
-        if again or not given.known or not (losses[row].abs() > self._tolerance.loss):
-            return
+        for index, row in enumerate(rows):
+            alone = Prints()
+            with keeping_random_state(), GivenDraws(draws, index) as given:
+                self._run_aside(rows_of(inputs, slice(row, row + 1)), projectors, alone)
+            if not again and given.known and losses[row].abs() > self._tolerance.loss:
+                self._refuse_other(found, alone, index)
+
+    def _run_aside(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
+    ) -> None:
+        """Hands out the gradients of a pass that is no part of the step."""
+        observer, self.examples.observer = self.examples.observer, Observer()
+        try:
+            self.examples.stream(inputs, projectors, consume)
+        finally:
+            self.examples.observer = observer
+
+    def _refuse_other(self, found: Prints, alone: Prints, index: int) -> None:
+        """Refuses a row whose gradient is another one among others than alone."""
         for part in self._parts:
             factors = torch.tensor([*part.values()], dtype=torch.float64)[:, None]
-            marks = (prints.marks([*part]) * factors for prints in (found, alone))
-            error, norm = (float(x) for x in joint_error(*marks))
+            among = found.marks([*part])[index : index + 1] * factors
+            error, norm = map(float, joint_error(among, alone.marks([*part]) * factors))
             if error > self._tolerance.error * max(norm, self._shortest):
                 raise PrivacyError(
                     "The gradient of an example is another one among others than alone, by "
-                    f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, or "
-                    "remembers rows that it was given before (a memory bank, a running average "
-                    "that is not saved). The run stops, and nothing of this step was released; "
+                    f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, treats "
+                    "a row by its place in the batch, or remembers rows that it was given before "
+                    "(a memory bank, a running average that is not saved). The run stops, and "
+                    "nothing of this step was released; "
                     "what was released before is counted, and its guarantee may not hold. Take out "
                     "of the model what couples examples."
                 )
@@ -151,25 +178,28 @@ class WatchedEngine(OuterEngine):
 
 
 class NotedDraws(TorchDraws):
-    """Keeps what is drawn for one row of a batch.
+    """Keeps what is drawn for some rows of a batch.
 
     Args:
         size: B.
-        row: which of its rows.
+        rows: which of its rows.
     """
 
-    def __init__(self, size: int, row: int) -> None:
+    def __init__(self, size: int, rows: list[int]) -> None:
         super().__init__()
-        self._size, self._row = size, row
+        self._size, self._rows = size, rows
         self.made: list[tuple[Any, Tensor | None]] = []  # operations, and values if known
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Notes the row's part, which is a block of the leading dimension."""
+        """Notes the rows' parts, each of which is a block of the leading dimension."""
         values = _values(func, result)
         if values is not None and values.dim() and len(values) % self._size == 0:
-            values = values.unflatten(0, (self._size, -1))[self._row].clone()
+            values = values.unflatten(0, (self._size, -1))[self._rows]
+            values = values.cpu() if len(self._rows) > 1 else values  # memory may be short
         elif self._size > 1:
             values = None  # of several rows, or of none
+        elif values is not None:
+            values = values[None]
         self.made.append((func, values))
         return result
 
@@ -179,11 +209,12 @@ class GivenDraws(TorchDraws):
 
     Args:
         noted: what that was.
+        index: which of the rows.
     """
 
-    def __init__(self, noted: NotedDraws) -> None:
+    def __init__(self, noted: NotedDraws, index: int) -> None:
         super().__init__()
-        self._left = list(noted.made)
+        self._left = [(f, None if rows is None else rows[index]) for f, rows in noted.made]
         self._known = True
 
     @property

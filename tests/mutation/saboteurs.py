@@ -559,7 +559,22 @@ def _lengths_of_the_data_tried(patch: pytest.MonkeyPatch) -> None:
 
 
 def _watched_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(watching.WatchedEngine, "_chosen", lambda *_: None)
+    patch.setattr(watching.WatchedEngine, "_chosen", lambda *_: [])
+
+
+def _places_unwatched(patch: pytest.MonkeyPatch) -> None:
+    original = watching.WatchedEngine._chosen
+
+    def chosen(self: Any, *batch: Any) -> Any:
+        self._largest = 2**30
+        return original(self, *batch)
+
+    patch.setattr(watching.WatchedEngine, "_chosen", chosen)
+
+
+def _signs_alone(patch: pytest.MonkeyPatch) -> None:
+    original = prints._factors
+    patch.setattr(prints, "_factors", lambda *where: original(*where).sign())
 
 
 def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
@@ -971,6 +986,24 @@ SABOTEURS = (
             "test_coins.py::test_coins_that_others_use_are_refused[of any, rarely-]",
             "test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
         ),
+    ),
+    Saboteur(
+        "what a batch shares may decide something rarely",
+        lambda patch: patch.setattr(coins, "_UNIFORM", coins._EACH | {"randperm"}),
+        tuple(
+            f"test_coins.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
+            for name in ("a number", "a size", "an order")
+        ),
+    ),
+    Saboteur(
+        "rows are not watched for their places",
+        _places_unwatched,
+        ("test_watching.py::test_a_model_that_treats_a_row_by_its_place_is_refused[the last]",),
+    ),
+    Saboteur(
+        "gradients are marked by signs alone",
+        _signs_alone,
+        ("test_coins.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",),
     ),
     Saboteur(
         "gradients show by their norms",

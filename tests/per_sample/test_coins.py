@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.per_sample import keeping_random_state, make_engine
+from dp_grape_hf.per_sample import Dense, keeping_random_state, make_engine
+from dp_grape_hf.per_sample.prints import FULL, Prints, differing
 from tests.per_sample.functions import Function, squares
 from tests.support.mechanism import make_private
 from tests.support.models import only
@@ -248,6 +249,35 @@ def test_coins_that_others_use_are_refused(name: str, zero: bool) -> None:
         gradients(SIGNS[name], zero=zero)
 
 
+RARE: dict[str, Callable[[], Tensor]] = {
+    "a number": lambda: torch.randint(1000, ()) == 7,
+    "a size": lambda: torch.randn(()).abs() > 4,
+    "a time": lambda: torch.empty(1).exponential_()[0] > 9,
+    "an order": lambda: (torch.randperm(7) == torch.arange(7)).all(),
+    "a biased coin": lambda: torch.full((), 1e-4).bernoulli(),
+    "a small number": lambda: torch.rand(()) < 1e-4,
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_shared_coin_that_falls_rarely_is_refused(name: str) -> None:
+    toss = RARE[name]
+    with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
+        gradients(turns(lambda _: toss()))
+
+
+@pytest.mark.parametrize("name", ["score", "classifier", "qa_outputs", *map(str, range(100))])
+def test_a_gradient_of_two_classes_is_not_marked_as_its_negative(name: str) -> None:
+    """A head of two classes has the rows g and -g."""
+    row = torch.randn(1, 1, 6)
+    marks = []
+    for sign in (1, -1):
+        prints = Prints()
+        prints({f"{name}.weight": Dense(sign * torch.cat([row, -row], 1))})
+        marks.append(prints.marks(prints.names))
+    assert differing(*marks, FULL).all()
+
+
 def test_a_small_influence_of_others_shows() -> None:
     with pytest.raises(PrivacyError, match="for each sample of a physical batch, and has others"):
         gradients(lambda hidden: hidden * (1 + 1e-4 * torch.rand(len(hidden)).mean()))
@@ -322,7 +352,7 @@ def test_what_the_examination_takes(toss: Toss, passes: int) -> None:
 def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str) -> None:
     def tensors() -> int:
         gradients(OWN[name])
-        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
     gc.collect()
     gc.disable()

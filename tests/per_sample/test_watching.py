@@ -1,13 +1,16 @@
 """A row that is computed once more alone is compared as it is clipped."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.per_sample import WatchedEngine, make_engine, tolerance_for, watching
+from dp_grape_hf.per_sample.watching import ROWS
 
 
 class Leaks(nn.Module):
@@ -53,6 +56,66 @@ def test_a_leak_counts_as_much_as_the_clip_lets_through(
         watched(batch, {})
 
 
+class TreatsSome(nn.Module):
+    """In training, turns the sign of rows that a function of B says."""
+
+    def __init__(self, which: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.head, self.which = nn.Linear(4, 1), which
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            turned = input * (1 - 2 * self.which(len(input)).float())[:, None]
+            input = functional.dropout(turned, 0.3)
+        output: Tensor = self.head(input)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("which", "sizes"),
+    [
+        (lambda size: torch.arange(size) % 2 == 1, (6,)),
+        (lambda size: torch.arange(size) == size - 1, (40,)),
+        (lambda size: torch.arange(size) == 15, (9, 16)),
+    ],
+    ids=["every second", "the last", "the last of a full batch"],
+)
+def test_a_model_that_treats_a_row_by_its_place_is_refused(
+    which: Callable[[int], Tensor], sizes: tuple[int, ...]
+) -> None:
+    watched = watching_over(TreatsSome(which))
+    *before, last = sizes
+    for size in before:
+        watched({"input": torch.randn(size, 4)}, {})
+    with pytest.raises(PrivacyError, match="by its place in the batch"):
+        watched({"input": torch.randn(last, 4)}, {})
+
+
+def test_some_rows_of_a_batch_that_is_larger_than_all_before_are_watched() -> None:
+    model = TreatsSome(lambda size: torch.zeros(size))
+    watched, seen = watching_over(model), list[int]()
+    watched({"input": torch.randn(2, 4)}, {})
+    hook = model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    for size in (3, 2, 3, 20, 5, 20):
+        watched({"input": torch.randn(size, 4)}, {})
+    hook.remove()
+    assert seen == [3, 3, 1, 1, 1, 2, 3, 20, 20, *[1] * ROWS, 5, 20]
+
+
+def watching_over(model: nn.Module) -> WatchedEngine:
+    """Returns an engine that watches as few batches as it may."""
+    engine = make_engine("layerwise", model, lambda outputs, labels: (outputs + 1).square().sum(1))
+    parts = [dict.fromkeys(("head.weight", "head.bias"), 1.0)]
+    return WatchedEngine(engine, tolerance_for(model), parts, 0.01, NeverWatch())
+
+
+class NeverWatch(random.Random):
+    """Coins that do not say to look."""
+
+    def random(self) -> float:
+        return 0.999
+
+
 def test_the_coins_alone_say_which_batches_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes with sharded weights would wait for each other: batches differ, coins do not."""
     monkeypatch.setattr(watching, "SHARE", 0.5)
@@ -60,6 +123,7 @@ def test_the_coins_alone_say_which_batches_are_watched(monkeypatch: pytest.Monke
     passes = {}
     for rows in (1, 2, 5):
         engine = make_engine("layerwise", model, lambda outputs, labels: outputs.square().sum(1))
+        engine.stay_in_step({"input": torch.randn(2, 4)}, {})
         parts = [dict.fromkeys(("weight", "bias"), 1.0)]
         coins = random.Random(0)
         watched = WatchedEngine(engine, tolerance_for(model), parts, 0.01, coins)
