@@ -90,6 +90,7 @@ SWEEPS = (
     *(*OF_THE_PAPER, "text_principal", "vision_principal"),
     *("text_chosen", "text_epsilons", "text_before", "others_chosen", "decoder_chosen"),
     *("rte_chosen", "rte_epsilons", "vision_chosen", "vision_epsilons", "vision_sizes"),
+    "vision_before",
 )
 GPU = "gpu_report/results/gpu_report-nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
