@@ -5,7 +5,8 @@
     python -m recipes.gpu_report --parts simulations          # needs no GPU
     python -m recipes.gpu_report --device cpu --tiny --output_dir runs/gpu-report  # tries it out
 
-Four parts, in this order: ``checks`` compares gradients and releases on the device with their
+Five parts, in this order: ``quick`` times single steps, in 16 bits first, and counts their kernels
+(``recipes.gpu_report.quick``); ``checks`` compares gradients and releases on the device with their
 definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
 configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, of images also naive
 DP-GaLore, and notes memory and time; ``simulations`` runs ``dp_grape_hf.memory.step`` for the same
@@ -60,10 +61,11 @@ from recipes.benchmark.models import VIT, Batch, Setting
 from recipes.common.provenance import git_commit
 from recipes.gpu_report.checks import checks
 from recipes.gpu_report.models import SHAPES, TINY, Shape
+from recipes.gpu_report.quick import quick, set_precision
 from recipes.gpu_report.table import render
 
-PARTS = ("checks", "cells", "simulations", "table")
-NEED_DEVICE = {"checks", "cells"}
+PARTS = ("quick", "checks", "cells", "simulations", "table")
+NEED_DEVICE = {"quick", "checks", "cells"}
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 
 WARMUP, STEPS = 2, 8
@@ -178,6 +180,7 @@ def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
     """Returns what a cell takes, or ``out_of_memory`` and where that was."""
     setting = cell.setting
     where, found = "making the model", dict[str, Any](rank=setting.rank)
+    set_precision(tf32=False)  # which a compiled cell before may have changed
     gc.collect()  # trainers are cycles, and the last cell's holds its model
     try:
         set_seed(0)
@@ -296,6 +299,10 @@ def work_of(options: argparse.Namespace, device: torch.device, report: Report) -
     """Returns what is asked for and not there yet."""
     work: list[Work] = []
     models = TINY_MODELS if options.tiny else ""
+    if "quick" in options.parts:
+        wanted = partial(re.search, options.only)
+        rows = quick(device, options.steps, wanted, options.tiny)
+        work += [("quick", key, do) for key, do in rows.items()]
     if "checks" in options.parts:
         work += [("checks", key, check) for key, check in checks(device, models).items()]
     for cell in cells_of(TINY if options.tiny else SHAPES, options.only):

@@ -38,6 +38,8 @@ def render(parts: Parts) -> str:
     """Returns the report: where it is from, the checks, and a table per model."""
     lines = ["# Private training on a GPU", "", "Rendered by `python -m recipes.gpu_report`.", ""]
     lines += _origin(parts)
+    if parts.get("quick"):
+        lines += ["", "## A step", "", *_steps(parts["quick"])]
     if parts["checks"]:
         lines += ["", "## Correctness", "", *_checks(parts["checks"])]
     if parts["cells"] or parts["simulations"]:
@@ -51,8 +53,8 @@ def _origin(parts: Parts) -> list[str]:
             entry["device"],
             ", ".join(f"{name} {version}" for name, version in entry["versions"].items()),
         )
-        for part in ("checks", "cells")
-        for entry in parts[part].values()
+        for part in ("quick", "checks", "cells")
+        for entry in parts.get(part, {}).values()
     )
     entries = [entry for part in parts.values() for entry in part.values()]
     dates = sorted({entry["date"] for entry in entries})
@@ -60,6 +62,33 @@ def _origin(parts: Parts) -> list[str]:
     lines = [f"* {device}; {versions}" for device, versions in origins]
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
     return lines + ([f"* {when}; commit {', '.join(commits)}"] if dates else [])
+
+
+STEP_HEAD = [
+    *("Model", "trained by", "TF32", "ms per step", "ms to launch it", "ms of kernels"),
+    *("kernels", "waits", "GiB", "speed of AdamW"),
+]
+
+
+def _steps(entries: Mapping[str, Any]) -> list[str]:
+    """Returns the rows of ``quick``; AdamW's row of a model comes before the private one."""
+    rows, baseline = [], dict[str, float]()
+    for key, entry in entries.items():
+        model, _, name = key.partition(": ")
+        if "seconds" not in entry:
+            why = entry.get("failed") or "out of memory"
+            rows.append([model, name, *[""] * 7, why])
+            continue
+        if name == "AdamW":
+            baseline[model] = entry["seconds"]
+        times = [f"{1e3 * entry[k]:.1f}" for k in ("seconds", "host_seconds")]
+        kernels = [""] * 4
+        if "kernels" in entry:
+            kernels = [f"{1e3 * entry['kernel_seconds']:.1f}", f"{entry['kernels']:,}"]
+            kernels += [f"{entry['waits']}", f"{entry['allocated'] / GIB:.2f}"]
+        speed = f"{baseline[model] / entry['seconds']:.2f}x" if model in baseline else ""
+        rows.append([model, name, "yes" if entry["tf32"] else "", *times, *kernels, speed])
+    return table(STEP_HEAD, rows).splitlines()
 
 
 def title_of_way(method: str) -> str:

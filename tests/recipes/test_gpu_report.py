@@ -17,6 +17,7 @@ from dp_grape_hf.mechanism import release
 from dp_grape_hf.per_sample import watching
 from dp_grape_hf.per_sample.layerwise import functions
 from recipes.gpu_report import __main__ as gpu_report
+from recipes.gpu_report import quick
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.checks import EXACT, checks
 from recipes.gpu_report.models import SHAPES, TINY, WORDS
@@ -391,3 +392,42 @@ def test_a_step_on_an_absent_device_is_on_no_other_and_a_mixture_is_found() -> N
     assert "0 refused, 0 not simulated, 0 on two devices" in done.stdout, done.stderr
     expected = ["one device", "WRONG", "WRONG", "one device", "WRONG"]
     assert done.stdout.splitlines()[-5:] == expected, done.stderr
+
+
+# ---- Steps ----
+
+
+def test_steps_of_each_kind_stand_beside_those_of_adamw(tmp_path: Path) -> None:
+    kinds = "^(RoBERTa-large, bf16|RoBERTa-large, TF32|OPT-6.7B, bfloat16 weights|Llama.*): "
+    before = torch.backends.fp32_precision
+    try:
+        status, found = report(
+            tmp_path, "--parts", "quick", "table", "--steps=1", f"--only={kinds}"
+        )
+    finally:
+        torch.backends.fp32_precision = before
+    assert status == DONE
+    assert len(found["quick"]) == 8
+    for name, entry in found["quick"].items():
+        assert 0 < entry["host_seconds"] <= entry["seconds"]
+        assert entry["tf32"] == ("TF32" in name)
+    lines = (tmp_path / "gpu_report-cpu.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "x |" in line]
+    assert [row[1] for row in rows] == ["AdamW", "DP-GRAPE"] * 3 + ["AdamW", "DP-LoRA"]
+    assert {row[-1] for row in rows if row[1] == "AdamW"} == {"1.00x"}
+
+
+def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        quick, "_measured", lambda *_: {"precision": seen.append(torch.backends.fp32_precision)}
+    )
+    row = next(iter(quick.rows_of(tiny=True).values()))
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        quick.measure(row, CPU, 1)
+        quick.measure(replace(row, tf32=True), CPU, 1)
+    finally:
+        torch.backends.fp32_precision = before
+    assert seen == ["ieee", "tf32"]
