@@ -55,6 +55,7 @@ from dp_grape_hf.per_sample import (
     PerSampleEngine,
     Runs,
     StateGuard,
+    exact_products,
     guarding_streams,
 )
 from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
@@ -269,13 +270,14 @@ class PrivateMechanism:
 
     @contextlib.contextmanager
     def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:
-        """Computes in float32 what is asked for in float32: autocast would round sums."""
+        """Computes in float32 what is asked for in float32: autocast or TF32 would round it."""
         observer = self.per_sample.observer
         observer.made(PER_SAMPLE, per_sample_grads)
         with (
             observer.phase(CLIP),
             torch.no_grad(),
             torch.autocast(self.per_sample.device.type, enabled=False),
+            exact_products(),
         ):
             yield
 

@@ -18,7 +18,7 @@ from dp_grape_hf.per_sample.engine import (
     refuse_modules,
 )
 from dp_grape_hf.per_sample.flat import FlatGradients, FlatTensors, Layout, Runs
-from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient
+from dp_grape_hf.per_sample.gradients import Dense, PerSampleGradient, exact_products
 from dp_grape_hf.per_sample.guards import (
     configs_of,
     guarding_streams,
@@ -98,6 +98,7 @@ __all__ = [
     "configs_of",
     "cross_entropy",
     "evaluating",
+    "exact_products",
     "examine_batch",
     "examine_trainer_loss",
     "freeze_unused",

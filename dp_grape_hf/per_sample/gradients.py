@@ -19,9 +19,11 @@ matrix, k directions. All results are float32, whatever the dtype of the factors
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +31,12 @@ from torch import Tensor
 _CHUNK = 4096
 _LARGE = 2**23  # numbers of a matrix of which there should not be one per sample
 
-# The unit roundoff of a float32 matrix product, by torch's setting of its precision.
-_ROUNDOFF = {"highest": 2**-24, "high": 2**-11, "medium": 2**-8}
+# The unit roundoff of a float32 matrix product, by torch's setting of its precision: the names of
+# its newer interface, and those of the older one.
+_ROUNDOFF = {
+    **{"ieee": 2**-24, "none": 2**-24, "tf32": 2**-11, "bf16": 2**-8},
+    **{"highest": 2**-24, "high": 2**-11, "medium": 2**-8},
+}
 
 
 class PerSampleGradient(ABC):
@@ -311,11 +317,48 @@ def bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
 
 def _rounding(terms: int) -> float:
     """Returns the relative rounding error of a float32 matrix product that sums so many terms."""
+    settings = [matmul.fp32_precision for matmul, _ in _matmuls()]
+    settings = settings or [torch.get_float32_matmul_precision()]
+    return max(_ROUNDOFF[setting] for setting in settings) * terms**0.5
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Has products of float32 matrices take their factors whole, whatever the process has set."""
+    matmuls = _matmuls()
+    if not matmuls:
+        older = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(older)
+        return
+    before = []
+    for matmul, common in matmuls:
+        setting = matmul.fp32_precision
+        if _ROUNDOFF[setting] > _ROUNDOFF["ieee"]:
+            before.append((matmul, "none" if setting in common else setting))  # none: as common
+            matmul.fp32_precision = "ieee"
     try:
-        roundoff = _ROUNDOFF[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # set by torch's newer interface, which this one does not read
-        roundoff = _ROUNDOFF["medium"]
-    return roundoff * terms**0.5
+        yield
+    finally:
+        for matmul, setting in before:
+            matmul.fp32_precision = setting
+
+
+def _matmuls() -> list[tuple[Any, list[str]]]:
+    """Returns what says how factors are rounded, by device, and what holds for more than products.
+
+    Versions of torch without that interface have none.
+    """
+    found = []
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        matmul = getattr(backend, "matmul", None)
+        if hasattr(matmul, "fp32_precision"):
+            both = torch.backends, backend
+            found.append((matmul, [getattr(x, "fp32_precision", "none") for x in both]))
+    return found
 
 
 def _dot_rounding(terms: int) -> float:

@@ -25,7 +25,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.per_sample import PerSampleEngine, make_engine
+from dp_grape_hf.per_sample import PerSampleEngine, exact_products, make_engine
 from dp_grape_hf.projections import Projector
 from recipes.models.matrix import (
     dense,
@@ -80,12 +80,12 @@ def gradients(row: Row, device: torch.device, rank: int | None) -> dict[str, Any
     model, batch = row.model(), row.batch(BATCH_SIZE)
     projectors = projectors_for(model, rank)
     there = next(model.parameters()).device  # weights of 4 and 8 bits are made where they are used
-    with exact_products():
+    with exact():
         _, own = own_gradients(model, _moved(batch, there), _placed(projectors, there))
     expected = {name: gradient.cpu() for name, gradient in own.items()}
     refused = row.refused("layerwise")
     try:
-        with exact_products():
+        with exact():
             _, found = per_sample_gradients(
                 model.to(device), _moved(batch, device), projections=_placed(projectors, device)
             )
@@ -167,7 +167,7 @@ def release(row: Row, device: torch.device) -> dict[str, Any]:
     factors = (bound / norms).clamp(max=1.0)
     expected = {n: torch.einsum("b,b...->...", factors, g) for n, g in per_sample_grads.items()}
     placed = _placed(projectors, device)
-    with exact_products():
+    with exact():
         engine = _engine(per_sample, bound, device)
         engine.begin(placed)
         for part in (slice(0, 2), slice(2, None)):
@@ -218,15 +218,18 @@ def _engine(
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def exact() -> Iterator[None]:
     """Makes float32 products float32, where the device would round their factors to TF32."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
+    cudnn: Any = torch.backends.cudnn
+    newer = hasattr(cudnn, "conv")
+    what, name = (cudnn.conv, "fp32_precision") if newer else (cudnn, "allow_tf32")
+    before = getattr(what, name)
+    setattr(what, name, "ieee" if newer else False)
     try:
-        matmul.allow_tf32 = cudnn.allow_tf32 = False
-        yield
+        with exact_products():
+            yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        setattr(what, name, before)
 
 
 def _placed(projectors: Mapping[str, Projector], device: torch.device) -> dict[str, Projector]:

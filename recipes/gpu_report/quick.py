@@ -140,6 +140,7 @@ def set_precision(tf32: bool) -> None:
     """Says for the whole process whether products of float32 matrices may be rounded to TF32."""
     if hasattr(torch.backends, "fp32_precision"):
         torch.backends.fp32_precision = _TF32 if tf32 else _IEEE
+        torch.backends.cudnn.conv.fp32_precision = _TF32 if tf32 else _IEEE
     else:
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
