@@ -36,7 +36,7 @@ from dp_grape_hf.projections import (
     rounding_generator,
     row_blocks,
 )
-from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread
+from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread, whole
 
 _BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
 GPU_BLOCK = 2**24
@@ -256,9 +256,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         parts: list[_Part] = []
         for weight, place in places.items():
             here = local(weight)
-            known = here.dtype is torch.float32 or is_short(here)
-            plain = here is weight and known and here.is_contiguous()
-            if weight not in self._projectors and not plain:
+            plain = here is weight and here.dtype is torch.float32 and here.is_contiguous()
+            if not (plain or weight in self._projectors or is_short(weight)):
                 continue
             group, count = group_of[weight], float(self.state[weight].get("step", 0.0))
             last = parts[-1] if parts else None
@@ -276,7 +275,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     own = place.of(vector)
                     if key in state:
                         _check_shape(state[key], own.shape)
-                        own.copy_(state[key])
+                        own.copy_(whole(state[key]))
                     state[key] = own
                 state["step"] = part.step
             part.moments = tuple(vectors.values())
@@ -298,9 +297,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if weight in self._apart:
                 state["update"].set_(part.keep(weight, place, number).copy_(state["update"]))
             elif weight not in self._projectors and is_short(weight):
-                value = state.get(_VALUE)
-                if value is None or not torch.equal(value.to(weight.dtype), weight):
-                    value = weight  # of a run that kept none, or it was changed
+                value, now = state.get(_VALUE), whole(weight.detach())
+                if value is None or not torch.equal(value.to(weight.dtype), now):
+                    value = now  # of a run that kept none, or it was changed
                 state[_VALUE] = part.keep(weight, place, number).copy_(value)
         if part.kept is not None and part.rounded is not None:
             part.rounded.copy_(part.kept)
@@ -337,8 +336,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 own = place.of(update)
                 self._add_lifted(weight, own, projector, decays[number], rates[number])
             elif weight in part.kept_of:
-                short[0].append(weight)
-                short[1].append(part.kept_of[weight])
+                short[0].append(local(weight))
+                short[1].append(rows_here(part.kept_of[weight], weight))
             else:
                 targets, updates = plain.setdefault(number, ([], []))
                 targets.append(weight)

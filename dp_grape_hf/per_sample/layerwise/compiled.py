@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dp_grape_hf.per_sample.layerwise.capture import Pass
 from dp_grape_hf.per_sample.layerwise.layers import Forward, Shapes, Site, Sites, replaced_forwards
@@ -73,7 +72,7 @@ class _Layer:
         return self.add(indices, self.original(indices))
 
     def run_table(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a subclass of it, wherever in its forward it looks rows up."""
+        """Runs a subclass of it, which looks rows up by the forward of ``nn.Embedding``."""
         _looking_up.layer = self
         output = self.original(*args, **kwargs)
         _looking_up.layer = None
@@ -103,13 +102,16 @@ class _LookingUp:
 
 
 _looking_up = _LookingUp()
-_embedding = functional.embedding
+_forward = nn.Embedding.forward
 
 
-def _look_up(indices: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Takes the place of ``functional.embedding`` while a model is traced."""
-    output, layer = _embedding(indices, weight, *args, **kwargs), _looking_up.layer
-    if layer is None or weight is not layer.site.module.weight:
+def _look_up(module: nn.Embedding, indices: Tensor) -> Tensor:
+    """Takes the place of ``nn.Embedding.forward``, which subclasses call, while a model is traced.
+
+    The tracer does not always see what takes the place of ``functional.embedding``.
+    """
+    output, layer = _forward(module, indices), _looking_up.layer
+    if layer is None or module is not layer.site.module:
         return output
     return layer.add(indices, output)
 
@@ -250,14 +252,14 @@ class CompiledModel:
         ]
         modules = [layer.site.module for layer in self._layers]
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        functional.embedding = _look_up  # type: ignore[assignment]
+        nn.Embedding.forward = _look_up  # type: ignore[method-assign,assignment]
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
             with replaced_forwards(modules, lambda i, _: forwards[i]):
                 yield
         finally:
-            functional.embedding, _looking_up.layer = _embedding, None
+            nn.Embedding.forward, _looking_up.layer = _forward, None  # type: ignore[method-assign]
             for parameter in trained:
                 parameter.requires_grad_(True)
 

@@ -81,8 +81,11 @@ def test_a_process_group_that_was_there_does_not_make_gradients_zero(name: str) 
     case = only(name)
     model = case.model()
     inputs, projectors = case.batch(ROWS, case.positions), projectors_for(model, 4)
-    gradients = LayerwiseEngine(model, compilation=TRACED)(inputs, projectors)[1]
+    engine = LayerwiseEngine(model, compilation=TRACED)
+    gradients = engine(inputs, projectors)[1]
     assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
+    assert engine._compiled is not None
+    assert not engine._compiled.refused
 
 
 def test_rows_have_the_dropout_that_they_would_have_without() -> None:
