@@ -456,7 +456,7 @@ class _Features:
         along = torch.randn(self.before.shape[1], generator=generator)
         try:
             with torch.enable_grad():
-                for batch in self._inputs:
+                for batch in self._inputs[::2]:  # a half of them says nearly the same
                     rows = self._of(batch)
                     sides = torch.randint(2, (len(rows), 1), generator=generator) * 2 - 1
                     if rows.requires_grad:
