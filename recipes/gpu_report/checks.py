@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.per_sample import PerSampleEngine, exact_products, make_engine
 from dp_grape_hf.projections import Projector
+from recipes.gpu_report.quick import set_precision
 from recipes.models.matrix import (
     dense,
     own_gradients,
@@ -217,19 +218,13 @@ def _engine(
 # ---- Common ----
 
 
-@contextmanager
-def exact() -> Iterator[None]:
-    """Makes float32 products float32, where the device would round their factors to TF32."""
-    cudnn: Any = torch.backends.cudnn
-    newer = hasattr(cudnn, "conv")
-    what, name = (cudnn.conv, "fp32_precision") if newer else (cudnn, "allow_tf32")
-    before = getattr(what, name)
-    setattr(what, name, "ieee" if newer else False)
-    try:
-        with exact_products():
-            yield
-    finally:
-        setattr(what, name, before)
+def exact() -> AbstractContextManager[None]:
+    """Makes float32 products float32, where the device would round their factors to TF32.
+
+    Convolutions stay exact afterwards; each row and cell of the report sets what it has.
+    """
+    set_precision(tf32=False)
+    return exact_products()
 
 
 def _placed(projectors: Mapping[str, Projector], device: torch.device) -> dict[str, Projector]:

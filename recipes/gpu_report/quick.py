@@ -33,7 +33,6 @@ from recipes.common.provenance import with_adapter
 from recipes.gpu_report.models import SHAPES
 
 WARMUP = 3
-_IEEE, _TF32 = "ieee", "tf32"
 
 GAUSSIAN = {"method": "dp_grape", "projection": "gaussian"}
 AMP, COMPILE = {"bf16": True}, {"torch_compile": True}
@@ -138,12 +137,10 @@ def measure(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
 
 def set_precision(tf32: bool) -> None:
     """Says for the whole process whether products of float32 matrices may be rounded to TF32."""
-    if hasattr(torch.backends, "fp32_precision"):
-        torch.backends.fp32_precision = _TF32 if tf32 else _IEEE
-        torch.backends.cudnn.conv.fp32_precision = _TF32 if tf32 else _IEEE
-    else:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cudnn.allow_tf32 = tf32
+    if hasattr(torch.backends, "fp32_precision"):  # which is above the others, if anything set it
+        torch.backends.fp32_precision = "none"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:

@@ -420,14 +420,13 @@ def test_steps_of_each_kind_stand_beside_those_of_adamw(tmp_path: Path) -> None:
 def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        quick, "_measured", lambda *_: {"precision": seen.append(torch.backends.fp32_precision)}
+        quick, "_measured", lambda *_: {"": seen.append(torch.backends.cuda.matmul.allow_tf32)}
     )
     row = next(iter(quick.rows_of(tiny=True).values()))
-    before = torch.backends.fp32_precision
     try:
         torch.backends.fp32_precision = "tf32"
         quick.measure(row, CPU, 1)
         quick.measure(replace(row, tf32=True), CPU, 1)
     finally:
-        torch.backends.fp32_precision = before
-    assert seen == ["ieee", "tf32"]
+        quick.set_precision(tf32=False)
+    assert seen == [False, True]
