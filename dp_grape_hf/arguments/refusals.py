@@ -137,7 +137,7 @@ def _refuse_modes(args: Any) -> None:
 
 
 def _refuse_compilation(args: Any) -> None:
-    """Refuses to compile what does not run as one pass with per-sample gradients of its own."""
+    """Refuses to compile a run that does not compute per-sample gradients in one pass."""
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
     given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name)]
     if not given:

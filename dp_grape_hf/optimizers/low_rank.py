@@ -42,7 +42,7 @@ class LowRankUpdates:
         self._optimizer = optimizer
         self._weights = dict(model.named_parameters())
         self._branches: dict[str, _Branch] = {}
-        self.branches: dict[nn.Module, _Branch] = {}
+        self._layers: dict[str, nn.Module] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         trained = {weight for group in optimizer.param_groups for weight in group["params"]}
         shared = shared_parameters(model)
@@ -53,7 +53,7 @@ class LowRankUpdates:
                 continue
             if weight in trained and is_short(weight):
                 branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
-                self._branches[name] = self.branches[module] = branch
+                self._branches[name], self._layers[name] = branch, module
                 self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
     def __len__(self) -> int:
@@ -64,6 +64,11 @@ class LowRankUpdates:
         """Returns whether the weight of that name has a branch."""
         return name in self._branches
 
+    @property
+    def branches(self) -> dict[nn.Module, _Branch]:
+        """The branches by their layers."""
+        return {self._layers[name]: branch for name, branch in self._branches.items()}
+
     def leave_uncalled(self) -> None:
         """Takes the branches from modules that have not been called, where they would do nothing.
 
@@ -72,8 +77,6 @@ class LowRankUpdates:
         for name in [n for n, branch in self._branches.items() if not branch.called]:
             del self._branches[name]
             self._hooks.pop(name).remove()
-        kept = set(self._branches.values())
-        self.branches = {layer: branch for layer, branch in self.branches.items() if branch in kept}
 
     def use(self, projectors: Mapping[str, Projector]) -> None:
         """Prepares a step: what is kept in coordinates of an earlier projector is merged.
@@ -99,7 +102,6 @@ class LowRankUpdates:
             hook.remove()
         self._hooks.clear()
         self._branches.clear()
-        self.branches.clear()
 
 
 class _Branch:

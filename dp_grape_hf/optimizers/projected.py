@@ -103,7 +103,7 @@ class _Part:
         return self.kept_of[weight]
 
     def move_kept(self, update: Tensor, factors: list[tuple[float, float]]) -> None:
-        """Adds an update to what is kept, by the rate and the decay of each group."""
+        """Adds an update to the kept vector, by the rate and the decay of each group."""
         if self.kept is None or self.rounded is None:
             return
         together: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
@@ -118,14 +118,16 @@ class _Part:
         self.rounded.copy_(self.kept)
 
 
-class _LaidOut(NamedTuple):
+@dataclass
+class _LaidOut:
     """The weights whose state lies side by side."""
 
-    places: Mapping[nn.Parameter, Place]
-    weights: set[nn.Parameter]
-    parts: list[_Part]
-    settings: list[dict[str, Any]]  # of the groups
-    rounded: dict[nn.Parameter, Tensor]  # updates that are kept apart, in the weight's type
+    places: Mapping[nn.Parameter, Place] = field(default_factory=dict)
+    weights: set[nn.Parameter] = field(default_factory=set)
+    parts: list[_Part] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)  # of the groups
+    rounded: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """updates that are kept apart, in the weight's type"""
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -178,7 +180,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
         self._flat: Tensor | None = None  # private gradients side by side
-        self._laid_out = _LaidOut({}, set(), [], [], {})
+        self._laid_out = _LaidOut()
 
     def receive(
         self,
@@ -291,7 +293,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._laid_out = _LaidOut(places, laid_out, parts, settings, rounded)
 
     def _lay_out_kept(self, part: _Part) -> None:
-        """Puts side by side what is kept in float32 beside weights."""
+        """Puts updates and values that are kept in float32 into one vector."""
         for weight, place, number in part.weights:
             state = self.state[weight]
             if weight in self._apart:
@@ -313,7 +315,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             state["update"].set_(state["update"].clone().contiguous())
         self._laid_out.weights.discard(weight)
         self._laid_out.rounded.pop(weight, None)
-        self._laid_out = self._laid_out._replace(places={})
+        self._laid_out.places = {}
 
     def _step_part(self, part: _Part, flat: Tensor) -> None:
         """Updates the weights of a part: the rule runs once for all of them."""
@@ -561,14 +563,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for entry in state_dict["state"].values():
             self._check_rule(entry)
         saved = state_dict["state"]
-        plain = {i: {k: entry[k] for k in entry if k != _CHANGE} for i, entry in saved.items()}
+        own = _CHANGE, _VALUE
+        plain = {i: {k: entry[k] for k in entry if k not in own} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._laid_out = {}, _LaidOut({}, set(), [], [], {})
+        self._apart, self._laid_out = {}, _LaidOut()
         for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
-            if not is_short(weight) and weight in self.state:
-                self.state[weight].pop(_VALUE, None)
             values = [_VALUE] if is_short(weight) else []
             for key in (*self._rule.moments, "step", "update", *values):
                 if key in entry:
@@ -594,7 +595,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the moments, and of what is kept beside weights."""
+        """Returns the bytes of the moments, and of kept updates, values and changes."""
         keys = (*self._rule.moments, "update", _VALUE)
         kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
         return kept + (0 if self.changes is None else self.changes.nbytes)

@@ -318,10 +318,10 @@ def _bounds(
     A coin that all share falls on either side; all masks of dropout on one side would hide the
     model.
     """
-    if operation == "bernoulli" and shared:
-        return 0.0, 1.0
-    if operation not in ("rand", "rand_like", "uniform"):
+    if operation not in _UNIFORM or (operation == "bernoulli" and not shared):
         return None
+    if operation == "bernoulli":
+        return 0.0, 1.0
     given = (*args[1:], *(0.0, 1.0)[len(args) - 1 :]) if operation == "uniform" else (0.0, 1.0)
     low, high = given[0], given[1]
     return low + (high - low) * 2**-24, high - (high - low) * torch.finfo(dtype).eps

@@ -261,22 +261,22 @@ class PerSampleEngine(ABC):
             return gradient.cheapest()
         return gradient.dense() if self.grad_sample_mode == GradSampleMode.MATERIALISE else gradient
 
-    def losses(self, inputs: Inputs) -> Tensor:
-        """Runs the model without labels, so that it computes no batch-wide loss of its own."""
-        with self.observer.phase(FORWARD), keeping_configs(self._configs):
-            return self._losses(inputs, batch_size_of(inputs))
+    def losses(self, inputs: Inputs, run: Callable[..., Any] | None = None) -> Tensor:
+        """Runs the model without labels, so that it computes no batch-wide loss of its own.
 
-    def losses_by(self, model: Callable[..., Any], inputs: Inputs) -> Tensor:
-        """Computes losses with what runs the model."""
+        Args:
+            inputs: as in a call.
+            run: runs the model; the model itself if None.
+        """
         with self.observer.phase(FORWARD), keeping_configs(self._configs):
-            given, labels = split(self.loss, inputs)
-            return checked(self.loss(model(**given), labels), batch_size_of(inputs))
+            return self._losses(inputs, self.model if run is None else run)
 
-    def _losses(self, inputs: Inputs, batch_size: int) -> Tensor:
+    def _losses(self, inputs: Inputs, run: Callable[..., Any]) -> Tensor:
+        batch_size = batch_size_of(inputs)
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
             with LabelledPositions(self.loss, labels) as labelled:
-                outputs = self.model(**inputs)
+                outputs = run(**inputs)
             losses = labelled.losses(outputs)
             if losses is not None:
                 return checked(losses, batch_size)
@@ -287,7 +287,7 @@ class PerSampleEngine(ABC):
                     "processes. Leave fsdp out."
                 )
             self.skips_unlabelled = False  # the logits are not one row per position given: rerun
-        return checked(self.loss(self.model(**inputs), labels), batch_size)
+        return checked(self.loss(run(**inputs), labels), batch_size)
 
     def rounding_of_losses(self, inputs: Inputs) -> float:
         """Returns how far two computations of one loss may be apart by rounding, absolute.

@@ -168,9 +168,8 @@ class WatchedEngine(OuterEngine):
                     f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, treats "
                     "a row by its place in the batch, or remembers rows that it was given before "
                     "(a memory bank, a running average that is not saved). The run stops, and "
-                    "nothing of this step was released; "
-                    "what was released before is counted, and its guarantee may not hold. Take out "
-                    "of the model what couples examples."
+                    "nothing of this step was released; what was released before is counted, and "
+                    "its guarantee may not hold. Take out of the model what couples examples."
                 )
 
 

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from dp_grape_hf.mechanism import NOISE_SLICE
 from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
-from dp_grape_hf.memory import Setting as StepSetting
 from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
 from recipes.common.markdown import table
 from recipes.common.provenance import write
@@ -83,13 +82,7 @@ def count(model: Setting, autocast: bool, method: str) -> int:
         autocast: whether its forward pass runs under autocast to bfloat16.
         method: ``adamw`` or a method of the package.
     """
-    setting = StepSetting(
-        method=method,
-        batch_size=model.batch_size,
-        dtype=model.torch_dtype,
-        gradient_checkpointing=model.gradient_checkpointing,
-        rank=model.rank,
-    )
+    setting = model.of_step(method=method)
     with fake_tensors(gpu=True):
         built = prepared(model.build(), setting)
         if autocast:

@@ -29,7 +29,7 @@ from transformers import Trainer, TrainingArguments
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.mechanism import LogicalBatch
-from recipes.benchmark.models import LLAMA, OPT, Batch, Setting
+from recipes.benchmark.models import DECODERS, OPT, Batch, Setting
 from recipes.models.matrix import own_gradients
 
 Step = Callable[[], None]
@@ -294,7 +294,7 @@ class OpakeTraining:
 
 def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Path) -> Training:
     """Returns what trains an adapter of the setting's rank on all layers but the head."""
-    task = "CAUSAL_LM" if setting.model in (OPT, LLAMA) else "SEQ_CLS"
+    task = "CAUSAL_LM" if setting.model in DECODERS else "SEQ_CLS"
     config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
     return make(get_peft_model(model, config), setting, batch, folder)  # type: ignore[arg-type]
 

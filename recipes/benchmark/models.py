@@ -23,6 +23,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from dp_grape_hf import memory
+
 Batch = dict[str, Tensor]
 
 ROBERTA, OPT, LLAMA, VIT = "roberta", "opt", "llama", "vit"
@@ -32,6 +34,7 @@ TITLES = {
     LLAMA: "Llama causal language model",
     VIT: "ViT image classifier",
 }
+DECODERS = (OPT, LLAMA)
 PATCH = 16  # pixels on a side
 
 
@@ -86,12 +89,7 @@ class Setting:
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
         """Returns the model with random weights, on the default device, in training mode."""
-        families = {
-            ROBERTA: self.roberta,
-            OPT: self.opt,
-            LLAMA: self.llama,
-            VIT: self.vit,
-        }
+        families = {ROBERTA: self.roberta, OPT: self.opt, LLAMA: self.llama, VIT: self.vit}
         cls, config = families[self.model]()
         return cls._from_config(config, dtype=dtype or self.torch_dtype).train()
 
@@ -105,6 +103,20 @@ class Setting:
                 warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
                 model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
+
+    def of_step(self, **options: Any) -> memory.Setting:
+        """Returns what a simulated step of this model is run with.
+
+        Args:
+            **options: of the step, ``method`` among them.
+        """
+        return memory.Setting(
+            **options,
+            batch_size=self.batch_size,
+            dtype=self.torch_dtype,
+            gradient_checkpointing=self.gradient_checkpointing,
+            rank=self.rank,
+        )
 
     def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
         """Returns a random batch on the default device, labels included.
@@ -123,7 +135,7 @@ class Setting:
         mask = torch.ones_like(ids)
         if padded:
             ids[:, -1], mask[:, -1] = 1, 0
-        if self.model in (OPT, LLAMA):
+        if self.model in DECODERS:
             labels = ids.masked_fill(mask == 0, -100)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 

@@ -61,7 +61,7 @@ from recipes.benchmark.models import VIT, Batch, Setting
 from recipes.common.provenance import git_commit
 from recipes.gpu_report.checks import checks
 from recipes.gpu_report.models import SHAPES, TINY, Shape
-from recipes.gpu_report.quick import quick, set_precision
+from recipes.gpu_report.quick import GAUSSIAN, quick, set_precision
 from recipes.gpu_report.table import render
 
 PARTS = ("quick", "checks", "cells", "simulations", "table")
@@ -74,7 +74,7 @@ WARMUP, STEPS = 2, 8
 WAYS: dict[str, dict[str, Any]] = {
     memory.ADAMW: {},
     COMPILED: {"torch_compile": True},
-    "dp_grape": {"method": "dp_grape", "projection": "gaussian"},
+    "dp_grape": GAUSSIAN,
     PRINCIPAL: MEASURED,
     CORRELATED: MEASURED | {"noise": "banded"},
     "dp_adam": {"method": "dp_adam"},
@@ -216,13 +216,7 @@ def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
     peak = memory.simulate(
         setting.build,
         lambda size: setting.inputs(size, padded=True),
-        memory.Setting(
-            **{"method": memory.ADAMW, **WAYS[cell.way]},
-            batch_size=setting.batch_size,
-            dtype=setting.torch_dtype,
-            gradient_checkpointing=setting.gradient_checkpointing,
-            rank=setting.rank,
-        ),
+        setting.of_step(**{"method": memory.ADAMW, **WAYS[cell.way]}),
         gpu=gpu,
     )
     found = {"allocated": peak.total, "kinds": dict(peak.kinds), "phase": peak.phase}

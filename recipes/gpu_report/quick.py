@@ -1,7 +1,7 @@
 """The first part of the report, which fits ten minutes: where a step's time goes, in 16 bits first.
 
-Private steps stand beside AdamW's with the same batch, through the Trainer. A row has the time of a
-step, the time until the processor has launched it, the time that kernels ran, their number, how
+Private steps stand next to AdamW's, with the same batch, through the Trainer. A row has the time of
+a step, the time until the processor has launched it, the time that kernels ran, their number, how
 often the processor waited for the GPU, and the peak of memory. Rows are in the order of their
 worth.
 
@@ -15,7 +15,6 @@ import gc
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,14 +26,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import set_seed
 
-from recipes.benchmark.methods import MEASURED, PlainTraining, PrivateTraining, quiet
+from recipes.benchmark.methods import MEASURED, RANDOM, PlainTraining, PrivateTraining, quiet
 from recipes.benchmark.models import LLAMA, Setting
 from recipes.common.provenance import with_adapter
 from recipes.gpu_report.models import SHAPES
 
 WARMUP = 3
 
-GAUSSIAN = {"method": "dp_grape", "projection": "gaussian"}
+GAUSSIAN = {"method": "dp_grape", **RANDOM}
 AMP, COMPILE = {"bf16": True}, {"torch_compile": True}
 
 
@@ -149,9 +148,7 @@ def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
     set_seed(0)
     model = setting.build_on(device)
     if row.adapter:
-        with warnings.catch_warnings():  # peft reads a name that transformers has renamed
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-            model = with_adapter(model, "dp_lora", setting.rank)
+        model = with_adapter(model, "dp_lora", setting.rank)
     with device:
         batch = setting.inputs(padded=True)
     kind = PrivateTraining if "method" in row.options else PlainTraining

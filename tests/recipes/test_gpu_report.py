@@ -397,6 +397,7 @@ def test_a_step_on_an_absent_device_is_on_no_other_and_a_mixture_is_found() -> N
 # ---- Steps ----
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_steps_of_each_kind_stand_beside_those_of_adamw(tmp_path: Path) -> None:
     kinds = "^(RoBERTa-large, bf16|RoBERTa-large, TF32|OPT-6.7B, bfloat16 weights|Llama.*): "
     before = torch.backends.fp32_precision

@@ -67,14 +67,10 @@ class _Layer:
         assert self.plan is not None
         return self.plan.run(x)
 
-    def run_plain_table(self, indices: Tensor) -> Tensor:
-        """Runs ``nn.Embedding``; nothing of it is patched, as that is not always seen."""
-        return self.add(indices, self.original(indices))
-
     def run_table(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a subclass of it, which looks rows up by the forward of ``nn.Embedding``."""
-        _looking_up.layer = self
-        output = self.original(*args, **kwargs)
+        """Runs a table, which looks rows up by the forward of ``nn.Embedding``, its own or not."""
+        _looking_up.layer, table = self, self.site.module
+        output = type(table).forward(table, *args, **kwargs)
         _looking_up.layer = None
         return output
 
@@ -106,7 +102,7 @@ _forward = nn.Embedding.forward
 
 
 def _look_up(module: nn.Embedding, indices: Tensor) -> Tensor:
-    """Takes the place of ``nn.Embedding.forward``, which subclasses call, while a model is traced.
+    """Takes the place of ``nn.Embedding.forward`` while a model is traced.
 
     The tracer does not always see what takes the place of ``functional.embedding``.
     """
@@ -163,7 +159,7 @@ class CompiledModel:
         shapes: Shapes,
         run: Pass,
         plans: Plans,
-        losses_of: Callable[[Callable[..., Any], Mapping[str, Any]], Tensor],
+        losses_of: Callable[[Mapping[str, Any], Callable[..., Any]], Tensor],
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Returns losses (B,), gradients (B, D), and those that are not in the layout.
 
@@ -172,13 +168,13 @@ class CompiledModel:
             shapes: of one of them.
             run: computes gradients by the rules of layers.
             plans: of ``run``.
-            losses_of: computes losses of inputs by a function that runs the model.
+            losses_of: computes losses of inputs with a function that runs the model.
 
         Raises:
             NotCompiledError: to be run without.
         """
         size, rows = run.batch_size, self.options.rows
-        if self.refused or size > rows or shapes not in self._outputs:
+        if size > rows or shapes not in self._outputs:
             raise NotCompiledError
         if torch._C._len_torch_dispatch_stack() > 0:  # somebody looks on
             raise NotCompiledError
@@ -186,7 +182,7 @@ class CompiledModel:
         padded = rows_of(inputs, [*range(size), *[0] * (rows - size)])
         plans.ready(run.anchor.device, rows)
         with self._traceable():
-            losses = losses_of(self._compile(shapes), padded)[:size]
+            losses = losses_of(padded, self._compile(shapes))[:size]
         added = [layer for layer in self._layers if layer.zeros is not None]
         pieces = plans.taps
         zeros = [layer.zeros for layer in added if layer.zeros is not None]
@@ -243,8 +239,6 @@ class CompiledModel:
         forwards = [
             layer.run_planned
             if layer.plan is not None
-            else layer.run_plain_table
-            if type(layer.site.module).forward is nn.Embedding.forward
             else layer.run_table
             if layer.site.is_table
             else layer.run_with_zeros

@@ -120,10 +120,10 @@ class LayerwiseEngine(PerSampleEngine):
         self, compiled: CompiledModel, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         plans = self._plans_for(projectors)
-        if plans is None or self.in_step:
+        if plans is None or self.in_step or compiled.refused:
             raise NotCompiledError
         run, shapes = self._make_pass(inputs, projectors, plans), shapes_of(inputs)
-        losses, matrix, others = compiled.differentiate(inputs, shapes, run, plans, self.losses_by)
+        losses, matrix, others = compiled.differentiate(inputs, shapes, run, plans, self.losses)
         return self._filled(losses, matrix, others, projectors, plans)
 
     def stream(

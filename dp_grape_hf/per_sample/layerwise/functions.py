@@ -59,9 +59,7 @@ class Linear(torch.autograd.Function):
         argument: Tensor | None,
     ) -> Tensor:
         output = functional.linear(x, weight, bias)
-        if (
-            not torch.compiler.is_compiling() and output._is_view()
-        ):  # which none may change in place
+        if not torch.compiler.is_compiling() and output._is_view():  # which none may change
             output = torch.ops.aten._unsafe_view(output, output.shape)
         saved = None
         if z is not None:

@@ -75,7 +75,7 @@ def test_compiled_gradients_equal_those_of_single_samples(
 
 @pytest.mark.parametrize("name", ["roberta-classifier", pytest.param("opt", marks=SLOW)])
 def test_a_process_group_that_was_there_does_not_make_gradients_zero(name: str) -> None:
-    """The tracer then looks up rows by a function of its own, which no patch reaches."""
+    """The tracer then does not see what takes the place of ``functional.embedding``."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     dist.destroy_process_group()
     case = only(name)
