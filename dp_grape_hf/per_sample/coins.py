@@ -58,8 +58,11 @@ _EACH = {
 """What draws each number, or row, whatever the others are; ``randperm`` does not."""
 
 _UNIFORM = {"rand", "rand_like", "uniform", "bernoulli"}
+"""What has bounds. All that it can decide shows there."""
+
+_SHARED = _UNIFORM
 """What may be drawn once for a batch, if it changes nothing: a coin that decides whether a layer is
-dropped, at a rate of zero. All that it can decide shows at the bounds of its values."""
+dropped, at a rate of zero."""
 
 _ROWS = 3  # copies in the passes that are compared
 _FIRST, _SECOND, _LEAST, _MOST = range(4)
@@ -631,7 +634,7 @@ def examine_coins(run: Run, model: nn.Module) -> bool | None:
             key = passes.culprit(owners, fault)
             raise PrivacyError(_shared(passes.drawn[key], owners.get(key, key.sample)))
         for key, owner in owners.items():  # which may decide something, and hardly ever does
-            if owner is None and key.place.operation not in _UNIFORM:
+            if owner is None and key.place.operation not in _SHARED:
                 raise PrivacyError(_shared(three[key], None))
         if passes.silent:
             return None

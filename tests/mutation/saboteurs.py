@@ -989,7 +989,7 @@ SABOTEURS = (
     ),
     Saboteur(
         "what a batch shares may decide something rarely",
-        lambda patch: patch.setattr(coins, "_UNIFORM", coins._EACH | {"randperm"}),
+        lambda patch: patch.setattr(coins, "_SHARED", coins._EACH | {"randperm"}),
         tuple(
             f"test_coins.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
             for name in ("a number", "a size", "an order")
