@@ -58,6 +58,8 @@ from dp_grape_hf.per_sample.layerwise.layers import (
     UnknownTensorError,
     detached,
     first_tensor,
+    holding,
+    row_each,
 )
 from dp_grape_hf.per_sample.layerwise.plans import NormPlan, Plan, Plans
 from dp_grape_hf.phases import GRADIENTS, PROJECT, Observer
@@ -128,6 +130,8 @@ class Pass:
         if plans is not None:
             plans.ready(device, batch_size)
         self._taps: dict[str, Tensor] = {}  # of what has no plan: name -> (B, *coordinates), zeros
+        self.rows: dict[str, Tensor] = {}
+        """Of parameters that have a row for each sample while a module runs."""
         self._captured: dict[str, list[Single]] = defaultdict(list)
         self.outputs: dict[Site, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
         """The shapes and types of the outputs of layers that have a rule and no plan."""
@@ -169,14 +173,17 @@ class Pass:
         """Runs the backward pass; returns the gradients of the coordinates in the layout."""
         self._stream = stream
         pieces = {} if self._plans is None else self._plans.taps
-        leaves = [self.anchor, *pieces.values(), *self._taps.values()]
+        leaves = [self.anchor, *pieces.values(), *self._taps.values(), *self.rows.values()]
         _, *gradients = torch.autograd.grad(
             loss + self.anchor, leaves, retain_graph=again, allow_unused=True
         )
-        others = gradients[len(pieces) :]
-        for name, gradient in zip(self._taps, others, strict=True):
+        others, of_rows = gradients[len(pieces) :], gradients[len(pieces) + len(self._taps) :]
+        for name, gradient in zip(self._taps, others, strict=False):
             if gradient is not None:
                 self._captured[name].append(Dense(gradient))
+        for name, gradient in zip(self.rows, of_rows, strict=True):
+            if gradient is not None:
+                self.take_rows(name, gradient)
         found = zip(pieces, gradients, strict=False)
         return {piece: gradient for piece, gradient in found if gradient is not None}
 
@@ -192,6 +199,8 @@ class Pass:
 
     def run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
         """Runs a site in place of its own forward."""
+        if site.by_rows:
+            return self._run_by_rows(site, original, args, kwargs)
         if site.rule is None:
             return self._run_generic(site, original, args, kwargs)
         if site.is_table:
@@ -318,6 +327,30 @@ class Pass:
                 self._captured[name].append(gradient)
         return found
 
+    def _run_by_rows(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
+        """Runs a module with a row of its parameters for each sample."""
+        leaves, spec = tree_flatten((args, kwargs))
+        site.carrying(leaves, repr(spec), self.batch_size, self._shapes)
+        with holding(site.module, self.rows_of(site, self.batch_size)):
+            output = original(*args, **kwargs)
+        leaves, spec = tree_flatten(output)
+        site.carrying(leaves, repr(spec), self.batch_size, self._shapes)
+        return output
+
+    def rows_of(self, site: Site, batch_size: int) -> dict[str, Tensor]:
+        """Returns a row of each parameter for each sample, which take no memory."""
+        found = {}
+        for local, name in site.parameters.items():
+            if name not in self.rows:
+                self.rows[name] = row_each(site.module, local, batch_size)
+            found[local] = self.rows[name]
+        return found
+
+    def take_rows(self, name: str, gradient: Tensor) -> None:
+        """Takes the gradient of the rows that a parameter has for each sample."""
+        found = Dense(gradient[:, None].float())
+        self._captured[name].append(_project(found, self._projectors.get(name), False, _as_it_is))
+
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
         leaves, spec = tree_flatten((args, kwargs))
@@ -418,6 +451,10 @@ class Pass:
         group = stream.group_of[name]
         if all(stream.awaited[other] == 0 for other in group):
             stream.consume({other: add(self._captured.pop(other)) for other in group})
+
+
+def _as_it_is(gradient: Single) -> Single:
+    return gradient
 
 
 def _project(

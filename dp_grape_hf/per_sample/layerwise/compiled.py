@@ -8,7 +8,8 @@ compiled.
 
 The model is compiled as one graph (``fullgraph``) for each shape of a batch. So the model's code
 cannot depend on values of the data. The shapes inside of the model are therefore the same for all
-batches of one shape, and one pass without compilation shows them.
+batches of one shape, and one pass without compilation shows them. A module whose parameters have a
+row for each sample runs as it is.
 
 Shapes: B samples, of R >= B rows that the model is compiled for.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.per_sample.layerwise.capture import Pass
-from dp_grape_hf.per_sample.layerwise.layers import Forward, Shapes, Site, Sites, replaced_forwards
+from dp_grape_hf.per_sample.layerwise.layers import (
+    Forward,
+    Shapes,
+    Site,
+    Sites,
+    holding,
+    replaced_forwards,
+)
 from dp_grape_hf.per_sample.layerwise.plans import Plan, Plans
 from dp_grape_hf.per_sample.probing import rows_of
 
@@ -181,17 +189,22 @@ class CompiledModel:
         self._connect(plans, run, shapes)
         padded = rows_of(inputs, [*range(size), *[0] * (rows - size)])
         plans.ready(run.anchor.device, rows)
-        with self._traceable():
+        with self._traceable(run):
             losses = losses_of(padded, self._compile(shapes))[:size]
         added = [layer for layer in self._layers if layer.zeros is not None]
-        pieces = plans.taps
+        planned = [layer.plan for layer in self._layers if layer.plan is not None]
+        used = {piece for plan in planned for piece in (plan.piece, plan.bias)}
+        pieces = {piece: tap for piece, tap in plans.taps.items() if piece in used}
         zeros = [layer.zeros for layer in added if layer.zeros is not None]
-        gradients = torch.autograd.grad(losses.sum(), [*pieces.values(), *zeros], allow_unused=True)
+        leaves = [*pieces.values(), *zeros, *run.rows.values()]
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         if any(gradient is None for gradient in gradients):  # zero would be a wrong gradient
             self._refuse("the gradient of a layer was not traced")
             raise NotCompiledError
         parts = {p: gradient[:size] for p, gradient in zip(pieces, gradients, strict=False)}
-        for layer, gradient in zip(added, gradients[len(pieces) :], strict=True):
+        for name, gradient in zip(run.rows, gradients[len(pieces) + len(zeros) :], strict=True):
+            run.take_rows(name, gradient[:size])
+        for layer, gradient in zip(added, gradients[len(pieces) :], strict=False):
             saved, layer.saved = layer.saved, None
             if saved is None:
                 self._refuse(f"the input of {layer.site.label} was not traced")
@@ -225,7 +238,7 @@ class CompiledModel:
                 layer.zeros = zero.expand(shape).requires_grad_()
 
     def _layer(self, site: Site) -> _Layer:
-        if site.rule is None:
+        if site.rule is None and not site.by_rows:
             self._refuse(f"{site.label} has no rule and runs under vmap")
             raise NotCompiledError
         if "forward" in vars(site.module):
@@ -234,13 +247,16 @@ class CompiledModel:
         return _Layer(site, site.module.forward)
 
     @contextmanager
-    def _traceable(self) -> Iterator[None]:
+    def _traceable(self, run: Pass) -> Iterator[None]:
         """Puts forwards that can be traced in the place of the layers'."""
+        by_rows = [layer.site for layer in self._layers if layer.site.by_rows]
         forwards = [
             layer.run_planned
             if layer.plan is not None
             else layer.run_table
             if layer.site.is_table
+            else layer.original
+            if layer.site.by_rows
             else layer.run_with_zeros
             for layer in self._layers
         ]
@@ -250,7 +266,10 @@ class CompiledModel:
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
-            with replaced_forwards(modules, lambda i, _: forwards[i]):
+            with ExitStack() as stack:
+                for site in by_rows:
+                    stack.enter_context(holding(site.module, run.rows_of(site, self.options.rows)))
+                stack.enter_context(replaced_forwards(modules, lambda i, _: forwards[i]))
                 yield
         finally:
             nn.Embedding.forward, _looking_up.layer = _forward, None  # type: ignore[method-assign]

@@ -1,11 +1,13 @@
 """Which modules the layerwise engine runs itself, and what it learns about them by running them.
 
 A *site* is a module whose parameters' gradients the engine computes, by the closed-form rule of its
-type or by the generic functorch rule. Which of a site's tensors carry the batch cannot be read off
-shapes, so the model is run with two batch sizes. A site whose calls do not tell the samples apart
-(a table of relative positions, which is looked up once for all samples) gives way to the module
-around it, which runs under the generic rule. How many rows a tensor has for each sample is learnt
-as well: what is seen once must be so again.
+type or by the generic functorch rule. A module whose own parameters have one row for all samples
+(the class token and the positions of a vision transformer) is run with a row for each sample, if
+its code lets it; the layers inside are sites by themselves. Which of a site's tensors carry the
+batch cannot be read off shapes, so the model is run with two batch sizes. A site whose calls do not
+tell the samples apart (a table of relative positions, which is looked up once for all samples)
+gives way to the module around it, which runs under the generic rule. How many rows a tensor has for
+each sample is learnt as well: what is seen once must be so again.
 """
 
 from __future__ import annotations
@@ -195,6 +197,7 @@ class Site:
     tensors: dict[Key, Rows] = field(default_factory=dict)  # without rule: of all of them
     calls: int = 0  # in one pass
     loops: str = ""  # without rule: why it runs for one sample after another, and not under vmap
+    by_rows: bool = False  # without rule: whether its parameters get a row for each sample
     broadcast: bool = False  # whether it computes something once for all samples
 
     @property
@@ -299,6 +302,7 @@ class Sites:
         self._model = model
         self._names = names
         self.all: list[Site] = []
+        self._mixing: set[Site] = set()  # which did not run with a row for each sample
         self._find("", model, set())
 
     def __iter__(self) -> Iterator[Site]:
@@ -316,6 +320,8 @@ class Sites:
         """
         while True:
             losses, plain = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
+            if self._cover_mixing():
+                continue
             calls = plain
             drafts = {site: replace(site, rows=Rows(), tensors={}) for site in self.all}
             misfits = self._used_elsewhere(losses[0]) + _misfits(drafts, calls, shapes)
@@ -361,10 +367,11 @@ class Sites:
         seen.add(module)
         if own := self._own(module, recurse=False) | self._own_of_containers(module):
             rule = rule_for(module)
-            if rule is None:  # the generic rule covers the children
+            by_rows = rule is None and _has_one_row_each(module, own)
+            if rule is None and not by_rows:  # the generic rule covers the children
                 self.all.append(Site(path, module, None, self._own(module, recurse=True)))
                 return
-            self.all.append(Site(path, module, rule, own))
+            self.all.append(Site(path, module, rule, own, by_rows=by_rows))
         for name, child in module.named_children():
             self._find(f"{path}.{name}" if path else name, child, seen)
 
@@ -404,13 +411,24 @@ class Sites:
                 f"{reason} No module around it tells the samples apart either. Freeze what it "
                 'trains with requires_grad_(False), or use engine="functorch".'
             )
-        parent = path.rpartition(".")[0]
-        around = self._model.get_submodule(parent)
+        self._cover(path.rpartition(".")[0], reason)
+
+    def _cover(self, path: str, reason: str) -> None:
+        """Puts a module under the generic rule, in the place of all sites inside."""
+        around = self._model.get_submodule(path)
         covered = set(around.modules())
         first = next(i for i, site in enumerate(self.all) if site.module in covered)
         self.all = [site for site in self.all if site.module not in covered]
         parameters = self._own(around, recurse=True)
-        self.all.insert(first, Site(parent, around, None, parameters, reason))
+        self.all.insert(first, Site(path, around, None, parameters, reason))
+
+    def _cover_mixing(self) -> bool:
+        """Puts modules under the generic rule that do not run with a row for each sample."""
+        mixing = [site for site in self.all if site in self._mixing]
+        for site in mixing:
+            self._cover(site.path, site.reason)
+        self._mixing.clear()
+        return bool(mixing)
 
     def _used_elsewhere(self, losses: Tensor) -> list[_Misfit]:
         """Returns the sites whose parameters are used outside the forward of their module."""
@@ -479,9 +497,14 @@ class Sites:
 
             if site.has_several_tensors(args, kwargs):  # its rule is about one
                 site.rule = None
-            if site.rule is None:
+            output = None
+            if site.by_rows and site not in self._mixing:
+                output = _with_own_rows(site, original, args, kwargs, size)
+                if output is None:
+                    self._mixing.add(site)
+            if output is None and site.rule is None:
                 output = _with_fresh_weights(site, original, args, kwargs)
-            else:
+            elif site.rule is not None:
                 seen = LookUps(site.module.weight, look_up) if site.is_table else None
                 with detached(site.module), seen or nullcontext():
                     output = original(*args, **kwargs)
@@ -584,6 +607,60 @@ def _with_fresh_weights(site: Site, forward: Forward, args: Any, kwargs: Any) ->
     own = [weights[local] for local in site.parameters]
     fresh = {id(weight): weight.detach().requires_grad_() for weight in own}
     return call_with(site.module, forward, fresh, args, kwargs)
+
+
+def _has_one_row_each(module: nn.Module, own: Mapping[str, str]) -> bool:
+    """Returns whether all of a module's own parameters are of the shape (1, ..., features)."""
+    parameters = [module._parameters.get(local) for local in own]
+    return all(p is not None and p.dim() > 2 and len(p) == 1 for p in parameters)
+
+
+@contextlib.contextmanager
+def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Lets a module's code see other tensors for some of its own parameters."""
+    try:
+        vars(module).update(tensors)
+        yield
+    finally:
+        for name in tensors:
+            vars(module).pop(name, None)
+
+
+def row_each(module: nn.Module, local: str, size: int) -> Tensor:
+    """Returns a parameter of one row with a row for each sample, which take no memory."""
+    weight = module._parameters[local]
+    assert weight is not None
+    return weight.detach().expand(size, *weight.shape[1:]).requires_grad_()
+
+
+def _with_own_rows(site: Site, forward: Forward, args: Any, kwargs: Any, size: int) -> Any | None:
+    """Runs a module with a row of its parameters for each sample.
+
+    Returns:
+        Its output; None if its code fails with these, or if what it computes for a sample depends
+        on the rows of others.
+    """
+    rows = {local: row_each(site.module, local, size) for local in site.parameters}
+    try:
+        with holding(site.module, rows):
+            output = forward(*args, **kwargs)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            continue
+        if not leaf.dim() or len(leaf) % size:
+            return None
+        for sample, part in enumerate(leaf.chunk(size)):
+            direction = torch.arange(part.numel(), device=part.device).cos().view_as(part)
+            found = torch.autograd.grad(
+                *(part, list(rows.values()), direction.to(part.dtype)),
+                retain_graph=True,
+                allow_unused=True,
+            )
+            if any(g is not None and g.count_nonzero() > g[sample].count_nonzero() for g in found):
+                return None
+    return output
 
 
 def _differentiable(output: Any) -> list[int]:
