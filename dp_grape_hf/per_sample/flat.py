@@ -57,9 +57,8 @@ class Place(NamedTuple):
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns this parameter's part of (..., D), as a view in the shape of its coordinates."""
-        part = flat[..., self.start : self.stop].unflatten(-1, self.stored or (1,))
-        if not self.stored:
-            return part[..., 0]
+        size = prod(self.stored)
+        part = flat.narrow(-1, self.start, size).view((*flat.shape[:-1], *self.stored))
         return part.mT if self.transposed else part
 
 

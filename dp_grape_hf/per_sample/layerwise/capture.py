@@ -197,8 +197,14 @@ class Pass:
         self._activation = _Activation(function, argument, output, output._version)
         return output
 
-    def run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Runs a site in place of its own forward."""
+    def forward_of(self, site: Site, original: Forward) -> Forward:
+        """Returns what runs a site in place of its own forward."""
+        plan = None if self._plans is None else self._plans.of(site, original)
+        if plan is None:
+            return partial(self._run, site, original)
+        return partial(self._run_planned, plan, site)
+
+    def _run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
         if site.by_rows:
             return self._run_by_rows(site, original, args, kwargs)
         if site.rule is None:
@@ -214,9 +220,6 @@ class Pass:
             raise UnknownTensorError(f"{site.label} was given a tensor that it was not seen with.")
         layer_input = first_tensor(args, kwargs)
         assert layer_input is not None
-        plan = None if self._plans is None else self._plans.of(site, original)
-        if plan is not None:
-            return self._run_planned(plan, site, layer_input)
         activation, self._activation = self._activation, None
         if activation and activation.gave(layer_input) and self.early(site) is None:
             saved, again = activation.argument.detach(), activation.function
@@ -227,8 +230,9 @@ class Pass:
             output = original(*args, **kwargs)
         return self._capture(site, saved, output, again)
 
-    def _run_planned(self, plan: Plan, site: Site, layer_input: Tensor) -> Tensor:
+    def _run_planned(self, plan: Plan, site: Site, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a layer by its autograd function."""
+        (layer_input,) = args or kwargs.values()
         activation, self._activation = self._activation, None
         site.check(layer_input.shape[0], self.batch_size, self._shapes)
         with self._observer.phase(PROJECT):

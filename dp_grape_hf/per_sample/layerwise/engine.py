@@ -223,7 +223,7 @@ class LayerwiseEngine(PerSampleEngine):
         plans = None if consumers else self._plans_for(projectors)
         run = self._make_pass(inputs, projectors, plans)
         with (
-            self._sites.installed(lambda site, forward: partial(run.run, site, forward)),
+            self._sites.installed(run.forward_of),
             replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
             self._with_branches(),
         ):

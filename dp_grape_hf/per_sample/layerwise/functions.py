@@ -23,6 +23,34 @@ _SHORT = (torch.bfloat16, torch.float16)
 _HAS_OUT_DTYPE = "out_dtype" in (torch.bmm.__doc__ or "")  # torch 2.8 and later
 
 
+class Projected(torch.autograd.Function):
+    """``y = x W^T + b + (x P) Z_i`` at Z_i = 0: the usual case of ``Linear``, with less to do.
+
+    Args of ``apply``: the first of ``Linear``, none of which is None but for the bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Tensor,
+        constant: Tensor | None,
+        z: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, functional.linear(x, before, constant))
+        ctx.batch_size = z.shape[0]
+        return functional.linear(x, weight, bias).detach()  # no view, which none may change
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, projected = ctx.saved_tensors
+        of_input = grad @ weight if ctx.needs_input_grad[0] else None
+        rows, columns = (_by_sample(x, ctx.batch_size) for x in (grad, projected))
+        return of_input, None, None, None, None, product(columns, rows)
+
+
 class Linear(torch.autograd.Function):
     """``y = x W^T + b + (x P) (Z + Z_i)``, or ``+ x (Z + Z_i)^T P^T``, at Z_i = 0.
 
@@ -33,10 +61,10 @@ class Linear(torch.autograd.Function):
         before: what the input is multiplied by to meet Z, (k, n): P^T, with a row of zeros if the
             bias is the last row of Z; None if Z meets the input itself.
         constant: (k,), which is added to that: zeros, and 1 for the bias.
-        after: P, (m, r), if it is on the side of the output.
-        swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
         z: (B, k, m), (B, r, n) or (B, m, n), or None if the weight is not trained.
         z_bias: (B, m), or None.
+        after: P, (m, r), if it is on the side of the output.
+        swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
         shared: Z of all samples, (r, m) or (r, n), if the weight is ``W + lift(Z)``; or None.
         again: computes the input from ``argument``, which is kept in its place.
         argument: what the input was computed from.
@@ -50,17 +78,15 @@ class Linear(torch.autograd.Function):
         bias: Tensor | None,
         before: Tensor | None,
         constant: Tensor | None,
-        after: Tensor | None,
-        swapped: bool,
         z: Tensor | None,
         z_bias: Tensor | None,
+        after: Tensor | None,
+        swapped: bool,
         shared: Tensor | None,
         again: Recompute | None,
         argument: Tensor | None,
     ) -> Tensor:
-        output = functional.linear(x, weight, bias)
-        if not torch.compiler.is_compiling() and output._is_view():  # which none may change
-            output = torch.ops.aten._unsafe_view(output, output.shape)
+        output = functional.linear(x, weight, bias).detach()  # no view, which none may change
         saved = None
         if z is not None:
             saved = x if before is None else functional.linear(x, before, constant)
@@ -73,9 +99,11 @@ class Linear(torch.autograd.Function):
             saved = argument
         ctx.swapped, ctx.again = swapped, again
         ctx.trained = z is not None, z_bias is not None
-        ctx.batch_size = len(z) if z is not None else len(z_bias)  # type: ignore[arg-type]
-        kept = weight, shared, before
-        ctx.save_for_backward(saved, after, *(kept if ctx.needs_input_grad[0] else [None] * 3))
+        ctx.batch_size = _batch_size(z, z_bias)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(saved, after, weight, shared, before)
+        else:
+            ctx.save_for_backward(saved, after, None, None, None)
         return output
 
     @staticmethod
@@ -89,20 +117,22 @@ class Linear(torch.autograd.Function):
                 of_input = _add_product(of_input, projected, shared)
             else:
                 of_input = _add_product(of_input, grad @ shared.mT, before[: len(shared)])
-        rows = grad.reshape(ctx.batch_size, -1, grad.shape[-1])  # (B, T, m)
+        rows = _by_sample(grad, ctx.batch_size)  # (B, T, m)
         of_z = of_bias = None
         if ctx.trained[0]:
             columns = saved if ctx.again is None else ctx.again(saved)
-            columns = columns.reshape(ctx.batch_size, -1, columns.shape[-1]).to(rows.dtype)
+            columns = _by_sample(columns, ctx.batch_size)
+            if columns.dtype is not rows.dtype:
+                columns = columns.to(rows.dtype)
             if projected is not None:
-                of_z = product(projected.reshape(*rows.shape[:2], -1), columns)
+                of_z = product(_by_sample(projected, ctx.batch_size), columns)
             elif ctx.swapped:
                 of_z = product(rows, columns)
             else:
                 of_z = product(columns, rows)
         if ctx.trained[1]:
             of_bias = rows.sum(1, dtype=torch.float32)
-        return of_input, None, None, None, None, None, None, of_z, of_bias, None, None, None
+        return of_input, None, None, None, None, of_z, of_bias, None, None, None, None, None
 
 
 class LayerNorm(torch.autograd.Function):
@@ -129,12 +159,11 @@ class LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         output, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.trained, ctx.eps = (z is not None, z_bias is not None), eps
-        ctx.batch_size = len(z) if z is not None else len(z_bias)  # type: ignore[arg-type]
+        ctx.batch_size = _batch_size(z, z_bias)
         ctx.save_for_backward(x, mean, scale, weight, bias)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, weight, bias = ctx.saved_tensors
         of_input = of_z = of_bias = None
@@ -156,6 +185,19 @@ class LayerNorm(torch.autograd.Function):
         return of_input, None, None, None, of_z, of_bias
 
 
+def _batch_size(z: Tensor | None, z_bias: Tensor | None) -> int:
+    taps = z_bias if z is None else z
+    assert taps is not None
+    return taps.shape[0]
+
+
+def _by_sample(tensor: Tensor, batch_size: int) -> Tensor:
+    """Returns (B, T, last)."""
+    if tensor.dim() == 3 and tensor.shape[0] == batch_size:
+        return tensor
+    return tensor.reshape(batch_size, -1, tensor.shape[-1])
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Adds ``left @ right`` to a tensor that nothing else has; returns it."""
     rows = left.reshape(-1, left.shape[-1])
@@ -167,4 +209,5 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """Returns ``left_i^T right_i`` of each sample, (B, k, m), float32."""
     if left.is_cuda and left.dtype in _SHORT and _HAS_OUT_DTYPE:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
-    return torch.bmm(left.mT, right).float()
+    found = torch.bmm(left.mT, right)
+    return found if found.dtype is torch.float32 else found.float()

@@ -82,11 +82,12 @@ class LinearPlan:
         if self.branch is not None and self.projector is not None:
             shared = self.branch.take().to(x.dtype)
             shared = shared.mT if self.projector.side is Side.RIGHT else shared
-        return functions.Linear.apply(
-            *(x, weight.T if self.conv1d else weight, bias),
-            *(before, constant, after, self.projector is None and not self.conv1d),
-            *(self.tap, self.bias_tap, shared, again, argument),
-        )
+        usual = x, weight.T if self.conv1d else weight, bias, before, constant, self.tap
+        if before is not None and self.bias_tap is None and shared is None:
+            return functions.Projected.apply(*usual)
+        swapped = self.projector is None and not self.conv1d
+        rest = self.bias_tap, after, swapped, shared, again, argument
+        return functions.Linear.apply(*usual, *rest)
 
     @property
     def copies(self) -> list[Tensor]:
