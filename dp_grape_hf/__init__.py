@@ -2,7 +2,7 @@
 
 Read in this order: ``arguments`` says what is promised, ``trainer`` adapts the Hugging Face loop
 and has the order of a step, ``mechanism`` keeps the promise, ``ledger`` writes down that it was
-kept, ``publishing`` shows only what the ledger says. Below them, ``per_sample`` computes the
+kept, ``publishing`` shows only what the ledger says. Below them, ``gradients`` computes the
 gradients of each example, ``projections`` and ``optimizers`` work in coordinates, and
 ``accounting`` says what a release costs. ``memory``, ``auditing`` and ``cli`` look from outside.
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacySpent
     from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+    from dp_grape_hf.gradients import per_sample_gradients
     from dp_grape_hf.ledger import Ledger
     from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer
-    from dp_grape_hf.per_sample import per_sample_gradients
     from dp_grape_hf.publishing import Publisher
     from dp_grape_hf.trainer import (  # noqa: F401  (some need TRL)
         DPGrapeDPOConfig,
@@ -71,7 +71,7 @@ _ROOM_OF = {
     "ProjectedOptimizer": "optimizers",
     "Publisher": "publishing",
     "UnsupportedModelError": "errors",
-    "per_sample_gradients": "per_sample",
+    "per_sample_gradients": "gradients",
     "principal_adapter": "trainer",
 }
 

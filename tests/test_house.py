@@ -23,7 +23,7 @@ FLOORS = (
     ("distributed",),
     ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
-    ("ledger", "per_sample", "optimizers"),  # what is written down, differentiated, moved
+    ("ledger", "gradients", "optimizers"),  # what is written down, differentiated, moved
     ("choosing",),  # what a user need not say
     ("mechanism", "arguments", "publishing"),  # what is done, promised, shown
     ("trainer",),  # the Hugging Face loop
@@ -36,7 +36,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
     "torch": {*FLOOR_OF} - {"accounting", "errors", "phases", "tables"},
     "transformers": {
-        *("per_sample.layerwise.rules", "per_sample.functorch", "per_sample.selfcheck"),
+        *("gradients.rules", "gradients.definition", "gradients.checks.first_batch"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory"),
         "cli.suggest",
     },

@@ -26,9 +26,9 @@ from dp_grape_hf.arguments.refusals import (
 )
 from dp_grape_hf.choosing import rule_and_rank, schedule
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
 from dp_grape_hf.optimizers import UPDATE_RULES
-from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
 
 logger = logging.getLogger(__name__)

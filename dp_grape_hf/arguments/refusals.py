@@ -18,8 +18,8 @@ from transformers.training_args import OptimizerNames
 from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method, Projected
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
-from dp_grape_hf.per_sample import ENGINES, GradSampleMode
 from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD
 
 LEAST_PERTURBATION = 1e-4

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.distributed import from_first
+from dp_grape_hf.gradients import Dense, FlatGradients, Gradients, PerSampleGradient
 from dp_grape_hf.mechanism.streams import SecretGenerator, derived_generator
-from dp_grape_hf.per_sample import Dense, FlatGradients, Gradients, PerSampleGradient
 from dp_grape_hf.projections import first_matches
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
@@ -276,12 +276,31 @@ def add_clipped_sum_(
         add_weighted_sum_(total, gathered, factors[part])
 
 
+_KNOWN_AT_ONCE = {"cpu"}
+"""Devices that answer a question without waiting for what was launched before."""
+
+
 @dataclass(frozen=True)
 class Factors:
     """What the gradients of samples are multiplied by."""
 
-    values: Tensor  # of the samples that contribute
+    values: Tensor  # of the samples that contribute; of all samples if ``of_all``
     contributing: Tensor | None  # (B,), a mask; None if all samples contribute
+    of_all: bool = False  # then they are zero for those that do not contribute
+
+    def select(self, gradient: PerSampleGradient) -> tuple[PerSampleGradient, Tensor]:
+        """Returns gradients, and a factor for each; what does not contribute is not among them.
+
+        Dense ones may be set to zero instead, in place: 0 * NaN is NaN.
+        """
+        if self.contributing is None:
+            return gradient, self.values
+        if self.of_all and isinstance(gradient, Dense):
+            values = gradient.values
+            lost = ~self.contributing.view(-1, *[1] * (values.dim() - 1))
+            return Dense(values.masked_fill_(lost, 0)), self.values
+        values = self.values[self.contributing] if self.of_all else self.values
+        return gradient.select(self.contributing), values
 
 
 def bound_of_part(max_grad_norm: float, apart: str | None) -> float:
@@ -307,13 +326,16 @@ def factors_of_parts(
 def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
     """Returns what clips gradients of these norms (B,) to C; those that are not finite are out."""
     finite = norms.isfinite()
-    whole = bool(finite.all())
-    if not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
+    asks = norms.device.type in _KNOWN_AT_ONCE
+    whole = asks and bool(finite.all())
+    if asks and not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
         norms = norms[finite]
     if automatic:
         values = max_grad_norm / (norms + STABILITY)
     else:
         values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
+    if not asks:
+        return Factors(values.masked_fill(~finite, 0), finite, of_all=True)
     return Factors(values, None if whole else finite)
 
 
@@ -324,15 +346,12 @@ def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Fac
         if name not in total:
             shape, device = gradient.shape, factors.values.device
             total[name] = torch.zeros(shape, dtype=torch.float32, device=device)
-        part = _contributing(gradient, factors)
-        part.add_weighted_sum_(total[name], factors.values)
+        part, values = factors.select(gradient)
+        part.add_weighted_sum_(total[name], values)
     if gathered.small:
-        small = _contributing(gathered.small, factors).weighted_sum(factors.values)
+        part, values = factors.select(gathered.small)
+        small = part.weighted_sum(values)
         sizes = [shape.numel() for shape in gathered.shapes.values()]
         for (name, shape), own in zip(gathered.shapes.items(), small.split(sizes), strict=True):
             own = own.view(shape)
             total[name] = total[name].add_(own) if name in total else own
-
-
-def _contributing(gradient: PerSampleGradient, factors: Factors) -> PerSampleGradient:
-    return gradient if factors.contributing is None else gradient.select(factors.contributing)

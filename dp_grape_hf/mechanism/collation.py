@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import keeping_random_state
+from dp_grape_hf.gradients import keeping_random_state
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

@@ -29,6 +29,19 @@ from torch import Tensor
 
 from dp_grape_hf.distributed import give_up, hang_up, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import (
+    FlatGradients,
+    FlatTensors,
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    Layout,
+    PerSampleEngine,
+    Runs,
+    StateGuard,
+    exact_products,
+    guarding_streams,
+)
 from dp_grape_hf.ledger import BANDED, Clipping, Ledger
 from dp_grape_hf.mechanism.banded import BandedNoise, Turns
 from dp_grape_hf.mechanism.clipping import (
@@ -45,19 +58,6 @@ from dp_grape_hf.mechanism.clipping import (
     take,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
-from dp_grape_hf.per_sample import (
-    FlatGradients,
-    FlatTensors,
-    Gradients,
-    GradSampleMode,
-    Inputs,
-    Layout,
-    PerSampleEngine,
-    Runs,
-    StateGuard,
-    exact_products,
-    guarding_streams,
-)
 from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.gradients import StateGuard
 from dp_grape_hf.mechanism.banded import Groups, Turn, Turns
 from dp_grape_hf.mechanism.collation import (
     Grid,
@@ -29,7 +30,6 @@ from dp_grape_hf.mechanism.collation import (
     stacked,
     with_own_coins,
 )
-from dp_grape_hf.per_sample import StateGuard
 
 _COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
 Drawn = TypeVar("Drawn")

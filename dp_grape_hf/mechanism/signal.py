@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import noise_left
-from dp_grape_hf.per_sample import FlatTensors, Runs
+from dp_grape_hf.gradients import FlatTensors, Runs
 
 _SURE = 2.0  # standard deviations
 

@@ -11,7 +11,7 @@ sampling then draws units. With
     )
 
 a data loader yields one ``LogicalBatch`` per step, of whose physical batches each holds whole units
-and tells under ``UNIT_OF_ROW`` which rows belong together. ``per_sample.units`` sums their
+and tells under ``UNIT_OF_ROW`` which rows belong together. ``gradients.units`` sums their
 gradients.
 """
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.gradients import UNIT_OF_ROW
 from dp_grape_hf.mechanism.collation import Seeds, secret_seeds, stacked
 from dp_grape_hf.mechanism.sampling import (
     Each,
@@ -38,7 +39,6 @@ from dp_grape_hf.mechanism.sampling import (
     PoissonBatchSampler,
     Share,
 )
-from dp_grape_hf.per_sample import UNIT_OF_ROW
 
 _KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
 _AT_ONCE = 2**14  # examples whose column is in memory while it is read

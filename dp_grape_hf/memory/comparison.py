@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from dp_grape_hf.arguments import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.from_config import ModelOfConfig
 from dp_grape_hf.memory.planning import TITLES, Report
 from dp_grape_hf.memory.step import ADAMW, Footprint, Setting, simulate
-from dp_grape_hf.per_sample import GradSampleMode
 from dp_grape_hf.projections import input_dimensions, placements, projection_targets
 from dp_grape_hf.tables import table
 

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import choice, classification, is_regression, loss_for
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.per_sample import choice, classification, is_regression, loss_for
 
 _CHOICES = 4  # options of a multiple-choice question
 

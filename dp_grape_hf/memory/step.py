@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.errors import require
+from dp_grape_hf.gradients import GradSampleMode, Inputs
 from dp_grape_hf.ledger import BANDED, Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch, PrivateMechanism
 from dp_grape_hf.memory.fakes import fake_tensors
@@ -43,7 +44,6 @@ from dp_grape_hf.memory.timeline import (
     Trace,
 )
 from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
-from dp_grape_hf.per_sample import GradSampleMode, Inputs
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.sharding import is_sharded, reshard, shard_

@@ -1,6 +1,6 @@
 """SGD along the random directions of a step, by the private number that each of them got.
 
-``per_sample.zeroth_order`` says what these numbers are. The directions come from
+``gradients.zeroth_order`` says what these numbers are. The directions come from
 ``projections.directions``, a block of rows at a time.
 
 Shapes: K directions.

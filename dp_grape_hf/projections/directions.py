@@ -2,7 +2,7 @@
 
 A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
 What fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch
-and once for the update. ``per_sample.zeroth_order`` says what is measured along them, and
+and once for the update. ``gradients.zeroth_order`` says what is measured along them, and
 ``optimizers.zeroth_order`` moves.
 
 Shapes: K directions, d trainable numbers.

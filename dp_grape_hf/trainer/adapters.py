@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dp_grape_hf.per_sample import evaluating, keep_laid_out_for_training
+from dp_grape_hf.gradients import evaluating, keep_laid_out_for_training
 from dp_grape_hf.projections import Batches, principal_directions, synthetic_batches
 
 

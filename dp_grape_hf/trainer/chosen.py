@@ -39,8 +39,8 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import evaluating
 from dp_grape_hf.mechanism import bound_of_part
-from dp_grape_hf.per_sample import evaluating
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer.run import Run, rule_settings
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import StateGuard, keeping_random_state, seed_all
 from dp_grape_hf.mechanism import LogicalBatchCollator, OwnRows
-from dp_grape_hf.per_sample import StateGuard, keeping_random_state, seed_all
 
 _TRIED = 16  # examples that the data collator is tried on
 _LOOKED_AT = 4  # examples, for each that a physical batch holds, of which one is put together

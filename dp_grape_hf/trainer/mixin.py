@@ -39,18 +39,7 @@ from dp_grape_hf.arguments import (
 from dp_grape_hf.choosing import objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
-from dp_grape_hf.mechanism import (
-    LogicalBatch,
-    PoissonBatchSampler,
-    Streams,
-    UnitBatchSampler,
-    Units,
-    forget_the_seed,
-    noise_generator,
-    shared_sampling_generator,
-)
-from dp_grape_hf.per_sample import (
+from dp_grape_hf.gradients import (
     LossFunction,
     ModelLoss,
     StateGuard,
@@ -68,6 +57,17 @@ from dp_grape_hf.per_sample import (
     require_each_once,
     warm_up,
     with_three_arguments,
+)
+from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
+from dp_grape_hf.mechanism import (
+    LogicalBatch,
+    PoissonBatchSampler,
+    Streams,
+    UnitBatchSampler,
+    Units,
+    forget_the_seed,
+    noise_generator,
+    shared_sampling_generator,
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Batches, synthetic_batches
@@ -143,8 +143,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         ``privacy_unit_column`` is given, with the numbers of ``privacy_spent()``. So are ledger,
         progress bar and logs; metrics in the logs are functions of the evaluation data, which
         epsilon does not cover. What an example contributes must be computed from its own data and
-        from coins that are its own or public (``coins``): model and collator are examined for that
-        before the first release. A run without noise claims nothing, and logs all.
+        from coins that are its own or public: model and collator are examined for that
+        (``gradients.checks.rng``) before the first release. A run without noise claims nothing, and logs all.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Subset
 from tqdm import tqdm
 
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.per_sample import keeping_random_state
+from dp_grape_hf.gradients import keeping_random_state
 from dp_grape_hf.trainer.arrow import UnknownStorageError, is_stored, stored_digests
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 

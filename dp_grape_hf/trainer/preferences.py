@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import (
+from dp_grape_hf.gradients import (
     PREFERENCES,
     REFERENCE,
     PairLoss,

@@ -21,6 +21,20 @@ from torch import Tensor, nn
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import (
+    Compilation,
+    FlatTensors,
+    GradSampleMode,
+    Inputs,
+    LossFunction,
+    PerSampleEngine,
+    UnitEngine,
+    WatchedEngine,
+    ZerothOrderEngine,
+    evaluating,
+    make_engine,
+    tolerance_for,
+)
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import (
     STABILITY,
@@ -38,20 +52,6 @@ from dp_grape_hf.optimizers import (
     LowRankUpdates,
     ProjectedOptimizer,
     ZerothOrderSGD,
-)
-from dp_grape_hf.per_sample import (
-    Compilation,
-    FlatTensors,
-    GradSampleMode,
-    Inputs,
-    LossFunction,
-    PerSampleEngine,
-    UnitEngine,
-    WatchedEngine,
-    ZerothOrderEngine,
-    evaluating,
-    make_engine,
-    tolerance_for,
 )
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (

@@ -45,8 +45,8 @@ from transformers import set_seed
 
 import dp_grape_hf
 from dp_grape_hf import memory
+from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
-from dp_grape_hf.per_sample import GradSampleMode
 from recipes.benchmark.methods import (
     COMPILED,
     CORRELATED,

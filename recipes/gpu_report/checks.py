@@ -23,9 +23,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients import PerSampleEngine, exact_products, make_engine
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.per_sample import PerSampleEngine, exact_products, make_engine
 from dp_grape_hf.projections import Projector
 from recipes.gpu_report.quick import set_precision
 from recipes.models.matrix import (

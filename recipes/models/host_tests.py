@@ -39,7 +39,7 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
     PrivacyError,
 )
-from dp_grape_hf.per_sample import loss_for
+from dp_grape_hf.gradients import loss_for
 from recipes.common.markdown import table
 from recipes.common.provenance import origin, write
 

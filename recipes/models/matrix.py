@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample import ENGINES, Gradients
+from dp_grape_hf.gradients import ENGINES, Gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.common.markdown import table
 from recipes.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows

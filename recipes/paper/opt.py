@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from dp_grape_hf.per_sample import IGNORE_INDEX, cross_entropy
+from dp_grape_hf.gradients import IGNORE_INDEX, cross_entropy
 from recipes.paper.experiment import (
     Experiment,
     ExperimentArguments,

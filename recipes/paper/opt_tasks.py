@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_grape_hf.per_sample import IGNORE_INDEX
+from dp_grape_hf.gradients import IGNORE_INDEX
 from recipes.paper.data import load_split
 
 Row = Mapping[str, Any]

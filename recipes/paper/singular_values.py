@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from transformers import set_seed
 
 from dp_grape_hf import DPGrapeTrainingArguments, per_sample_gradients
+from dp_grape_hf.gradients import LossFunction
 from dp_grape_hf.mechanism import add_clipped_sum_
-from dp_grape_hf.per_sample import LossFunction
 from dp_grape_hf.projections import projection_targets
 from recipes.common.provenance import origin, recorded, write
 from recipes.paper import opt, vit

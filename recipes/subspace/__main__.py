@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dp_grape_hf.per_sample import IGNORE_INDEX, Inputs
+from dp_grape_hf.gradients import IGNORE_INDEX, Inputs
 from dp_grape_hf.projections import Batches, synthetic_batches
 from recipes.common.provenance import origin, write
 from recipes.paper.data import load_split

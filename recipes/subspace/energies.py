@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.per_sample import (
+from dp_grape_hf.gradients import (
     Dense,
     GradSampleMode,
     Inputs,

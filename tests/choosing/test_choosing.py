@@ -43,8 +43,8 @@ from dp_grape_hf.choosing import (
     walk_of_noise,
 )
 from dp_grape_hf.cli.main import main
+from dp_grape_hf.gradients import RewardLoss, loss_for
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.per_sample import RewardLoss, loss_for
 from dp_grape_hf.projections import on_inputs
 from tests.support.trainers import Examples
 

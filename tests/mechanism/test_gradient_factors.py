@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import Dense, GradSampleMode, PerSampleEngine, make_engine
+from dp_grape_hf.gradients.forms import Factored, SparseRows
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
 from dp_grape_hf.mechanism.noise import grid_of
-from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
-from dp_grape_hf.per_sample.gradients import Factored, SparseRows
 from recipes.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,

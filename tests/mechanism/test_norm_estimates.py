@@ -14,13 +14,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from dp_grape_hf.gradients import Dense, GradSampleMode, PerSampleEngine, forms, make_engine
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.mechanism import PrivateMechanism, secret_generator
 from dp_grape_hf.mechanism import clipping as norms
 from dp_grape_hf.mechanism.clipping import EstimatedNorms, ExactNorms, NormDirections
 from dp_grape_hf.mechanism.streams import derived_generator
-from dp_grape_hf.per_sample import Dense, GradSampleMode, PerSampleEngine, make_engine
-from dp_grape_hf.per_sample import gradients as forms
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows, add
 from recipes.models.matrix import projectors_for
 from tests.support.gradients import COLS, FORMS, ROWS, B, materialised
 from tests.support.mechanism import Given, joint_norm, make_private, released, sample_norms, split

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_grape_hf.per_sample.gradients import Factored
+from dp_grape_hf.gradients.forms import Factored
 from tests.support.mechanism import Given, make_private
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import Dense, Gradients, PerSampleGradient, make_engine
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients.losses.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import add_clipped_sum_
-from dp_grape_hf.per_sample import Dense, Gradients, PerSampleGradient, make_engine
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
-from dp_grape_hf.per_sample.losses.heads import next_tokens, tokens
 from recipes.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,

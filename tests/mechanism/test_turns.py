@@ -12,9 +12,9 @@ from scipy.linalg import toeplitz
 
 from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import Dense
 from dp_grape_hf.mechanism import PoissonBatchSampler, Turns
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
-from dp_grape_hf.per_sample import Dense
 from tests.support.mechanism import Given, coins, make_private, released
 
 COEFFICIENTS = (0.8, 0.48, 0.36)

@@ -13,6 +13,16 @@ from torch import Tensor
 from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.gradients import (
+    UNIT_OF_ROW,
+    Dense,
+    UnitEngine,
+    ZerothOrderEngine,
+    flat,
+    make_engine,
+)
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients.units import UnitSum
 from dp_grape_hf.mechanism import (
     PoissonBatchSampler,
     UnitBatchSampler,
@@ -21,16 +31,6 @@ from dp_grape_hf.mechanism import (
     add_clipped_sum_,
     read_units,
 )
-from dp_grape_hf.per_sample import (
-    UNIT_OF_ROW,
-    Dense,
-    UnitEngine,
-    ZerothOrderEngine,
-    flat,
-    make_engine,
-)
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
-from dp_grape_hf.per_sample.units import UnitSum
 from dp_grape_hf.projections import DIRECTION
 from recipes.models.matrix import projectors_for
 from tests.support.mechanism import coins, make_private, released

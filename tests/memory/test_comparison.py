@@ -12,6 +12,7 @@ from transformers import RobertaConfig
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.cli import memory
 from dp_grape_hf.cli.main import main
+from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import (
     ADAMW,
     Comparison,
@@ -23,7 +24,6 @@ from dp_grape_hf.memory import (
     simulate,
 )
 from dp_grape_hf.memory.comparison import FORMULAS, Compared, Sizes, sizes_of
-from dp_grape_hf.per_sample import GradSampleMode
 from recipes.benchmark.memory import messages
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer

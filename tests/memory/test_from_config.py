@@ -7,8 +7,8 @@ import torch
 from transformers import GPT2Config, RobertaConfig, T5Config, ViTConfig, WhisperConfig
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import loss_for
 from dp_grape_hf.memory import ModelOfConfig
-from dp_grape_hf.per_sample import loss_for
 
 SIZES = {
     **{"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import OPTConfig, RobertaConfig, ViTConfig
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import GradSampleMode, flat
 from dp_grape_hf.memory import (
     ACTIVATIONS,
     ADAMW,
@@ -43,7 +44,6 @@ from dp_grape_hf.memory.timeline import (
     Trace,
     interpolated,
 )
-from dp_grape_hf.per_sample import GradSampleMode, flat
 from tests.support.trainers import TinyForSequenceClassification
 
 GIB = 2**30

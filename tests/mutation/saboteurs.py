@@ -17,6 +17,17 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import Releases, calibration
+from dp_grape_hf.gradients import Dense, Gradients, units
+from dp_grape_hf.gradients import forms as representations
+from dp_grape_hf.gradients.checks import (
+    first_batch,
+    rng,
+    sketches,
+    spot_checks,
+    state,
+    unused,
+)
+from dp_grape_hf.gradients.forms import Factored, GradientSum
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
@@ -33,19 +44,6 @@ from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.per_sample import (
-    Dense,
-    Gradients,
-    coins,
-    prints,
-    selfcheck,
-    state,
-    units,
-    unused,
-    watching,
-)
-from dp_grape_hf.per_sample import gradients as representations
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum
 from dp_grape_hf.publishing import file_checks
 from dp_grape_hf.publishing.model_files import Tree, is_weights
 from dp_grape_hf.trainer import collators, mixin, overlap
@@ -399,6 +397,15 @@ def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(clipping, "clip_factors", clip_factors)
 
 
+def _lost_rows_stay(patch: pytest.MonkeyPatch) -> None:
+    original = Factors.select
+
+    def select(self: Factors, gradient: Any) -> tuple[Any, Tensor]:
+        return (gradient, self.values) if self.of_all else original(self, gradient)
+
+    patch.setattr(Factors, "select", select)
+
+
 def _small_tensors_unmeasured(patch: pytest.MonkeyPatch) -> None:
     def squared_norm(self: Gathered, gradient_factors: Any) -> Tensor:
         large = [g.squared_norm().float() for g in self.large.values()]
@@ -539,12 +546,12 @@ def _never(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 
 def _two_rows_tried(patch: pytest.MonkeyPatch) -> None:
-    original = selfcheck.check_gradients
+    original = first_batch.check_gradients
 
     def check(engine: Any, inputs: Any, *rest: Any) -> None:
         with pytest.MonkeyPatch.context() as meanwhile:
-            meanwhile.setattr(selfcheck, "_of_other_lengths", lambda _, rows: rows)
-            original(engine, selfcheck.first_two(inputs), *rest)
+            meanwhile.setattr(first_batch, "_of_other_lengths", lambda _, rows: rows)
+            original(engine, first_batch.first_two(inputs), *rest)
 
     patch.setattr(mixin, "check_gradients", check)
 
@@ -555,26 +562,26 @@ def _one_order_tried(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lengths_of_the_data_tried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(selfcheck, "_of_other_lengths", lambda _, rows: rows)
+    patch.setattr(first_batch, "_of_other_lengths", lambda _, rows: rows)
 
 
 def _watched_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(watching.WatchedEngine, "_chosen", lambda *_: [])
+    patch.setattr(spot_checks.WatchedEngine, "_chosen", lambda *_: [])
 
 
 def _places_unwatched(patch: pytest.MonkeyPatch) -> None:
-    original = watching.WatchedEngine._chosen
+    original = spot_checks.WatchedEngine._chosen
 
     def chosen(self: Any, *batch: Any) -> Any:
         self._largest = 2**30
         return original(self, *batch)
 
-    patch.setattr(watching.WatchedEngine, "_chosen", chosen)
+    patch.setattr(spot_checks.WatchedEngine, "_chosen", chosen)
 
 
 def _signs_alone(patch: pytest.MonkeyPatch) -> None:
-    original = prints._factors
-    patch.setattr(prints, "_factors", lambda *where: original(*where).sign())
+    original = sketches._factors
+    patch.setattr(sketches, "_factors", lambda *where: original(*where).sign())
 
 
 def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
@@ -586,33 +593,33 @@ def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
 
 
 def _levels(*patterns: tuple[int, ...]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(coins, "_PATTERNS", patterns)
+    return lambda patch: patch.setattr(rng, "_PATTERNS", patterns)
 
 
 def _signs_unseen(patch: pytest.MonkeyPatch) -> None:
-    original = prints.Prints.marks
+    original = sketches.Prints.marks
 
-    def marks(self: prints.Prints, names: Any) -> Tensor:
+    def marks(self: sketches.Prints, names: Any) -> Tensor:
         found: Tensor = original(self, names)
         return found[..., 1:].expand_as(found)
 
-    patch.setattr(prints.Prints, "marks", marks)
+    patch.setattr(sketches.Prints, "marks", marks)
 
 
 def _heads_stay_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coins, "without_zeros", lambda _: contextlib.nullcontext())
+    patch.setattr(rng, "without_zeros", lambda _: contextlib.nullcontext())
 
 
 def _permutations_are_ones_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coins, "_EACH", coins._EACH | {"randperm"})
+    patch.setattr(rng, "_EACH", rng._EACH | {"randperm"})
 
 
 def _generators_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(coins, "_is_ours", lambda: True)
+    patch.setattr(rng, "_is_ours", lambda: True)
 
 
 def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
-    _never(patch, selfcheck, "refuse_coupled_batch")
+    _never(patch, first_batch, "refuse_coupled_batch")
     _two_rows_tried(patch)
 
 
@@ -746,6 +753,14 @@ SABOTEURS = (
         ("test_release.py::test_a_bad_image_contributes_nothing_wherever_it_stands[nan-0]",),
     ),
     Saboteur(
+        "rows that are not finite are multiplied by zero where nobody waits for a GPU",
+        _lost_rows_stay,
+        (
+            "test_grad_sample_modes.py"
+            "::test_a_sample_that_is_not_finite_contributes_exactly_zero[True-auto]",
+        ),
+    ),
+    Saboteur(
         "a tied gradient counts once",
         _tied_once,
         ("test_layerwise.py::test_uses_of_one_weight_in_different_forms_add_up[5]",),
@@ -759,7 +774,7 @@ SABOTEURS = (
         "options are measured one by one",
         _options_one_by_one,
         (
-            "test_gradients.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
+            "test_forms.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
         ),
     ),
     Saboteur(
@@ -964,18 +979,18 @@ SABOTEURS = (
         lambda patch: patch.setattr(
             engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
         ),
-        ("test_selfcheck.py::test_coupling_shows_in_16_bits",),
+        ("test_first_batch.py::test_coupling_shows_in_16_bits",),
     ),
     Saboteur(
         "a coin of the whole batch is not tried",
         _levels((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)),
-        ("test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",),
+        ("test_rng.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",),
     ),
     Saboteur(
         "what is drawn for each is each one's",
         _levels((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 3)),
         tuple(
-            f"test_coins.py::test_coins_that_others_use_are_refused[{name}-]"
+            f"test_rng.py::test_coins_that_others_use_are_refused[{name}-]"
             for name in ("the first", "the mean", "half of them, by rank", "sorted")
         ),
     ),
@@ -983,49 +998,47 @@ SABOTEURS = (
         "a coin falls as it mostly does",
         _levels((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 0), (1, 1, 0, 1)),
         (
-            "test_coins.py::test_coins_that_others_use_are_refused[of any, rarely-]",
-            "test_coins.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
+            "test_rng.py::test_coins_that_others_use_are_refused[of any, rarely-]",
+            "test_rng.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
         ),
     ),
     Saboteur(
         "what a batch shares may decide something rarely",
-        lambda patch: patch.setattr(coins, "_SHARED", coins._EACH | {"randperm"}),
+        lambda patch: patch.setattr(rng, "_SHARED", rng._EACH | {"randperm"}),
         tuple(
-            f"test_coins.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
+            f"test_rng.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
             for name in ("a number", "a size", "an order")
         ),
     ),
     Saboteur(
         "rows are not watched for their places",
         _places_unwatched,
-        ("test_watching.py::test_a_model_that_treats_a_row_by_its_place_is_refused[the last]",),
+        ("test_spot_checks.py::test_a_model_that_treats_a_row_by_its_place_is_refused[the last]",),
     ),
     Saboteur(
         "gradients are marked by signs alone",
         _signs_alone,
-        ("test_coins.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",),
+        ("test_rng.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",),
     ),
     Saboteur(
         "gradients show by their norms",
         _signs_unseen,
-        ("test_coins.py::test_coins_that_others_use_are_refused[the mean, going back-]",),
+        ("test_rng.py::test_coins_that_others_use_are_refused[the mean, going back-]",),
     ),
     Saboteur(
         "coins are tried behind a head of zeros",
         _heads_stay_zero,
-        ("test_coins.py::test_coins_that_others_use_are_refused[the mean, going back-zero head]",),
+        ("test_rng.py::test_coins_that_others_use_are_refused[the mean, going back-zero head]",),
     ),
     Saboteur(
         "a permutation of the batch is each one's own",
         _permutations_are_ones_own,
-        ("test_coins.py::test_coins_that_others_use_are_refused[half of them-]",),
+        ("test_rng.py::test_coins_that_others_use_are_refused[half of them-]",),
     ),
     Saboteur(
         "a generator of one's own is not seen",
         _generators_unseen,
-        (
-            "test_coins.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",
-        ),
+        ("test_rng.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",),
     ),
     Saboteur(
         "a loss has a median of the batch in it",
@@ -1035,7 +1048,7 @@ SABOTEURS = (
     Saboteur(
         "a forward reseeds numpy's stream",
         _streams_unguarded,
-        ("test_coins.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
+        ("test_rng.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
     ),
     Saboteur(
         "principal directions are of the training data",

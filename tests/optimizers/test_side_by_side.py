@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import Layout
 from dp_grape_hf.memory.timeline import Timeline
 from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.per_sample import Layout
 from tests.support.optimizers import (
     Draw,
     Parameters,

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.per_sample import per_sample_gradients
+from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.projections import (
     MATRIX_LAYERS,
     PROJECTIONS,

@@ -13,9 +13,9 @@ import torch
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.gradients import functions
+from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import release
-from dp_grape_hf.per_sample import watching
-from dp_grape_hf.per_sample.layerwise import functions
 from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report import quick
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     """The folder and the contents of a whole tiny report."""
     folder = tmp_path_factory.mktemp("report")
     with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watching, "SHARE", 0)  # a pass that is watched takes a little more
+        patch.setattr(spot_checks, "SHARE", 0)  # a pass that is watched takes a little more
         patch.setattr(gpu_report, "TINY_MODELS", "^RoBERTa, sequence")
         patch.setattr(gpu_report, "git_commit", lambda: COMMIT)
         status, found = report(folder, "--steps=2", "--minutes=99", f"--only={SOME}")
@@ -349,7 +349,7 @@ def test_a_check_fails_if_the_engine_is_wrong(
 
 WITHOUT_DEVICE = """
 import torch
-from dp_grape_hf.per_sample.layerwise import engine
+from dp_grape_hf.gradients import layerwise as engine
 from recipes.gpu_report import dry_run
 from recipes.models.zoo import rows
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.per_sample import IGNORE_INDEX, make_engine
+from dp_grape_hf.gradients import IGNORE_INDEX, make_engine
 from recipes.models.matrix import dense, projectors_for
 from recipes.paper import opt
 from recipes.paper.experiment import accuracy, main, parse

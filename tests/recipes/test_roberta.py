@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from dp_grape_hf import per_sample_gradients
+from dp_grape_hf.gradients import flat
+from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.per_sample import flat
-from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.projections import (
     principal_directions,
     projection_targets,

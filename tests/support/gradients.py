@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dp_grape_hf.per_sample import Dense, PerSampleGradient
-from dp_grape_hf.per_sample.gradients import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients import Dense, PerSampleGradient
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 
 B, ROWS, COLS = 4, 7, 5  # samples, and an m x n weight
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.gradients import FlatTensors, Gradients, PerSampleEngine
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.per_sample import FlatTensors, Gradients, PerSampleEngine
 from dp_grape_hf.projections import Projector
 
 MECHANISM = Mechanism(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.per_sample import Gradients, LossFunction, loss_for, per_sample_gradients
+from dp_grape_hf.gradients import Gradients, LossFunction, loss_for, per_sample_gradients
 from dp_grape_hf.projections import Projector
 from recipes.models.matrix import dense, worst_error
 

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.gradients import UNIT_OF_ROW, loss_for
+from dp_grape_hf.gradients.engine import batch_size_of
+from dp_grape_hf.gradients.losses.losses import checked
+from dp_grape_hf.gradients.units import _split
 from dp_grape_hf.mechanism import (
     LogicalBatchCollator,
     PoissonBatchSampler,
@@ -16,10 +20,6 @@ from dp_grape_hf.mechanism import (
     read_units,
     refuse_large_unit,
 )
-from dp_grape_hf.per_sample import UNIT_OF_ROW, loss_for
-from dp_grape_hf.per_sample.engine import batch_size_of
-from dp_grape_hf.per_sample.losses.losses import checked
-from dp_grape_hf.per_sample.units import _split
 from tests.support.models import only
 
 ODD = re.compile(r"37|41|43")  # every size below is one of them

@@ -19,7 +19,7 @@ from tests.support.trainers import Examples, make_trainer, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap
 
-LOGGER = "dp_grape_hf.per_sample.unused"
+LOGGER = "dp_grape_hf.gradients.checks.unused"
 
 
 def row(name: str) -> Row:

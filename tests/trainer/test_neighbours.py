@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.per_sample import watching
 from tests.support.collators import longest_first, tokenizer
 from tests.support.trainers import Examples, make_trainer, spy_releases
 
@@ -312,7 +312,7 @@ def test_one_example_more_moves_the_sum_by_its_bound(
 def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
     model: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "SHARE", 1.0)
+    monkeypatch.setattr(spot_checks, "SHARE", 1.0)
     case = Case("", model, PADDED, FULL)
     with pytest.raises(PrivacyError, match=reason):
         released(case, PADDED, tmp_path, monkeypatch, max_steps=60)
@@ -323,7 +323,7 @@ def test_watching_changes_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """With dropout, whose masks a row is given again when it is alone."""
     found = []
     for share in (0.0, 1.0):
-        monkeypatch.setattr(watching, "SHARE", share)
+        monkeypatch.setattr(spot_checks, "SHARE", share)
         case = Case("", partial(bert, dropout=0.4), PADDED, FULL)
         found.append(released(case, PADDED, tmp_path / f"{share}", monkeypatch, max_steps=3))
     for name, value in found[0].items():

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.per_sample import PREFERENCES, make_engine
-from dp_grape_hf.per_sample.layerwise.rules import RULES
-from dp_grape_hf.per_sample.losses.pairs import by_halves, side_by_side
+from dp_grape_hf.gradients import PREFERENCES, make_engine
+from dp_grape_hf.gradients.losses.pairs import by_halves, side_by_side
+from dp_grape_hf.gradients.rules import RULES
 from recipes.models.matrix import dense, projectors_for
 from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing

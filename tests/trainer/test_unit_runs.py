@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
+from dp_grape_hf.gradients import UnitEngine
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.per_sample import UnitEngine
 from tests.support.trainers import (
     OWNERS,
     SIZES,

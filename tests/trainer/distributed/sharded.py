@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
+from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
-from dp_grape_hf.per_sample import watching
 from dp_grape_hf.sharding import whole
 from tests.support.models import only, row, without_dropout
 from tests.support.trainers import Examples, Watch, examples_of, make_trainer
@@ -143,7 +143,7 @@ def trained(
 
 
 def equal(name: str, folder: Path) -> Any:
-    with patch.object(watching, "SHARE", 0.3):  # whatever is watched, all stay in step
+    with patch.object(spot_checks, "SHARE", 0.3):  # whatever is watched, all stay in step
         return trained(folder / f"{name}-{dist.get_world_size()}", name)
 
 
@@ -275,7 +275,9 @@ def bytes_of_a_step(folder: Path) -> Any:
     log: list[Any] = []
     settings = USUAL | SHARDED | {"per_device_train_batch_size": 24, "logging_strategy": "no"}
     with per_call(DPGrapeTrainer, "training_step", log), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watching, "SHARE", 0)  # a pass that is watched gathers the weights once more
+        patch.setattr(
+            spot_checks, "SHARE", 0
+        )  # a pass that is watched gathers the weights once more
         make_trainer(folder / "bytes", **_of_case("opt"), **settings).train()
     return log
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients import layerwise
+from dp_grape_hf.gradients.definition import FunctorchEngine
+from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.memory import Setting, simulate
 from dp_grape_hf.memory.timeline import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from dp_grape_hf.per_sample.functorch import FunctorchEngine
-from dp_grape_hf.per_sample.layerwise import engine as layerwise
-from dp_grape_hf.per_sample.layerwise.engine import LayerwiseEngine
 from dp_grape_hf.publishing import verify
 from dp_grape_hf.sharding import shard_
 from tests.support.models import only, row

@@ -1,0 +1,121 @@
+"""Losses and gradients of each example.
+
+What is computed here is sensitive: nothing is clipped and nothing has noise. ``engine`` says what
+an engine is. ``layerwise`` is the fast one (one pass, a function or a rule for each layer type),
+``definition`` the one that is the definition, and ``zeroth_order`` needs no backward pass.
+``losses`` knows the loss of one example, ``forms`` the forms that its gradient may have, and
+``flat`` the layout of most gradients as one matrix. ``checks`` finds out, by running the model,
+whether the examples are independent of each other, and watches the model during the run.
+"""
+
+from dp_grape_hf.gradients.by_name import ENGINES, make_engine, per_sample_gradients
+from dp_grape_hf.gradients.checks.coupling import evaluating
+from dp_grape_hf.gradients.checks.first_batch import (
+    check_gradients,
+    examine_batch,
+    examine_trainer_loss,
+    require_each_once,
+)
+from dp_grape_hf.gradients.checks.guards import (
+    configs_of,
+    guarding_streams,
+    keeping_configs,
+    keeping_random_state,
+    seed_all,
+)
+from dp_grape_hf.gradients.checks.sketches import tolerance_for
+from dp_grape_hf.gradients.checks.spot_checks import WatchedEngine
+from dp_grape_hf.gradients.checks.state import StateGuard, warm_up
+from dp_grape_hf.gradients.checks.unused import freeze_unused, refuse_reached
+from dp_grape_hf.gradients.compiled import Compilation
+from dp_grape_hf.gradients.engine import (
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    keep_laid_out_for_training,
+    refuse_modules,
+)
+from dp_grape_hf.gradients.flat import FlatGradients, FlatTensors, Layout, Runs
+from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, exact_products
+from dp_grape_hf.gradients.losses.heads import (
+    IGNORE_INDEX,
+    choice,
+    classification,
+    cross_entropy,
+    is_regression,
+)
+from dp_grape_hf.gradients.losses.losses import (
+    LossFunction,
+    ModelLoss,
+    loss_for,
+    with_three_arguments,
+)
+from dp_grape_hf.gradients.losses.pairs import (
+    PREFERENCES,
+    REFERENCE,
+    PairLoss,
+    PreferenceLoss,
+    RewardLoss,
+    by_halves,
+    side_by_side,
+)
+from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss
+from dp_grape_hf.gradients.units import UNIT_OF_ROW, UnitEngine
+from dp_grape_hf.gradients.zeroth_order import ZerothOrderEngine
+
+__all__ = [
+    "ENGINES",
+    "IGNORE_INDEX",
+    "PREFERENCES",
+    "REFERENCE",
+    "UNIT_OF_ROW",
+    "Compilation",
+    "Dense",
+    "FlatGradients",
+    "FlatTensors",
+    "GradSampleMode",
+    "Gradients",
+    "Inputs",
+    "Layout",
+    "LossFunction",
+    "ModelLoss",
+    "PairLoss",
+    "PerSampleEngine",
+    "PerSampleGradient",
+    "PreferenceLoss",
+    "RewardLoss",
+    "Runs",
+    "StateGuard",
+    "TrainerLoss",
+    "UnitEngine",
+    "WatchedEngine",
+    "ZerothOrderEngine",
+    "by_halves",
+    "check_gradients",
+    "choice",
+    "classification",
+    "configs_of",
+    "cross_entropy",
+    "evaluating",
+    "exact_products",
+    "examine_batch",
+    "examine_trainer_loss",
+    "freeze_unused",
+    "guarding_streams",
+    "is_regression",
+    "keep_laid_out_for_training",
+    "keeping_configs",
+    "keeping_random_state",
+    "loss_for",
+    "make_engine",
+    "per_sample_gradients",
+    "refuse_modules",
+    "refuse_reached",
+    "require_each_once",
+    "seed_all",
+    "side_by_side",
+    "tolerance_for",
+    "warm_up",
+    "with_three_arguments",
+]

@@ -1,0 +1,1 @@
+"""What is examined before the first release, and watched afterwards."""

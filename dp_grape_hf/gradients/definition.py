@@ -1,0 +1,331 @@
+"""The functorch engine: the loss of one sample, vectorised over the samples by ``torch.func.vmap``.
+
+This is the definition of a per-sample gradient, written out: every sample has coordinates of its
+own, the whole model runs under vmap, and one backward pass of the sum of the losses differentiates
+each loss in its own sample's coordinates. No sample can reach another's loss, whatever the model
+does. It shares nothing with the layer rules, so it checks them, and it serves models that the
+layerwise engine refuses. The model's code must be traceable by vmap; for that of transformers, the
+second half of this module makes it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients.checks.coupling import copies_of, evaluating, first_two
+from dp_grape_hf.gradients.checks.sketches import Prints, joint_error, tolerance_for
+from dp_grape_hf.gradients.engine import (
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+)
+from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
+from dp_grape_hf.gradients.stand_ins import (
+    call_in_coordinates,
+    outside_vmap,
+    zero_coordinates,
+)
+from dp_grape_hf.projections import Projector
+
+
+class NotVectorisedError(UnsupportedModelError):
+    """Code fails under ``torch.func.vmap`` that runs without it."""
+
+
+_SHORT = 1e-2  # a gradient of a smaller norm may differ by as much as one of this norm
+
+
+class FunctorchEngine(PerSampleEngine):
+    """Vectorises one sample's loss over the samples. See the module's docstring."""
+
+    grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
+    isolates_samples = True
+
+    def __call__(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        batch_size_of(inputs)  # refuses inputs that do not tell the samples apart
+        if not self._probed:
+            self._probe(inputs, projectors)
+            self._probed = 2
+        self._examine(inputs, lambda batch: self._pass(batch, projectors))
+        losses, found = self._pass(inputs, projectors)
+        left_out = self.trainable.keys() - found.keys()
+        found |= self.zero_gradients(left_out, losses, projectors)
+        return losses, {name: found[name] for name in self.trainable}
+
+    def _pass(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
+        """Returns losses (B,) and the gradients of the parameters that the pass used."""
+        batch_size = batch_size_of(inputs)
+        samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        constants = {key: value for key, value in inputs.items() if key not in samples}
+        captured: dict[str, list[Single]] = defaultdict(list)
+        coordinates = {
+            name: zero_coordinates(weight, projectors.get(name), batch_size)
+            for name, weight in self.trainable.items()
+        }
+
+        def one(coordinates: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
+            batch = {**{key: value[None] for key, value in sample.items()}, **constants}
+            with Batching(next(iter(coordinates.values()))):
+                return call_in_coordinates(
+                    self.model,
+                    lambda: self.losses(batch)[0],
+                    coordinates,
+                    projectors,
+                    lambda name, gradient: captured[name].append(self.in_form(gradient)),
+                )
+
+        label = f"the model ({type(self.model).__name__})"
+        plain = partial(self.losses, inputs)
+        with torch.enable_grad():
+            with refusing_dynamic_code(label, plain), vmap_safe(self.model):
+                losses = vmap(one, randomness="different")(coordinates, samples)
+            with self._refusing_checkpointing():
+                leaves = list(coordinates.values())
+                gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        for name, gradient in zip(coordinates, gradients, strict=True):
+            if gradient is not None:
+                captured[name].append(Dense(gradient))
+        return losses.detach(), {name: add(uses) for name, uses in captured.items()}
+
+    @contextlib.contextmanager
+    def _refusing_checkpointing(self) -> Iterator[None]:
+        """Turns the error of a forward pass that is repeated outside vmap into a clear one."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "escaped from inside a function being vmapped" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} repeats parts of its forward pass during the "
+                "backward pass (gradient checkpointing), which is outside vmap. Switch it off "
+                '(gradient_checkpointing=False), or use engine="layerwise".'
+            ) from error
+
+    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Refuses parameters without part in the loss or with a part that is not seen.
+
+        It also refuses a model that computes something else under vmap than without.
+        """
+        self.refuse_noise(inputs)
+        two = first_two(inputs)
+        with evaluating(self.model), torch.enable_grad():
+            loss, other = (self.losses(copies_of(two, 1, sample)) for sample in (0, 1))
+            own = self.by_autograd(loss.sum(), projectors)
+            self.refuse_unused(own.names)
+            losses, found = self._pass(two, projectors)
+        if unseen := [name for name in self.trainable if name not in found]:
+            raise UnsupportedModelError(
+                f"The model uses {', '.join(unseen)} through code that does not take another "
+                "tensor in the place of the parameter (an LSTM's flat weights, a custom "
+                "autograd.Function), so the functorch engine does not see its gradient. Freeze it "
+                'with requires_grad_(False), or use engine="layerwise".'
+            )
+        tolerance, plain = tolerance_for(self.model), torch.cat([loss, other]).detach()
+        same = torch.isclose(losses, plain, rtol=tolerance.change, atol=tolerance.change / 10)
+        differs = None
+        if not (same | ~plain.isfinite()).all():  # a sample with NaN values says nothing
+            differs = "another loss"
+        elif bool(loss.abs() > tolerance.loss):
+            prints, names = Prints([0]), list(self.trainable)
+            prints(found)
+            error, norm = joint_error(prints.marks(names), own.marks(names))
+            if error > tolerance.error * norm.clamp(min=_SHORT):
+                differs = "other gradients"
+        if differs:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} computes {differs} of one example under "
+                "torch.func.vmap than without it: its code asks how it is run. Use "
+                'engine="layerwise", or another attn_implementation.'
+            )
+
+
+# ---- What vmap over the samples needs to run the code of transformers models ----
+
+MaskFunction = Callable[..., Tensor | None]
+
+
+def _in_full(build: MaskFunction) -> MaskFunction:
+    """Builds an attention mask always: to leave it out, it would have to be read, per sample."""
+
+    def build_in_full(*args: Any, **kwargs: Any) -> Tensor | None:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return build(*args, **kwargs)
+
+    return build_in_full
+
+
+@contextlib.contextmanager
+def vmap_safe(model: nn.Module) -> Iterator[None]:
+    """Makes transformers models usable under vmap.
+
+    Attention masks are built in full. Kernels that vmap cannot run (flash and flex attention) give
+    way to torch's function. Any other attention keeps its name, which models ask for: what they
+    compute themselves, or add to a mask, depends on it. Gradient checkpointing is off, because it
+    would repeat the forward pass outside vmap.
+
+    Raises:
+        UnsupportedModelError: if the model has put a sample's tensor into a buffer.
+    """
+    modules = list(model.modules())
+    configs = {
+        id(config): config
+        for module in modules
+        if (config := getattr(module, "config", None)) is not None
+        and re.search("flash|flex", getattr(config, "_attn_implementation", None) or "")
+    }.values()
+    before = [config._attn_implementation for config in configs]
+    checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # goes before what is registered
+    masks_before = dict(masks)
+    full = {name: _in_full(build) for name, build in ALL_MASK_ATTENTION_FUNCTIONS.items()}
+    try:
+        for config in configs:  # not through the property, which sets those inside as well
+            config._attn_implementation_internal = "sdpa"
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = False
+        masks.update(full)
+        yield
+    finally:
+        masks.clear()
+        masks.update(masks_before)
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = True
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+    for name, buffer in model.named_buffers():
+        if torch._C._functorch.is_functorch_wrapped_tensor(buffer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps what it computes of the samples in its buffer "
+                f"{name}. Under torch.func.vmap that has no value after the pass, so the model is "
+                'spoilt. Make it anew without that buffer, or use engine="layerwise".'
+            )
+
+
+class Batching(TorchFunctionMode):
+    """Does outside vmap what vmap has no rule for: fused attention, and draws all samples share.
+
+    Args:
+        batched: any tensor of vmap's samples.
+    """
+
+    def __init__(self, batched: Tensor) -> None:
+        super().__init__()
+        self._batched = batched
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
+            # One draw for the whole batch, as in an ordinary pass: branches read it (layer drop, of
+            # which ``checks.rng`` lets pass only what the draw has no influence on).
+            return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
+        if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
+            return args[0]
+        if func is functional.multi_head_attention_forward:  # what it calls is not seen here
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ) -> tuple[Tensor, int]:
+            """Takes (B, b, heads, T, d) as (B * b, heads, T, d), for which there are kernels."""
+            if mask is not None:  # its dimensions are the last ones of a sample's query
+                mask = mask[(slice(None), *[None] * (query.dim() - mask.dim()))]
+            if query.dim() < 5:  # no batch dimension within a sample: nothing may be merged
+                output = functional.scaled_dot_product_attention(
+                    query, key, value, mask, *args, **kwargs
+                )
+                return output, 0
+            size = query.shape[:2]
+            mask = None if mask is None else mask.expand(*size, *mask.shape[2:]).flatten(0, 1)
+            query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+            output = functional.scaled_dot_product_attention(
+                query, key, value, mask, *args, **kwargs
+            )
+            return output.unflatten(0, size), 0
+
+        return outside_vmap(self._batched, attend, query, key, value, attn_mask)
+
+
+@contextlib.contextmanager
+def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None]:
+    """Turns an error that only vmap brings about into one that names the module.
+
+    Args:
+        label: what error messages call the module.
+        plain: runs the module without vmap. What fails there as well (on bad data, say) is left as
+            it is, and so is a lack of memory.
+    """
+    try:
+        yield
+    except (PrivacyError, torch.OutOfMemoryError):
+        raise
+    except ERRORS as error:
+        if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
+            reason = _first_sentence(error)
+        elif _fails(plain):
+            raise
+        else:
+            reason = (
+                f"{type(error).__name__} for one sample, which all together do not raise, "
+                f"{_first_sentence(error)!r}"
+            )
+        raise NotVectorisedError(
+            f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
+            "requires_grad_(False), use an implementation that does not branch on values (for a "
+            "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
+            'engine="layerwise" vectorises only modules whose own layers have no rule.'
+        ) from error
+
+
+ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Of the program, not of the machine; gradient checkpointing ends what it repeats by another."""
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().split(". ")[0].split("\n")[0]
+
+
+def _fails(function: Callable[[], Any]) -> bool:
+    try:
+        with torch.no_grad():
+            function()
+    except ERRORS:
+        return True
+    return False

@@ -1,0 +1,393 @@
+"""The layerwise engine: per-sample gradients from one forward and one backward pass of the batch.
+
+(With ``ghost`` norms there are two backward passes, over one graph.)
+
+``layers`` finds the modules that own parameters and learns how the model calls them; ``passes``
+runs them, with one rule per layer type; this module says when, and refuses a model on which the
+result would be wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients import flat
+from dp_grape_hf.gradients.checks.coupling import (
+    copies_of,
+    evaluating,
+    first_two,
+    refuse_coupled_losses,
+    refuse_shared_gradients,
+    rows_of,
+)
+from dp_grape_hf.gradients.checks.guards import keeping_random_state
+from dp_grape_hf.gradients.compiled import (
+    Compilation,
+    CompiledModel,
+    NotCompiledError,
+)
+from dp_grape_hf.gradients.definition import NotVectorisedError
+from dp_grape_hf.gradients.engine import (
+    Consume,
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
+)
+from dp_grape_hf.gradients.flat import FlatGradients, Layout, tables_of
+from dp_grape_hf.gradients.forms import PerSampleGradient
+from dp_grape_hf.gradients.layers import (
+    Sites,
+    UnknownTensorError,
+    replaced_forwards,
+    shapes_of,
+)
+from dp_grape_hf.gradients.losses.losses import LossFunction
+from dp_grape_hf.gradients.passes import Pass, Stream
+from dp_grape_hf.gradients.plans import Branch, Plans
+from dp_grape_hf.gradients.rules import RECOMPUTABLE
+from dp_grape_hf.phases import BACKWARD
+from dp_grape_hf.projections import Projector
+
+logger = logging.getLogger(__name__)
+
+
+class LayerwiseEngine(PerSampleEngine):
+    """One forward, one backward, one rule per layer type. See the module's docstring.
+
+    Args:
+        model: as in ``PerSampleEngine``.
+        loss: as in ``PerSampleEngine``.
+        recompute_activations: whether a layer that needs all of its input, the output of an
+            activation function whose input autograd keeps (GELU), computes it anew in the backward
+            pass. By default not on CPUs, where that takes longer and memory is cheap.
+        grad_sample_mode: as in ``PerSampleEngine``.
+        compilation: how to compile the model; it is not compiled if None.
+    """
+
+    grad_sample_modes = tuple(GradSampleMode)
+    skips_unlabelled = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None = None,
+        recompute_activations: bool | None = None,
+        grad_sample_mode: str = GradSampleMode.AUTO,
+        compilation: Compilation | None = None,
+    ) -> None:
+        super().__init__(model, loss, grad_sample_mode)
+        if recompute_activations is None:
+            recompute_activations = self.device.type != "cpu"
+        again = RECOMPUTABLE if recompute_activations else ()
+        self._activations = [module for module in model.modules() if type(module) in again]
+        names = {id(parameter): name for name, parameter in self.trainable.items()}
+        self._sites, self._tables = Sites(model, names), tables_of(model, names)
+        self._plans: Plans | None = None
+        self._branches: Mapping[nn.Module, Branch] = {}
+        self._compiled: CompiledModel | None = None
+        if compilation is not None:
+            self._compiled = CompiledModel(model, self._sites, compilation)
+            # The number of labels depends on values, which one graph cannot ask for.
+            self.skips_unlabelled = False
+        self._group_of = {name: group for group in self.groups for name in group}
+        self._learnt_anew = False  # whether calls were learnt since the last probe
+        self._looping = 0  # how many modules are known to run sample by sample
+
+    def __call__(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        self._prepare(inputs, projectors)
+        if self._compiled is not None:
+            try:
+                return self._compiled_pass(self._compiled, inputs, projectors)
+            except NotCompiledError:
+                pass
+        losses, found = self._pass(inputs, projectors)
+        self._probe_what_is_new(inputs, projectors)
+        return losses, found
+
+    def _compiled_pass(
+        self, compiled: CompiledModel, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        plans = self._plans_for(projectors)
+        if plans is None or self.in_step or compiled.refused:
+            raise NotCompiledError
+        run, shapes = self._make_pass(inputs, projectors, plans), shapes_of(inputs)
+        losses, matrix, others = compiled.differentiate(inputs, shapes, run, plans, self.losses)
+        return self._filled(losses, matrix, others, projectors, plans)
+
+    def stream(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
+    ) -> Tensor:
+        """Hands out the gradients of each group during the backward pass; returns losses (B,).
+
+        Each consumer has a backward pass of its own, over one graph: they see the same masks of
+        dropout, and between two passes there is no gradient of a sample.
+        """
+        self._prepare(inputs, projectors)
+        losses = self._pass(inputs, projectors, consumers=consumers)[0]
+        self._probe_what_is_new(inputs, projectors)
+        return losses
+
+    def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Does all that depends on data on this batch; a call that needs more is then refused."""
+        self._prepare(inputs, projectors)
+        if self._probed < min(batch_size_of(inputs), 2):
+            raise UnsupportedModelError(
+                "No two examples that were tried have gradients, which would show whether the "
+                "model mixes examples. With fsdp that must be known before the first step."
+            )
+        for padded in (False, True):  # a model may leave a mask out that masks nothing
+            masked = _with_masks(inputs, padded)
+            self._learn(masked, 0)
+            self._probe_pairs(masked, projectors)
+        self.in_step = True
+
+    def _probe_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Probes again if calls had to be learnt anew: the order of rows may show only now."""
+        if self._learnt_anew:
+            self._learnt_anew = False
+            if not self._probe_pairs(inputs, projectors):
+                self._probed = 0
+
+    def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        batch_size = batch_size_of(inputs)
+        if self._probed < min(batch_size, 2) and not self.in_step:
+            self._probed = self._probe(inputs, projectors)
+            self._learnt_anew = False
+        self._examine(inputs, lambda batch: self._pass(batch, projectors))
+        self._tell_what_loops()
+
+    def _tell_what_loops(self) -> None:
+        looping = [site for site in self._sites if site.loops]
+        if len(looping) > self._looping:
+            logger.warning(
+                "%s%s cannot be vectorised over samples (%s), and will run for one sample after "
+                "another: as exact, and slower by as many times as a physical batch has samples.",
+                looping[0].label,
+                f" and {len(looping) - 1} more" if looping[1:] else "",
+                looping[0].loops,
+            )
+            self._looping = len(looping)
+
+    def _pass(
+        self,
+        inputs: Inputs,
+        projectors: Mapping[str, Projector],
+        only: int | None = None,
+        consumers: Sequence[Consume] = (),
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) and the gradients of their sum, or of the loss of one sample only.
+
+        What a stream has consumed is not returned. A parameter that this pass left out, by layer
+        drop say, has gradient zero.
+        """
+        samples = iter(range(batch_size_of(inputs)))
+        while True:
+            try:
+                return self._try_pass(inputs, projectors, only, consumers)
+            except NotVectorisedError:  # at most once for each site, which loops from now on
+                if self.in_step:
+                    raise
+            except UnknownTensorError as error:  # a mask, say, that no sample has needed so far
+                if self.in_step:
+                    raise UnsupportedModelError(
+                        f"{error} To learn of it now would run the model once more than other "
+                        "processes do. Leave fsdp out."
+                    ) from error
+                if (sample := next(samples, None)) is None:
+                    raise UnsupportedModelError(
+                        f'{error} Freeze it with requires_grad_(False), or use engine="functorch".'
+                    ) from error
+                self._learn(inputs, sample)
+                self._learnt_anew = True
+
+    def _try_pass(
+        self,
+        inputs: Inputs,
+        projectors: Mapping[str, Projector],
+        only: int | None,
+        consumers: Sequence[Consume],
+    ) -> tuple[Tensor, Gradients]:
+        streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
+        plans = None if consumers else self._plans_for(projectors)
+        run = self._make_pass(inputs, projectors, plans)
+        with (
+            self._sites.installed(run.forward_of),
+            replaced_forwards(self._activations, lambda _, forward: partial(run.remember, forward)),
+            self._with_branches(),
+        ):
+            losses = self.losses(inputs)
+            with self.observer.phase(BACKWARD):
+                loss = losses.sum() if only is None else losses[only]
+                for stream in streams[:-1]:
+                    found = run.differentiate(loss, stream, again=True)
+                    self._fill(found, projectors, losses.detach(), stream)
+                if plans is not None and only is None:
+                    matrix, others = run.differentiate_flat(loss)
+                    del loss
+                    if self._compiled is not None:
+                        self._compiled.learn(shapes_of(inputs), run)
+                    return self._filled(losses.detach(), matrix, others, projectors, plans)
+                last = streams[-1] if streams else None
+                found = run.differentiate(loss, last)
+                del loss
+                losses = losses.detach()
+                if only is None:
+                    self._fill(found, projectors, losses, last)
+        return losses, found
+
+    def _make_pass(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], plans: Plans | None
+    ) -> Pass:
+        return Pass(
+            *(self.trainable, projectors, plans, batch_size_of(inputs), shapes_of(inputs)),
+            *(self.in_form, self.observer),
+        )
+
+    def _filled(
+        self,
+        losses: Tensor,
+        matrix: Tensor,
+        others: dict[str, PerSampleGradient],
+        projectors: Mapping[str, Projector],
+        plans: Plans,
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses and gradients, of zero where a pass left a parameter out."""
+        unused = self.trainable.keys() - plans.layout.places.keys() - others.keys()
+        others |= self.zero_gradients(unused, losses, projectors)
+        return losses, FlatGradients(plans.layout, matrix, others, self.trainable)
+
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
+        """Returns who has which coordinates; projectors that differ have a mapping of their own."""
+        plans = self._plans_for(projectors)
+        return None if plans is None else plans.layout
+
+    def add_branches(self, branches: Mapping[nn.Module, Branch]) -> None:
+        self._branches, self._plans = branches, None
+
+    @contextmanager
+    def _with_branches(self) -> Iterator[None]:
+        """Lets layers take their branches; after an error none is left taken."""
+        try:
+            yield
+        finally:
+            for branch in self._branches.values():
+                branch.leave()
+
+    def copies_of_projections(self) -> list[Tensor]:
+        return [] if self._plans is None else self._plans.copies
+
+    def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans | None:
+        if self.grad_sample_mode == GradSampleMode.GHOST:
+            return None
+        if self._plans is None or self._plans.projectors is not projectors:
+            most = 0 if self.grad_sample_mode == GradSampleMode.BOOK_KEEPING else flat.MOST
+            layout = Layout(self.trainable, projectors, self._tables, most)
+            self._plans = Plans(layout, projectors, self._branches)
+        return self._plans if self._plans.layout.places else None
+
+    def _fill(
+        self,
+        found: dict[str, PerSampleGradient],
+        projectors: Mapping[str, Projector],
+        losses: Tensor,
+        stream: Stream | None,
+    ) -> None:
+        """Adds gradients of zero for what was left out, and ends the stream if there is one."""
+        awaited = {} if stream is None else stream.awaited
+        streamed = {name for name, uses in awaited.items() if uses == 0}
+        left_out = self.trainable.keys() - found.keys() - streamed
+        found |= self.zero_gradients(left_out, losses, projectors)
+        if stream is not None:
+            for group in self.groups:
+                if group[0] in found:
+                    stream.consume({name: found.pop(name) for name in group})
+
+    def _uses(self) -> dict[str, int]:
+        """Returns how often each parameter is used in a pass; -1 if a tap collects its uses."""
+        uses = dict.fromkeys(self.trainable, 0)
+        for site in self._sites:
+            for name in site.parameters.values():
+                generic = site.rule is None or uses[name] < 0
+                uses[name] = -1 if generic else uses[name] + site.calls
+        return uses
+
+    # ---- The first batch ----
+
+    def assume_probed(self, inputs: Inputs) -> None:
+        """Learns which tensors carry the batch, from shapes alone: nothing is checked."""
+        super().assume_probed(inputs)
+        self._learn(inputs, 0)
+
+    def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
+        """Learns from two and three samples: the first, and the others copies of one sample."""
+
+        def run_model(size: int) -> Tensor:
+            rows = [0, *[sample] * (size - 1)]
+            return self.losses(rows_of(inputs, rows))
+
+        if self.skips_unlabelled:  # whether the model allows that is found out by running it
+            with evaluating(self.model), torch.no_grad():
+                run_model(2)
+        with evaluating(self.model):
+            return self._sites.learn(run_model, shapes_of(inputs))
+
+    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
+        """Learns the calls, and refuses a model that couples samples or hides a parameter.
+
+        Returns:
+            How many different samples have shown that they are not coupled, up to 2.
+        """
+        self.refuse_noise(inputs)
+        two_copies, three_copies = (x.detach() for x in self._learn(inputs, 0))
+        refuse_coupled_losses(two_copies[:1], torch.cat([two_copies, three_copies]))
+        shown = self._probe_pairs(inputs, projectors)
+        return min(batch_size_of(inputs), 2) if shown else 0
+
+    def _probe_pairs(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Probes pairs of samples, until both of a pair have gradients that can show something."""
+        return any(
+            self._probe_pair(first_two(inputs, first), projectors)
+            for first in range(0, batch_size_of(inputs), 2)
+        )
+
+    def _probe_pair(self, two_samples: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Refuses coupling of two samples; returns whether both have gradients to show it."""
+        with evaluating(self.model):
+            together = self.losses(two_samples).detach()
+            alone = [self.losses(copies_of(two_samples, 2, i)).detach() for i in (0, 1)]
+        refuse_coupled_losses(alone[0][:1], together[:1])
+        refuse_coupled_losses(alone[1][:1], together[1:])
+        shows = True
+        for only in (0, 1):
+            with evaluating(self.model):
+                _, found = self._pass(two_samples, projectors, only)
+            self.refuse_unused(found)
+            refuse_shared_gradients(found, 1 - only)
+            own = torch.stack([gradient.squared_norm()[only] for gradient in found.values()]).sum()
+            shows &= bool(own.isfinite() & (own > 0))
+            with keeping_random_state():  # mixing may happen in training mode only
+                _, found = self._pass(two_samples, projectors, only)
+            refuse_shared_gradients(found, 1 - only)
+        return shows
+
+
+def _with_masks(inputs: Inputs, padded: bool) -> dict[str, Any]:
+    """Returns the inputs with masks of attention that hide the last position, or none."""
+    found = dict(inputs)
+    for name, mask in inputs.items():
+        if name.endswith("attention_mask") and mask.dim() == 2 and mask.shape[1] > 1:
+            found[name] = torch.ones_like(mask)
+            found[name][:, -1] = int(not padded)
+    return found

@@ -1,0 +1,358 @@
+"""Per-sample losses: sample i's loss is the mean over sample i's own targets and nothing else.
+
+The loss that a Hugging Face model returns divides by a count over the whole batch. That couples the
+samples: one sample's gradient then depends on how many tokens its batch-mates have, and clipping no
+longer bounds what one sample contributes. So the model is run without labels, and its loss is
+computed here from its logits, by the function that ``heads`` has for its kind of head.
+
+Shapes: B samples in the batch, T positions, of which at most K have a label, h hidden features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients.adapters import advice
+from dp_grape_hf.gradients.losses.heads import (
+    HEADS,
+    IGNORE_INDEX,
+    UNKNOWN_LOSSES,
+    Head,
+    Inputs,
+    classification,
+    is_regression,
+)
+
+LossFunction = Callable[[Any, Tensor | None], Tensor]
+"""``(model outputs, labels) -> (B,)``: the type of a user's ``compute_loss_func``."""
+
+
+class ModelLoss(ABC):
+    """A loss that says itself what of a batch the model is run with."""
+
+    name: ClassVar[str]
+    """What errors call it."""
+
+    @property
+    def regresses(self) -> bool:
+        """Whether outputs are to be near labels that are numbers; else they are logits."""
+        return False
+
+    @abstractmethod
+    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
+        """Returns what the model is run with, and what the losses are computed of beside."""
+
+    @abstractmethod
+    def __call__(self, outputs: Any, labels: Any) -> Tensor:
+        """Returns the losses (B,)."""
+
+    @abstractmethod
+    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the loss that is minimised without privacy, a scalar, or None if it has none."""
+
+
+@dataclass(frozen=True)
+class HeadLoss(ModelLoss):
+    """The per-sample loss of one model: ``(outputs, labels) -> (B,)``, a ``LossFunction``.
+
+    Args:
+        model: the model, without PEFT around it.
+        head: what is known of its head.
+        label_smoothing: as the Trainer's ``label_smoothing_factor``.
+        virtual_tokens: how many positions without a label PEFT puts before the text.
+    """
+
+    model: nn.Module
+    head: Head
+    label_smoothing: float = 0.0
+    virtual_tokens: int = 0
+    name: ClassVar[str] = "the head's loss per sample"
+
+    @property
+    def regresses(self) -> bool:
+        """Whether outputs are to be near labels, as ``config.problem_type`` or its default says."""
+        config = getattr(self.model, "config", None)
+        outputs = getattr(config, "num_labels", 0)
+        return self.head.loss is classification and is_regression(config, outputs)
+
+    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Tensor | None]:
+        """Returns what the model is run with, and the labels; None if the batch has none."""
+        inputs = dict(inputs)
+        found = [inputs.pop(name, None) for name in self.head.labels]
+        if any(value is None for value in found):
+            return inputs, None
+        labels = found[0] if len(found) == 1 else torch.stack([x.flatten() for x in found], 1)
+        if self.head.prepare is not None:
+            inputs = self.head.prepare(self.model, inputs, labels)
+        if self.head.describe is not None:
+            labels = self.head.describe(self.model, inputs, labels)
+        return with_patches(inputs), labels
+
+    def __call__(self, outputs: Any, labels: Tensor | None) -> Tensor:
+        """Returns the losses (B,), float32.
+
+        Raises:
+            PrivacyError: if there are no labels, or not one per position where that is needed.
+        """
+        if labels is None:
+            names = " and ".join(repr(name) for name in self.head.labels)
+            raise PrivacyError(
+                f"The batch has no {names}, which {type(self.model).__name__} needs for its loss. "
+                "Add a column of that name or a data collator that makes it."
+            )
+        logits = self.logits(outputs)
+        if self.head.targets is not None:
+            labels = self.targets(labels, logits.shape[1])
+        return self.of(logits, labels)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the losses (B,) of logits and labels that belong to the same positions."""
+        extra = {"label_smoothing": self.label_smoothing} if self.head.smooths else {}
+        config = getattr(self.model, "config", None)
+        if self.head.targets is None:  # the tokens' loss converts a vocabulary's logits in parts
+            logits = logits.float()
+        return self.head.loss(logits, labels, config, **extra)
+
+    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the loss that the model returns by itself when it is given labels.
+
+        None if it returns none, or labels are smoothed, which models do not do themselves.
+        """
+        takes = signature(self.model.forward).parameters
+        named = any(p.kind is p.VAR_KEYWORD for p in takes.values()) or takes.keys() >= {
+            *self.head.labels
+        }
+        if self.label_smoothing or not named or not inputs.keys() >= {*self.head.labels}:
+            return None
+        config: Any = getattr(self.model, "config", None)
+        problem = getattr(config, "problem_type", None)
+        outputs = model(**with_patches(dict(inputs)))
+        if getattr(config, "problem_type", None) != problem:
+            config.problem_type = problem  # which models write down when they see labels
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        return loss.float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+    def logits(self, outputs: Any) -> Tensor:
+        """Returns the logits among the model's outputs."""
+        names = self.head.logits
+        if not isinstance(outputs, Mapping):
+            found = list(outputs[: len(names)])
+        elif missing := [name for name in names if name not in outputs]:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returns no {', '.join(missing)}, so its loss is not "
+                "known per sample. Pass compute_loss_func=f where f(outputs, labels) returns one "
+                "loss per sample."
+            )
+        else:
+            found = [outputs[name] for name in names]
+        return found[0] if len(found) == 1 else torch.stack(found, 1)
+
+    def fits(self, labels: Tensor, positions: int) -> bool:
+        """Returns whether so many positions belong to the labels: theirs, or those of PEFT too."""
+        return labels.dim() == 2 and positions - labels.shape[1] in (0, self.virtual_tokens)
+
+    def targets(self, labels: Tensor, positions: int) -> Tensor:
+        """Returns which label each position predicts, (B, positions).
+
+        PEFT's prompt tuning puts virtual tokens before the text, which have no label.
+        """
+        assert self.head.targets is not None
+        if not self.fits(labels, positions):
+            raise PrivacyError(
+                f"The {labels.dim()}-dimensional labels are not one per position of the model; "
+                f"{type(self.model).__name__} needs labels of shape (B, T), with {IGNORE_INDEX} "
+                "where there is none."
+            )
+        missing = positions - labels.shape[1]
+        return self.head.targets(functional.pad(labels, (missing, 0), value=IGNORE_INDEX))
+
+
+def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss:
+    """Returns the per-sample loss of a model, chosen by its class name.
+
+    Args:
+        model: the model, with PEFT around it or without.
+        label_smoothing: epsilon in [0, 1): that share of the loss is the mean over the vocabulary.
+
+    Raises:
+        UnsupportedModelError: if the loss of this head is not known per sample.
+        PrivacyError: if label smoothing is not defined for this head.
+    """
+    base: Any = model
+    if hasattr(base, "get_base_model"):  # PEFT
+        base = base.get_base_model()
+    name = type(base).__name__
+    fitting = [suffix for suffix in (*HEADS, *UNKNOWN_LOSSES) if name.endswith(suffix)]
+    suffix = max(fitting, key=len, default="")
+    if suffix not in HEADS:
+        if _is_contrastive(base):
+            raise UnsupportedModelError(
+                f"The loss of {name} is not known per sample: it is contrastive, and compares the "
+                "samples of a batch with each other, so that none has a gradient of its own that "
+                "could be clipped. Train a head on its features (a model ForImageClassification), "
+                "or pass compute_loss_func=f where f(outputs, labels) returns one loss per sample, "
+                "of shape (B,), and compares each with negatives in its own row or of public data."
+            )
+        why = f" (it {UNKNOWN_LOSSES[suffix]})" if suffix else ""
+        raise UnsupportedModelError(
+            f"The loss of {name} is not known per sample{why}. Pass compute_loss_func=f where "
+            "f(outputs, labels) returns one loss per sample, of shape (B,), each computed from "
+            "that sample alone. Known are the heads of models whose names end with: "
+            f"{', '.join(sorted(HEADS))}."
+        )
+    if suffix == "ForConditionalGeneration" and _reads_on(base):
+        suffix = "ForCausalLM"
+    found = HEADS[suffix]
+    if label_smoothing and not found.smooths:
+        raise PrivacyError(f"{label_smoothing=} is not defined for {name}; set it to 0.")
+    return HeadLoss(base, found, label_smoothing, _virtual_tokens(model))
+
+
+def _reads_on(model: Any) -> bool:
+    """Whether a model generates as a decoder does by itself: images or sounds, and then text."""
+    config: Any = getattr(model, "config", None)
+    encodes = getattr(config, "is_encoder_decoder", False)
+    return not encodes and hasattr(config, "get_text_config") and config.get_text_config() != config
+
+
+def _is_contrastive(model: nn.Module) -> bool:
+    """Whether a model compares texts with images or sounds, as CLIP does, if asked for its loss."""
+    asked = signature(model.forward).parameters.get("return_loss")
+    return asked is not None and asked.default is not True
+
+
+def _virtual_tokens(model: Any) -> int:
+    """Returns how many positions PEFT puts before those of the inputs in the model's outputs."""
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return 0
+    if config.peft_type == "CPT":
+        raise UnsupportedModelError(
+            "The loss of PEFT's CPT weighs the tokens of its context, which is not known per "
+            f"sample. Use prompt tuning, or pass compute_loss_func.{advice(model)}"
+        )
+    in_outputs = config.task_type != "SEQ_2_SEQ_LM"  # there the prompt is the encoder's
+    return config.num_virtual_tokens if in_outputs else 0
+
+
+def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Returns what the model is run with, and the labels, for a head's loss or a user's."""
+    if isinstance(loss, ModelLoss):
+        return loss.split(inputs)
+    inputs = dict(inputs)
+    labels = inputs.pop("labels", None)
+    return inputs, labels
+
+
+def with_patches(inputs: Inputs) -> Inputs:
+    """Returns inputs with the patches of all images in one row, where they are given by sample.
+
+    Qwen-VL is given patches (P, d) of images whose sizes (n, 3) say how many each has. In a batch
+    of samples they are (B, P / B, d) and (B, n / B, 3).
+    """
+    flat = dict(inputs)
+    for sizes, patches in _PATCHES.items():
+        if sizes in inputs and inputs[sizes].dim() == 3:
+            flat |= {name: inputs[name].flatten(0, 1) for name in (sizes, patches)}
+    return flat
+
+
+_PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
+
+
+# ---- Only where there are labels ----
+
+
+class LabelledPositions:
+    """Computes the vocabulary's logits only at positions with a label, while one pass runs.
+
+    Most logits of a masked language model, or of one that is trained on completions, meet no
+    label. As a context around the forward pass, this hands the output embeddings the labelled
+    positions of each sample, (B, K, h) of (B, T, h), where K is the most that a sample has; what a
+    sample has less is filled up with ignored positions. Losses and gradients stay the same.
+    """
+
+    def __init__(self, loss: HeadLoss, labels: Tensor) -> None:
+        self._loss, self._labels = loss, labels
+        self._targets: Tensor | None = None  # (B, K), once the output embeddings were called
+
+    def __enter__(self) -> LabelledPositions:
+        self._hook = None
+        find = getattr(self._loss.model, "get_output_embeddings", None)
+        embeddings = find() if self._loss.head.vocabulary and find is not None else None
+        if isinstance(embeddings, nn.Module):
+            self._hook = embeddings.register_forward_pre_hook(self._gather)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def losses(self, outputs: Any) -> Tensor | None:
+        """Returns the losses (B,), or None if the model uses its output embeddings otherwise."""
+        if self._targets is None:
+            return self._loss(outputs, self._labels)
+        logits = self._loss.logits(outputs)
+        if logits.shape[:2] != self._targets.shape:
+            return None
+        return self._loss.of(logits, self._targets)
+
+    def _gather(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = args[0] if len(args) == 1 else None
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(hidden) != len(self._labels):
+            return None
+        if not self._loss.fits(self._labels, hidden.shape[1]):
+            return None
+        targets = self._loss.targets(self._labels, hidden.shape[1])  # (B, T)
+        ignored = targets == IGNORE_INDEX
+        most = max(1, targets.shape[1] - int(ignored.sum(1).min()))  # K
+        if 4 * most > 3 * targets.shape[1]:
+            return None
+        # Sorted, not selected: a selection by value would have to be told from one of the model's.
+        chosen = torch.argsort(ignored.byte(), dim=1, stable=True)[:, :most]
+        self._targets = targets.gather(1, chosen)
+        return (hidden.gather(1, chosen[:, :, None].expand(-1, -1, hidden.shape[2])),)
+
+
+# ---- A user's loss ----
+
+
+def with_three_arguments(function: Callable[..., Tensor] | None) -> Any:
+    """Returns a user's loss as the Trainer calls it, also if it takes outputs and labels only."""
+    if function is None or "num_items_in_batch" in signature(function).parameters:
+        return function
+    if any(p.kind is p.VAR_KEYWORD for p in signature(function).parameters.values()):
+        return function
+
+    def called(outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None) -> Tensor:
+        return function(outputs, labels)
+
+    return called
+
+
+def checked(loss: Tensor, batch_size: int) -> Tensor:
+    """Returns the losses if there is one per sample.
+
+    Raises:
+        PrivacyError: for any other shape; a batch mean cannot be split into per-sample losses.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.shape != (batch_size,):
+        found = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            same = loss.dim() == 1
+            found = "tensor of another length" if same else f"{loss.dim()}-dimensional tensor"
+        raise PrivacyError(
+            f"The loss is a {found}; one loss per sample, shape (B,), is needed. Return losses "
+            "without reducing over the batch (reduction='none', then a mean over each sample's own "
+            "tokens)."
+        )
+    return loss

@@ -1,0 +1,284 @@
+"""What the per-sample gradient of each layer type is, as factors.
+
+A rule knows the layer's mathematics and nothing of projection, clipping or noise. It says what must
+survive the forward pass (``save``) and how the gradients of the layer's parameters follow from that
+and the gradient of the output (``gradients``). A rule is used for one call of one layer, whose
+input and output carry the B samples in the leading dimension, possibly flattened with positions.
+
+To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that
+owns trainable parameters gets the generic rule, of ``passes``: it runs under ``torch.func.vmap``.
+
+Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import activations
+from transformers.pytorch_utils import Conv1D
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows
+
+RECOMPUTABLE = {
+    *(nn.GELU, nn.SiLU, nn.Mish),
+    *(activations.GELUActivation, activations.NewGELUActivation, activations.FastGELUActivation),
+    *(activations.QuickGELUActivation, activations.GELUTanh, activations.SiLUActivation),
+}
+"""Activation functions that are cheap and keep their input: a layer behind one may compute its own
+input anew instead of keeping it as well. ReLU and tanh are not among them: they keep their
+output."""
+
+
+class LayerRule:
+    """How one layer type's parameters get their per-sample gradients."""
+
+    saves: ClassVar[str | None] = None
+    """Which factor of the weight's ``Factored`` gradient ``save`` returns: ``rows`` or ``cols``. A
+    factor that is to be projected is projected at once, and only (B, T, r) survives the forward
+    pass."""
+
+    def applies(self, layer: Any) -> bool:
+        """Returns whether the rule is exact for this layer, as configured."""
+        return True
+
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
+        """Returns the one tensor that must survive the forward pass."""
+        return layer_input
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        """Returns the gradient of each parameter, under the name it has in the layer."""
+        raise NotImplementedError
+
+
+RULES: dict[type[nn.Module], LayerRule] = {}
+
+
+def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
+    """Registers a rule for layer types (exact types: a subclass may compute something else)."""
+
+    def register(rule: type[LayerRule]) -> type[LayerRule]:
+        for layer_type in types:
+            if layer_type in RULES:
+                raise ValueError(f"{layer_type.__name__} has a rule already")
+            RULES[layer_type] = rule()
+        return rule
+
+    return register
+
+
+def rule_for(layer: nn.Module) -> LayerRule | None:
+    """Returns the closed-form rule of a layer, or None where only the generic rule is exact."""
+    if not {name for name, _ in layer.named_parameters(recurse=False)} <= {"weight", "bias"}:
+        return None  # somebody gave the layer a parameter that its rule does not know
+    rule = RULES.get(type(layer))
+    if rule is None and type(layer).forward is nn.Linear.forward:
+        rule = RULES[nn.Linear]
+    if rule is None and isinstance(layer, nn.Embedding):
+        rule = RULES[nn.Embedding]  # applied where the subclass calls functional.embedding
+    if rule is None and type(layer).__name__.endswith(("RMSNorm", "LayerNorm")):
+        rule = RULES[nn.RMSNorm]  # T5's LayerNorm is one; the rule proves it before it applies
+    return rule if rule is not None and rule.applies(layer) else None
+
+
+def refuse_coupling(path: str, layer: nn.Module) -> None:
+    """Refuses a layer in which one sample's output depends on another sample."""
+    kind = type(layer).__name__
+    name = f"{path or 'the model'}: {kind}"
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        raise UnsupportedModelError(
+            f"{name} mixes samples through batch statistics, so a per-sample gradient does not "
+            "exist. Replace it with GroupNorm or LayerNorm."
+        )
+    if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
+        raise UnsupportedModelError(
+            f"{name} with {layer.max_norm=} and {layer.scale_grad_by_freq=} changes its weight or "
+            "its gradient with the contents of the whole batch. Set max_norm=None and "
+            "scale_grad_by_freq=False."
+        )
+    if kind == "NystromformerSelfAttention" and layer.num_landmarks != layer.seq_len:
+        raise UnsupportedModelError(
+            f"{name} with {layer.num_landmarks=} of {layer.seq_len=} positions inverts a matrix by "
+            "iterations, which begin at one that is divided by a maximum over the whole batch. Set "
+            "num_landmarks to segment_means_seq_len in the config: attention is then the exact one "
+            "that landmarks approximate, with the same weights."
+        )
+
+
+def _positions(tensor: Tensor, batch_size: int) -> Tensor:
+    """Returns (B, ..., n) or (B * T, n) as (B, T, n)."""
+    return tensor.reshape(batch_size, -1, tensor.shape[-1])
+
+
+@layer_rule(nn.Linear)
+class LinearRule(LayerRule):
+    """``y = x W^T + b``: rows are the output's gradient, columns the input."""
+
+    saves = "cols"
+
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
+        return _positions(layer_input, batch_size)  # (B, T, n)
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        rows = _positions(grad_output, batch_size)  # (B, T, m)
+        return {"weight": Factored(rows, saved), "bias": Dense(rows.sum(1, dtype=torch.float32))}
+
+
+@layer_rule(Conv1D)
+class Conv1DRule(LinearRule):
+    """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped."""
+
+    saves = "rows"
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        cols = _positions(grad_output, batch_size)  # (B, T, n)
+        return {"weight": Factored(saved, cols), "bias": Dense(cols.sum(1, dtype=torch.float32))}
+
+
+@layer_rule(nn.Embedding)
+class EmbeddingRule(LayerRule):
+    """A table look-up: only the rows that were looked up have a gradient."""
+
+    def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
+        return layer_input.reshape(batch_size, -1)  # (B, T)
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        values = _positions(grad_output, batch_size)  # (B, T, n)
+        if layer.padding_idx is not None:  # its row is a constant, as in autograd
+            values = values.masked_fill((saved == layer.padding_idx)[:, :, None], 0)
+        return {"weight": SparseRows(saved, values, layer.num_embeddings)}
+
+
+@layer_rule(nn.LayerNorm)
+class LayerNormRule(LayerRule):
+    """``y = normalised(x) * w + b``; the normalised input is recomputed, so only x is kept."""
+
+    def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
+        """Returns the factor of w, of the input's shape, float32, as a new tensor."""
+        return functional.layer_norm(layer_input.float(), layer.normalized_shape, eps=layer.eps)
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        shape = (batch_size, -1, *layer.weight.shape)
+        grad = grad_output.float().reshape(shape)
+        factor = self.normalised(layer, saved).reshape(shape)
+        return {"weight": Dense(factor.mul_(grad).sum(1)), "bias": Dense(grad.sum(1))}
+
+
+@layer_rule(nn.RMSNorm)
+class RMSNormRule(LayerNormRule):
+    """``y = x / rms(x) * w``, or ``* (1 + w)``, over the last dimension.
+
+    Transformers defines one such class per model family. A class is taken for one by its name and
+    then proved to be one: on inputs of two sizes it must equal the formula, else the generic rule
+    is used.
+    """
+
+    def applies(self, layer: Any) -> bool:
+        """Returns whether the layer computes the formula, by evaluating both."""
+        parameters = dict(layer.named_parameters(recurse=False))
+        if set(parameters) != {"weight"} or layer.weight.dim() != 1:
+            return False
+        if "variance_epsilon" not in vars(layer) and "eps" not in vars(layer):
+            return False
+        eps = vars(layer).get("variance_epsilon", vars(layer).get("eps")) or 1e-6
+        line = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
+        rows = line.reshape(2, -1)
+        probe = torch.cat([rows, eps**0.5 * rows]).to(layer.weight.dtype)  # eps matters in two rows
+        weight = rows[1].to(layer.weight.dtype) + 0.5  # its own may be all zeros
+        with torch.no_grad():
+            try:
+                output = functional_call(layer, {"weight": weight}, (probe,))
+            except TypeError:  # it needs more than the input, a gate for example
+                return False
+            factor, weight = self.normalised(layer, probe), weight.float()
+        tolerance = {"rtol": 2 * torch.finfo(probe.dtype).eps ** 0.75, "atol": 1e-6}
+        return isinstance(output, Tensor) and any(
+            torch.allclose(output.float(), factor * scale, **tolerance)
+            for scale in (weight, 1 + weight)
+        )
+
+    def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
+        """Returns ``x / rms(x)``, of the input's shape, float32, as a new tensor."""
+        eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
+        if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
+            eps = torch.finfo(torch.promote_types(layer_input.dtype, torch.float32)).eps
+        x = layer_input.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvolutionRule(LayerRule):
+    """A convolution: a linear layer over patches (n = in * kh * kw), or its own backward pass.
+
+    Patches that do not overlap, of an image in one group (the embedding of a vision transformer),
+    are the columns of a linear layer. In general the patches would take kh * kw times the input's
+    memory, so the gradients of all samples come from one backward convolution, in which every
+    sample is a group.
+    """
+
+    def applies(self, layer: Any) -> bool:
+        """Returns whether what is outside of the input counts as zero."""
+        return layer.padding_mode == "zeros"
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Single]:
+        dims = len(layer.kernel_size)
+        rows = grad_output.flatten(-dims).transpose(1, 2)  # (b, places, m)
+        rows = rows.reshape(batch_size, -1, rows.shape[-1])
+        weight = (
+            Factored(rows, self._patches(layer, saved, batch_size))
+            if dims == 2 and layer.groups == 1 and layer.stride == layer.kernel_size
+            else Dense(self._dense(layer, saved, grad_output, batch_size))
+        )
+        return {"weight": weight, "bias": Dense(rows.sum(1, dtype=torch.float32))}
+
+    def _patches(self, layer: Any, saved: Tensor, batch_size: int) -> Tensor:
+        """Returns the patches of each sample, (B, places, n)."""
+        padding = 0 if isinstance(layer.padding, str) else layer.padding  # strided: not "same"
+        patches = functional.unfold(
+            saved, layer.kernel_size, layer.dilation, padding, layer.stride
+        )  # (b, n, places)
+        return patches.transpose(1, 2).reshape(batch_size, -1, patches.shape[1])
+
+    def _dense(self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int) -> Tensor:
+        """Returns the weight's gradient of each sample, (B, *weight), from one convolution."""
+        padding = layer.padding
+        if isinstance(padding, str):  # all of it is put into the input
+            saved = functional.pad(saved, layer._reversed_padding_repeated_twice)
+            padding = (0,) * len(layer.kernel_size)
+        each = len(saved) // batch_size  # images of one sample, whose gradients add up
+        images = saved.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
+        grads = grad_output.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
+        m, *rest = layer.weight.shape
+        shape = (batch_size * m, *rest)
+        gradient = torch.ops.aten.convolution_backward(
+            grads,  # (each, B * m, ...)
+            images.to(grads.dtype),  # (each, B * channels, ...)
+            grads.new_zeros(()).expand(shape),  # the weight, of which only the shape is read
+            None,
+            layer.stride,
+            padding,
+            layer.dilation,
+            False,
+            [0] * len(layer.kernel_size),
+            batch_size * layer.groups,
+            (False, True, False),
+        )[1]
+        return gradient.unflatten(0, (batch_size, m))

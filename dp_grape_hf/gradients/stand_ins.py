@@ -1,0 +1,464 @@
+"""Runs a module for many samples with weights ``W + lift(z_i)`` at z = 0, without forming the sums.
+
+The per-sample gradient of a weight is the derivative of one sample's loss in that sample's
+coordinates z. Under ``torch.func.vmap`` that would take B copies ``W + lift(z_i)`` of each weight,
+although z is zero and all of them are W. So a weight is handed to the module's code as a stand-in:
+
+* ``linear``, ``addmm``, ``embedding``, ``layer_norm`` and convolutions are linear in the weight.
+  Their value is computed from W, for all samples at once, and a node at the output computes the
+  derivative in z.
+* Anything else that is done with the weight is done with the sum, formed when first asked for.
+
+Which of the two happens depends on the operation, not on the module that owns the weight: a tied
+weight, a subclass of ``nn.Linear`` and a use outside the owner's forward get exact derivatives.
+
+Shapes: B samples, T positions sharing the weight, m x n the weight as stored, r rank. A sample's
+own tensors may have any dimensions before the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from dp_grape_hf.gradients.forms import Factored, Single, SparseRows
+from dp_grape_hf.projections import Projector, Side
+
+Record = Callable[[str, Single], None]
+
+
+def call_in_coordinates(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    coordinates: Mapping[str, Tensor],
+    projectors: Mapping[str, Projector],
+    record: Record,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns one sample's ``forward(*args, **kwargs)`` with parameters ``W + lift(z)`` at z = 0.
+
+    To be called inside one ``torch.func.vmap`` over the samples, whose result is differentiated in
+    z by ``torch.autograd`` from outside. The derivative at zero is exact; W itself is detached.
+
+    Args:
+        module: the module whose parameters are replaced during the call.
+        forward: what to call: ``module.forward``, or anything that runs the module.
+        coordinates: the module's name of a parameter -> its coordinates, which are zero, require
+            grad and are an argument that vmap maps over. Children's parameters have dotted names;
+            a weight with several names counts under one.
+        projectors: the same names -> projectors, for the parameters that are projected.
+        record: receives, during the backward pass, what is better not computed as the gradient of
+            z: name and gradient of one look-up in a table (``SparseRows``) or of one product with
+            an unprojected matrix (``Factored``). The gradient of a weight is the sum of what was
+            recorded and of the gradient of its z, if there is one.
+        args: positional arguments of ``forward``.
+        kwargs: keyword arguments of ``forward``.
+    """
+    weights = dict(module.named_parameters())
+    stand_ins: dict[int, Tensor] = {
+        id(weights[name]): _StandIn.of(weights[name], name, z, projectors.get(name), record)
+        for name, z in coordinates.items()
+    }
+    return call_with(module, forward, stand_ins, args, kwargs or {})
+
+
+def call_for_one(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    coordinates: Mapping[str, Tensor],
+    projectors: Mapping[str, Projector],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Returns what ``call_in_coordinates`` does, outside vmap: for any code, one sample at a time.
+
+    A weight is then its own value, of which autograd computes the whole gradient of one sample; the
+    gradient in z is its projection. Arguments are as there, with coordinates of this sample.
+    """
+    weights = dict(module.named_parameters())
+    own: dict[int, Tensor] = {
+        id(weights[name]): _Own.apply(z, weights[name].detach(), projectors.get(name))
+        for name, z in coordinates.items()
+    }
+    return call_with(module, forward, own, args, kwargs)
+
+
+def call_with(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    replacements: Mapping[int, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls with other tensors for some parameters, by their ids, under all of their names."""
+    # One entry for each place that holds a weight: a module that is reached by two paths is one.
+    places = {
+        ".".join(filter(None, ["module", path, local])): replacements[id(parameter)]
+        for path, owner in module.named_modules()
+        for local, parameter in owner._parameters.items()
+        if id(parameter) in replacements
+    }
+    call = _Call(module)
+    return functional_call(call, places, (forward, *args), dict(kwargs), tie_weights=False)
+
+
+def zero_coordinates(weight: Tensor, projector: Projector | None, batch_size: int) -> Tensor:
+    """Returns zero coordinates of a weight for each sample, (B, ...), which take no memory."""
+    shape = projector.coordinate_shape(weight.shape) if projector else weight.shape
+    zero = torch.zeros((), device=weight.device)
+    return zero.expand(batch_size, *shape).requires_grad_()
+
+
+def outside_vmap(
+    batched: Tensor, function: Callable[..., tuple[Tensor, int | None]], *tensors: Tensor | None
+) -> Tensor:
+    """Calls a function on the tensors of all samples, from inside vmap over the samples.
+
+    Args:
+        batched: any tensor that vmap maps over.
+        function: takes each of the tensors with the samples in dimension 0; returns a tensor and
+            its dimension of samples, None if it is the same for all samples. Its operations are
+            differentiated as usual.
+        tensors: tensors of one sample, as seen inside vmap.
+    """
+    return _Outside.apply(batched, function, *tensors)
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(batched: Tensor, function: Any, *tensors: Tensor | None) -> Tensor:
+        raise AssertionError("the first argument is batched, so the rule for vmap is called")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Does nothing: the function's own operations are differentiated."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, batched: Tensor, function: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor, int | None]:
+        def of_all(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            if dim is None:
+                return tensor.expand(info.batch_size, *tensor.shape)
+            return tensor.movedim(dim, 0)
+
+        return function(*map(of_all, tensors, in_dims[2:]))
+
+
+class _Own(torch.autograd.Function):
+    """A weight, as ``W + lift(z)`` at z = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, weight: Tensor, projector: Projector | None) -> Tensor:
+        ctx.projector = projector
+        return weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.to_dense().float() if grad.is_sparse else grad.float()
+        return (ctx.projector.project(grad) if ctx.projector else grad), None, None
+
+
+class _Call(nn.Module):
+    """Lets ``functional_call`` replace the parameters of a module and call something else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+METADATA = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "itemsize")
+    ),
+}
+"""What is known of a weight whatever its numbers are."""
+
+_REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
+
+
+class _StandIn(Tensor):
+    """A weight W, detached, that stands for ``W + lift(z)`` of one sample."""
+
+    weight: Tensor
+    label: str
+    z: Tensor  # inside vmap
+    projector: Projector | None
+    record: Record
+    _sum: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        parameter: Tensor,
+        label: str,
+        z: Tensor,
+        projector: Projector | None,
+        record: Record,
+    ) -> _StandIn:
+        """Returns the stand-in of a parameter."""
+        weight = parameter.detach()
+        self = weight.as_subclass(cls)
+        self.weight, self.label, self.z = weight, label, z
+        self.projector, self.record, self._sum = projector, record, None
+        return self
+
+    def formed(self) -> Tensor:
+        """Returns ``W + lift(z)``."""
+
+        def compute(z: Tensor) -> tuple[Tensor, int]:
+            delta = self.projector.lift(z) if self.projector else z
+            return self.weight + delta.to(self.weight.dtype), 0
+
+        if not torch.is_grad_enabled():  # such a sum has no derivative: it is not for later uses
+            return outside_vmap(self.z, compute, self.z)
+        if self._sum is None:
+            self._sum = outside_vmap(self.z, compute, self.z)
+        return self._sum
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD:
+            return True
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _OPERATIONS:
+            output = _OPERATIONS[func](*args, **kwargs)
+            if output is not None:
+                return output
+        args, kwargs = tree_map_only(_StandIn, _StandIn.formed, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# ---- Operations that are linear in the weight: value from W, derivative in z ----
+
+
+class AtZero(torch.autograd.Function):
+    """The identity, and the derivative of a term that is linear in coordinates which are zero.
+
+    ``derivative(grad_output, saved)`` returns one gradient for each of the coordinates.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, saved: Tensor, derivative: Any, *coordinates: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.derivative = derivative
+        return output.detach()  # an alias but no autograd view: in-place operations may follow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output, None, None, *ctx.derivative(grad_output, *ctx.saved_tensors)
+
+
+def _plain(weight: Any) -> Any:
+    return weight.weight if isinstance(weight, _StandIn) else weight
+
+
+def _computed(weight: Any) -> bool:
+    """Returns whether a weight was computed from others, so that each sample has one of its own."""
+    batched: bool = isinstance(weight, Tensor) and not isinstance(weight, _StandIn)
+    return batched and torch._C._functorch.is_batchedtensor(weight)
+
+
+def _moving(*weights: Any) -> list[Tensor]:
+    """Returns the coordinates of those weights that have some."""
+    return [weight.z for weight in weights if isinstance(weight, _StandIn)]
+
+
+def _positions(tensor: Tensor, last: int = 1) -> Tensor:
+    """Returns (B, ..., *last) as (B, T, *last), for any number of last dimensions."""
+    end = tensor.dim() - last
+    return tensor.reshape(len(tensor), tensor.shape[1:end].numel(), *tensor.shape[end:])
+
+
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Tensor | None:
+    """``y = b + x W``, as in GPT-2's ``Conv1D``: a linear layer whose weight is W^T."""
+    if input.dim() != 1 or (beta, alpha, out) != (1, 1, None):
+        return None
+    return _product(mat1, mat2, input, transposed=True)
+
+
+def _product(
+    input: Tensor, weight: Any, bias: Any = None, *, transposed: bool = False
+) -> Tensor | None:
+    """Returns ``x M^T + b`` where M is W or, if transposed, W^T, so that its coordinates are Z^T.
+
+    On the right side of M, ``x (M + Z P^T)^T = x M^T + (x P) Z^T``; on its left side,
+    ``x (M + P Z)^T = x M^T + (x Z^T) P^T``.
+    """
+    if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
+        return None
+    trained = isinstance(weight, _StandIn)
+    projector = weight.projector if trained else None
+    on_right = projector is not None and (projector.side is Side.RIGHT) != transposed
+    before, after = (projector, None) if on_right else (None, projector)
+
+    def derivative(grad: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
+        rows, cols, found = _positions(grad), _positions(saved), []
+        if trained:
+            matrix = Factored(rows @ after.matrix.to(rows.dtype) if after else rows, cols)
+            swapped = Factored(matrix.cols, matrix.rows) if transposed else matrix
+            if projector is None:
+                weight.record(weight.label, swapped)
+            found.append(None if projector is None else swapped.dense().values)
+        if isinstance(bias, _StandIn):
+            found.append(rows.sum(1, dtype=torch.float32))
+        return tuple(found)
+
+    def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
+        matrix = _plain(weight).T if transposed else _plain(weight)
+        saved = x.detach()
+        if before:
+            saved = saved @ before.matrix.to(saved.dtype)  # while x is in the cache
+        output = functional.linear(x, matrix, _plain(bias))
+        return AtZero.apply(output, saved, derivative, *coordinates), 0
+
+    coordinates = _moving(weight, bias)
+    return outside_vmap(coordinates[0], compute, input, *coordinates)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """``y_t = W[index_t]``."""
+    projector: Projector | None = weight.projector
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    num_rows = weight.weight.shape[0]
+
+    def derivative(grad: Tensor, indices: Tensor) -> tuple[Tensor | None]:
+        indices, values = _positions(indices, last=0), _positions(grad)
+        if padding_idx is not None:  # its row is a constant, as in autograd
+            padding = indices == padding_idx % num_rows
+            values = values.masked_fill(padding[:, :, None], 0)
+        if projector is not None and projector.side is Side.LEFT:
+            picked = projector.matrix.to(values.dtype)[indices]  # G's rows are one-hot in P^T G
+            return (Factored(picked, values).dense().values,)
+        values = values if projector is None else projector.project(values)
+        weight.record(weight.label, SparseRows(indices, values, num_rows))
+        return (None,)
+
+    def compute(indices: Tensor, z: Tensor) -> tuple[Tensor, int]:
+        output = functional.embedding(indices, weight.weight)
+        return AtZero.apply(output, indices, derivative, z), 0
+
+    return outside_vmap(weight.z, compute, input, weight.z)
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor | None:
+    """``y = n(x) w + b``; the normalised input is computed again, so only x is kept."""
+    if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
+        return None
+    dims = len(normalized_shape)
+
+    def derivative(grad: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
+        grad, found = _positions(grad, dims).float(), []
+        if isinstance(weight, _StandIn):
+            normalised = functional.layer_norm(saved.float(), normalized_shape, eps=eps)
+            found.append((grad * _positions(normalised, dims)).sum(1))
+        if isinstance(bias, _StandIn):
+            found.append(grad.sum(1))
+        return tuple(found)
+
+    def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
+        output = functional.layer_norm(x, normalized_shape, _plain(weight), _plain(bias), eps)
+        return AtZero.apply(output, x.detach(), derivative, *coordinates), 0
+
+    coordinates = _moving(weight, bias)
+    return outside_vmap(coordinates[0], compute, input, *coordinates)
+
+
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor | None]:
+    """Returns a convolution over that many dimensions, with a backward pass for each sample."""
+
+    def operation(
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
+            return None
+        if isinstance(padding, str) or getattr(weight, "projector", None) is not None:
+            return None
+        sizes = [[x] * dims if isinstance(x, int) else x for x in (stride, padding, dilation)]
+
+        def derivative(grad: Tensor, images: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+            found = []
+            if isinstance(weight, _StandIn):
+                kernel = grad.new_zeros(()).expand(weight.shape)  # only its shape is read
+                each = zip(
+                    grad.chunk(batch_size), images.to(grad.dtype).chunk(batch_size), strict=True
+                )
+                own = (
+                    torch.ops.aten.convolution_backward(
+                        g, x, kernel, None, *sizes, False, [0] * dims, groups, (False, True, False)
+                    )[1]
+                    for g, x in each
+                )
+                found.append(torch.stack([*own]))
+            if isinstance(bias, _StandIn):
+                own_places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
+                found.append(own_places.sum((1, 3), dtype=torch.float32))
+            return tuple(found)
+
+        def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
+            sample = x.shape[: -dims - 1]  # (B,) or (B, b)
+            images = x.reshape(-1, *x.shape[-dims - 1 :])
+            output = function(images, _plain(weight), _plain(bias), *sizes, groups)
+            own = partial(derivative, batch_size=len(x))
+            output = AtZero.apply(output, images.detach(), own, *coordinates)
+            return output.unflatten(0, sample), 0
+
+        coordinates = _moving(weight, bias)
+        return outside_vmap(coordinates[0], compute, input, *coordinates)
+
+    return operation
+
+
+_OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
+    functional.linear: _product,
+    torch.addmm: _addmm,
+    functional.embedding: _embedding,
+    functional.layer_norm: _layer_norm,
+    functional.conv1d: _convolution(functional.conv1d, 1),
+    functional.conv2d: _convolution(functional.conv2d, 2),
+    functional.conv3d: _convolution(functional.conv3d, 3),
+}

@@ -1,0 +1,188 @@
+"""Gradients of privacy units: those of a unit's examples, added up before there is any norm.
+
+An engine around an engine. The inner one computes the gradients of examples; this one hands on the
+gradients of units, so that what clips and sums sees a batch of units and needs not know of
+examples. Nothing is approximated: a unit's gradient is the sum of its examples' gradients, and the
+norm is that of the sum, in whatever form the gradients are.
+
+Shapes: B examples in the physical batch, U units, whose rows lie next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine, batch_size_of
+from dp_grape_hf.gradients.flat import FlatGradients
+from dp_grape_hf.gradients.forms import (
+    Dense,
+    Factored,
+    GradientSum,
+    PerSampleGradient,
+    Single,
+    SparseRows,
+)
+from dp_grape_hf.projections import Projector
+
+UNIT_OF_ROW = "privacy_unit_of_row"
+"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
+
+
+@dataclass(frozen=True)
+class UnitSum(PerSampleGradient):
+    """The gradients of units, each the sum of some of the gradients of examples.
+
+    The sums are not materialised: positions of a unit's examples count as positions of one sample,
+    so that what was factored, or sparse, stays it.
+    """
+
+    examples: PerSampleGradient  # of B examples
+    sizes: tuple[int, ...]  # U numbers of examples, in their order; B together
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.examples.shape
+
+    def squared_norm(self) -> Tensor:
+        return torch.cat([summed.squared_norm() for summed in self._sums()])
+
+    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
+        """Adds ``sum_u factors[u] * gradient_u`` to ``total``: a unit's examples share a factor."""
+        sizes = torch.tensor(self.sizes, dtype=torch.long, device=factors.device)
+        of_examples = factors.repeat_interleave(sizes, output_size=sum(self.sizes))
+        self.examples.add_weighted_sum_(total, of_examples)
+
+    def inner_products(self, directions: Tensor) -> Tensor:
+        return torch.cat([summed.inner_products(directions) for summed in self._sums()])
+
+    def rounding(self) -> Tensor:
+        return torch.cat([summed.rounding() for summed in self._sums()])
+
+    def select(self, samples: Tensor | slice) -> UnitSum:
+        """Returns the gradients of the units that a mask or a slice chooses."""
+        sizes = torch.tensor(self.sizes)
+        chosen = torch.zeros(len(self.sizes), dtype=torch.bool)
+        chosen[samples.cpu() if isinstance(samples, Tensor) else samples] = True
+        rows = chosen.repeat_interleave(sizes).nonzero().flatten()
+        return UnitSum(self.examples.select(rows), tuple(sizes[chosen].tolist()))
+
+    def cheapest(self) -> Dense | UnitSum:
+        """Returns dense gradients added up, where there is no other form to keep."""
+        if not isinstance(self.examples, Dense):
+            return self
+        sums = [summed.values for summed in self._sums() if isinstance(summed, Dense)]
+        return Dense(sums[0] if len(sums) == 1 else torch.cat(sums))
+
+    def _sums(self) -> Iterator[PerSampleGradient]:
+        """Yields the sums of consecutive units of one size each, without copies of factors."""
+        first = 0
+        for size, group in groupby(self.sizes):
+            last = first + sum(group)
+            yield _summed(self.examples.select(slice(first, last)), size)
+            first = last
+
+
+def _summed(examples: PerSampleGradient, size: int) -> PerSampleGradient:
+    """Returns the sum of every ``size`` consecutive gradients, in the form that they have."""
+    if isinstance(examples, GradientSum):
+        return GradientSum(tuple(_summed_single(part, size) for part in examples.parts))
+    assert isinstance(examples, Single)
+    return _summed_single(examples, size)
+
+
+def _summed_single(examples: Single, size: int) -> Single:
+    def joined(positions: Tensor) -> Tensor:  # (B, T, ...) -> (U, size T, ...)
+        return positions.unflatten(0, (-1, size)).flatten(1, 2)
+
+    match examples:
+        case Dense(values):
+            return Dense(values.float().unflatten(0, (-1, size)).sum(1))
+        case Factored(rows, cols):
+            return Factored(joined(rows), joined(cols))
+        case SparseRows(indices, values, num_rows):
+            return SparseRows(joined(indices), joined(values), num_rows)
+
+
+class UnitEngine(OuterEngine):
+    """Hands on the gradients of units where another engine computes those of examples.
+
+    Its batches say under ``UNIT_OF_ROW`` which unit each row belongs to. Losses stay those of
+    examples.
+
+    Args:
+        examples: computes losses and gradients of examples.
+
+    Raises:
+        PrivacyError: when called, if a batch does not say whose its rows are, or a row is not an
+            example.
+    """
+
+    def __call__(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, Gradients]:
+        """Returns losses (B,) of examples and gradients of units by parameter name (sensitive)."""
+        examples, sizes = _split(inputs)
+        losses, gradients = self.examples(examples, projectors)
+        return losses, _of_units(gradients, sizes)
+
+    def stream(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
+    ) -> Tensor:
+        """Hands out the gradients of one group after another; returns losses (B,) of examples."""
+        examples, sizes = _split(inputs)
+
+        def summing(consume: Consume) -> Consume:
+            return lambda found: consume(_of_units(found, sizes))
+
+        return self.examples.stream(examples, projectors, *map(summing, consumers))
+
+
+def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:
+    """Returns the gradients of units; those of examples are freed one by one."""
+    if all(size == 1 for size in sizes):
+        return gradients
+    if isinstance(gradients, FlatGradients):
+        rows = gradients.flat
+        of_row = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)])
+        flat = rows.new_zeros(len(sizes), rows.shape[1])
+        flat.index_add_(0, of_row.to(rows.device), rows)
+        order = list(gradients)
+        others = _each_of_units(gradients.others, sizes)
+        return FlatGradients(gradients.layout, flat, others, order)
+    assert isinstance(gradients, dict)
+    return _each_of_units(gradients, sizes)
+
+
+def _each_of_units(
+    gradients: dict[str, PerSampleGradient], sizes: tuple[int, ...]
+) -> dict[str, PerSampleGradient]:
+    return {name: UnitSum(gradients.pop(name), sizes).cheapest() for name in list(gradients)}
+
+
+def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
+    """Returns a batch without whose its rows are, and how many of them each unit has."""
+    if UNIT_OF_ROW not in inputs:
+        raise PrivacyError(
+            f"The batch has no {UNIT_OF_ROW!r}, which says whose its rows are. Collate it with a "
+            "UnitCollator."
+        )
+    groups = [(unit, len(list(rows))) for unit, rows in groupby(inputs[UNIT_OF_ROW].tolist())]
+    if [unit for unit, _ in groups] != list(range(len(groups))):
+        raise PrivacyError(
+            f"The batch's {UNIT_OF_ROW!r} does not count up from 0: the rows of a unit must lie "
+            "next to each other, or one unit would be clipped as several."
+        )
+    sizes = tuple(size for _, size in groups)
+    examples = {name: value for name, value in inputs.items() if name != UNIT_OF_ROW}
+    if batch_size_of(examples) != sum(sizes):
+        raise PrivacyError(
+            "The data collator made other rows than it was given examples, so it is not known "
+            "whose a row is and its clipping bounds nothing. Turn packing off."
+        )
+    return examples, sizes

@@ -1,0 +1,305 @@
+"""The check of the first steps: silent on models that are right, and the saboteurs it catches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import (
+    Dense,
+    check_gradients,
+    examine_batch,
+    make_engine,
+    require_each_once,
+)
+from dp_grape_hf.gradients.layerwise import LayerwiseEngine
+from dp_grape_hf.gradients.rules import RULES, LayerRule
+from dp_grape_hf.mechanism import Streams
+from dp_grape_hf.trainer import mixin
+from recipes.models.matrix import projectors_for
+from tests.support.marks import slow_but
+from tests.support.models import TYPICAL, Case, only
+from tests.support.trainers import (
+    FEATURES,
+    WIDTH,
+    TinyForSequenceClassification,
+    Watch,
+    assert_same_weights,
+    examples_of,
+    make_trainer,
+    weights_of,
+)
+
+
+def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
+    return case.batch(size, case.positions)
+
+
+# ---- Silent where all is well ----
+
+
+@pytest.mark.parametrize("case", slow_but(("gpt2", "vit"), TYPICAL))
+@pytest.mark.parametrize("bits", ["32", "16", "autocast"])
+def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
+    model = case.model().to(torch.bfloat16 if bits == "16" else None)
+    batch = {
+        key: value.to(model.dtype) if value.is_floating_point() else value
+        for key, value in batch_of(case).items()
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=bits == "autocast"):
+        engine = make_engine("layerwise", model)
+        check_gradients(engine, batch, projectors_for(model, 2))
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_dropout_checkpointing_and_frozen_parts_pass() -> None:
+    model = only("roberta-classifier").model(hidden_dropout_prob=0.5)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.roberta.embeddings.requires_grad_(False)
+    check_gradients(make_engine("layerwise", model), batch_of(only("roberta-classifier")), {})
+
+
+def test_a_sample_of_nan_says_nothing() -> None:
+    x = torch.randn(3, FEATURES)
+    x[0] = float("nan")
+    batch = {"x": x, "labels": torch.tensor([0, 1, 2])}
+    check_gradients(make_engine("layerwise", TinyForSequenceClassification()), batch, {})
+
+
+@pytest.mark.slow
+def test_training_is_the_same_with_the_check_and_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Dropout masks included: the check leaves the random state as it was."""
+    runs = []
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr(mixin, "check_gradients", lambda *_: None)
+        trainer = make_trainer(
+            tmp_path / str(len(runs)),
+            model=only("bert-classifier").model(num_hidden_layers=1, hidden_dropout_prob=0.3),
+            train_dataset=examples_of("bert-classifier"),
+            known_streams=Streams.known(),
+            seed=1,
+        )
+        trainer.train()
+        runs.append(weights_of(trainer.model))
+    assert_same_weights(runs[0], runs[1])
+
+
+# ---- Saboteurs of gradients ----
+
+
+class LosesATerm(LayerRule):
+    """LayerNorm's rule, without the product by the normalised input."""
+
+    def gradients(
+        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
+    ) -> dict[str, Any]:
+        rows = grad_output.reshape(batch_size, -1, grad_output.shape[-1])
+        return {"weight": Dense(rows.sum(1)), "bias": Dense(rows.sum(1))}
+
+
+def _record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a square linear layer, every second call of a pass is not recorded."""
+    rule, calls = type(RULES[nn.Linear]), [0]
+    right = rule.gradients
+
+    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+        if layer.weight.shape == (WIDTH, WIDTH):
+            calls[0] += 1
+            grad_output = grad_output * (calls[0] % 2)
+        return right(self, layer, saved, grad_output, *args)
+
+    monkeypatch.setattr(rule, "gradients", wrong)
+
+
+class UsedTwiceForSequenceClassification(TinyForSequenceClassification):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(WIDTH, WIDTH)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.twice(torch.tanh(self.body(x))))
+        return {"logits": self.head(torch.tanh(self.twice(hidden)))}
+
+
+def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = only("gpt2")
+    monkeypatch.setitem(RULES, nn.LayerNorm, LosesATerm())
+    engine = make_engine("layerwise", case.model())
+    with pytest.raises(UnsupportedModelError) as error:
+        check_gradients(engine, batch_of(case), {})
+    text = str(error.value)
+    assert "transformer.h.0.ln_1.weight (of transformer.h.0.ln_1, a LayerNorm)" in text
+    assert "bias" not in text
+    assert 'engine="functorch"' in text.replace("'", '"')
+    assert "requires_grad_(False)" in text
+
+
+def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = only("llama")
+    right = type(RULES[nn.Linear]).gradients
+
+    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+        square = layer.weight.shape[0] == layer.weight.shape[1]
+        return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
+
+    monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
+    engine = make_engine("layerwise", case.model())
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
+        check_gradients(engine, batch_of(case), {})
+
+
+def test_a_module_used_twice_but_recorded_once_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_trainer(tmp_path / "right", model=UsedTwiceForSequenceClassification()).train()
+    _record_once(monkeypatch)
+    trainer = make_trainer(tmp_path / "wrong", model=UsedTwiceForSequenceClassification())
+    with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
+
+
+def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the gradients returned are those of each sample alone."""
+    case, original = only("opt"), LayerwiseEngine.stream
+
+    def coupled(self: Any, *args: Any) -> Any:
+        losses = original(self, *args)
+        return losses + 0.5 * losses.mean()
+
+    made = LayerwiseEngine(case.model())
+    monkeypatch.setattr(LayerwiseEngine, "stream", coupled)
+    with pytest.raises(PrivacyError, match="changes with the number or the contents"):
+        check_gradients(made, batch_of(case), {})
+
+
+class Empty(Watch):
+    """Makes the draws of the first steps empty, by their sampler."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        sampler = kwargs["train_dataloader"].batch_sampler
+        draw, drawn = sampler.draw, []
+
+        def fewer() -> list[int]:
+            drawn.append(draw())
+            return drawn[-1][: len(drawn) - 1]
+
+        sampler.draw = fewer
+
+
+def test_where_the_first_draw_has_too_few_examples_others_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _record_once(monkeypatch)
+    model = UsedTwiceForSequenceClassification()
+    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()])
+    with pytest.raises(UnsupportedModelError, match="twice"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+# ---- The optimizer ----
+
+
+class HasTwice(DPGrapeTrainer):
+    """Its optimizer has the head's bias in two groups."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        first, second = optimizer.param_groups
+        first["params"] = [*first["params"], self.model.head.bias]
+        assert any(p is self.model.head.bias for p in second["params"])
+        return optimizer
+
+
+def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, cls=HasTwice)
+    with pytest.raises(PrivacyError, match=r"head\.bias is in the optimizer 2 times.*=None"):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "found"),
+    [
+        (True, r"body\.weight is in the optimizer and not trainable.*Unfreeze it"),
+        (False, r"body\.weight is trainable and not in the optimizer.*Freeze it"),
+    ],
+    ids=["frozen", "unfrozen"],
+)
+def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_made_anew(
+    frozen: bool, found: str, tmp_path: Path
+) -> None:
+    model = TinyForSequenceClassification()
+    model.body.weight.requires_grad_(frozen)
+    trainer = make_trainer(tmp_path, model=model, learning_rate=0.5)
+    trainer.create_optimizer()
+    model.body.weight.requires_grad_(not frozen)
+    with pytest.raises(PrivacyError, match=found):
+        trainer.train()
+    assert trainer.ledger.steps == 0, "nothing was released"
+    trainer.optimizer = None
+    before = weights_of(model)
+    trainer.train()
+    moved = {name: not torch.equal(before[name], now) for name, now in weights_of(model).items()}
+    assert moved == dict.fromkeys(before, True) | {"body.weight": not frozen}
+
+
+def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(PrivacyError, match="A tensor that is none of the model's is in the"):
+        require_each_once(optimizer, model, dict(model.named_parameters()))
+
+
+# ---- Rounding to 16 bits ----
+
+
+@pytest.mark.parametrize("confident", [True, False])
+def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        initializer_range=1.0,
+        num_labels=3,
+    )
+    model = BertForSequenceClassification(config).to(torch.bfloat16)
+    words = torch.randint(5, 100, (8, 9))
+    batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    classes = model.eval()(**batch).logits.argmax(1) if confident else torch.arange(8) % 3
+    engine = make_engine("layerwise", model.train())
+    examine_batch(engine, batch | {"labels": classes}, {})
+    check_gradients(engine, batch | {"labels": classes}, {})
+
+
+class CoupledIn16Bits(TinyForSequenceClassification):
+    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> Any:
+        logits = super().forward(x.bfloat16())["logits"]
+        return {"logits": logits * (1.3 if len(x) > 3 else 1.0)}
+
+
+def cross_entropies(outputs: Any, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+
+def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
+    model = CoupledIn16Bits().to(torch.bfloat16)
+    with pytest.raises(PrivacyError, match="changes with the number"):
+        make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies).train()

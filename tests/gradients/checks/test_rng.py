@@ -1,0 +1,601 @@
+"""Random numbers that examples share are refused, wherever they are drawn; one's own are not."""
+
+import gc
+import random
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import BigBirdConfig, BigBirdForSequenceClassification
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.gradients import Dense, keeping_random_state, make_engine
+from dp_grape_hf.gradients.checks.sketches import FULL, Prints, differing
+from tests.gradients.functions import Function, squares
+from tests.support.mechanism import make_private
+from tests.support.models import only
+from tests.support.trainers import TinyForSequenceClassification, examples_of, make_trainer
+
+both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
+
+Toss = Callable[[Tensor], Tensor]
+
+
+class Small(nn.Module):
+    """Two layers, and between them whatever coins a test tosses."""
+
+    def __init__(self, toss: Toss) -> None:
+        super().__init__()
+        self.first, self.second, self.toss = nn.Linear(4, 6), nn.Linear(6, 2), toss
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        tossed = self.training or isinstance(self.toss, nn.Module)
+        return self.second(self.toss(hidden) if tossed else hidden)
+
+
+def with_zero_head(tosses: Iterable[str], *few: str) -> pytest.MarkDecorator:
+    """All of them behind a head of random numbers, and a few behind one of zeros."""
+    params = [pytest.param(name, False, id=f"{name}-") for name in tosses]
+    params += [pytest.param(name, True, id=f"{name}-zero head") for name in few]
+    return pytest.mark.parametrize(("name", "zero"), params)
+
+
+def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
+    """Returns what an engine computes of a model; behind a head of zeros all losses are equal."""
+    model = Small(toss).train()
+    if zero:
+        nn.init.zeros_(model.second.weight)
+    return per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares, engine=engine)
+
+
+# ---- Coins of one's own ----
+
+
+def drops_paths(hidden: Tensor) -> Tensor:
+    """Stochastic depth, a coin for each sample."""
+    return hidden * (0.7 + torch.rand(len(hidden), 1)).floor() / 0.7
+
+
+def drops_in_a_loop(hidden: Tensor) -> Tensor:
+    return torch.stack([row * torch.rand(()) for row in hidden])
+
+
+def along(dropped: Toss, hidden: Tensor, dim: int) -> Tensor:
+    """Gives each sample four positions, in front of the samples or behind, and drops there."""
+    positions = hidden.unsqueeze(dim).expand(*hidden.shape[:dim], 4, *hidden.shape[dim:])
+    return dropped(positions).sum(dim)
+
+
+def attends(hidden: Tensor) -> Tensor:
+    heads = hidden.view(-1, 1, 3, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
+
+
+def recomputed(toss: Toss) -> Toss:
+    """Lets a function run again in the backward pass."""
+    return lambda hidden: checkpoint(toss, hidden, use_reentrant=False)
+
+
+def dropout(hidden: Tensor) -> Tensor:
+    return functional.dropout(hidden, 0.5)
+
+
+OWN: dict[str, Toss] = {
+    "dropout": dropout,
+    "dropout of other kernels": lambda hidden: torch.native_dropout(hidden, 0.5, True)[0],
+    "dropout, recomputed": recomputed(dropout),
+    "noise": lambda hidden: hidden + torch.randn_like(hidden),
+    "the global generator": lambda hidden: (
+        hidden * torch.rand(hidden.shape, generator=torch.default_generator)
+    ),
+    "jitter": lambda hidden: hidden * torch.empty_like(hidden).uniform_(0.9, 1.1),
+    "slopes": lambda hidden: functional.rrelu(hidden, training=True),
+    "drop path": drops_paths,
+    "bernoulli": lambda hidden: hidden * torch.bernoulli(torch.full_like(hidden[:, :1], 0.5)),
+    "a choice in a row": lambda hidden: (
+        hidden * torch.multinomial(torch.ones(len(hidden), 6), 2).sum(1, keepdim=True)
+    ),
+    "a soft choice in a row": lambda hidden: hidden * functional.gumbel_softmax(hidden, hard=True),
+    "an order in a row": lambda hidden: hidden.gather(1, torch.rand(hidden.shape).argsort(1)),
+    "attention": attends,
+    "positions first": lambda hidden: along(dropout, hidden, 0),
+    "samples first, flat": lambda hidden: along(
+        lambda x: dropout(x.flatten(0, 1)).view_as(x), hidden, 1
+    ),
+    "layer drop at rate 0": lambda hidden: hidden if torch.rand([]) >= 0.0 else hidden * 0,
+    "a loop over samples": drops_in_a_loop,
+    "an order in a loop": lambda hidden: torch.stack([x[torch.randperm(6)] for x in hidden]),
+}
+
+
+@with_zero_head(OWN, "dropout", "drop path", "layer drop at rate 0")
+def test_coins_of_ones_own_pass(name: str, zero: bool) -> None:
+    losses, _ = gradients(OWN[name], zero=zero)
+    assert losses.shape == (5,)
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of two layers, which drop: how many each gets, the values tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen, found = (hidden[:, 0] > 0).long(), torch.zeros_like(hidden)
+        for number, (layer, drop) in enumerate(zip(self.layers, self.drops, strict=True)):
+            rows = (chosen == number).nonzero()[:, 0]
+            found = found.index_add(0, rows, drop(layer(hidden[rows])))
+        return found
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["one by one", "frozen"])
+def test_dropout_of_as_many_samples_as_the_values_tell_passes(trained: bool) -> None:
+    """Trained experts run for one sample after another, frozen ones for all at once."""
+    model = Small(functional.relu).train()
+    model.first = nn.Sequential(model.first, nn.Dropout(0.5), Experts().requires_grad_(trained))
+    losses, _ = per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
+    assert losses.shape == (5,)
+
+
+def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
+    """Two copies of a text of nine words have as many numbers as three of a text of six."""
+
+    def compute(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (functional.dropout(m.layer(t).flatten(0, 1), 0.5, m.training) for t in (x, y))
+        return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
+
+    model = Function(compute, layer=nn.Linear(4, 4))
+    inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
+    losses, _ = per_sample_gradients(model, inputs, loss=lambda outputs, _: outputs)
+    assert losses.shape == (3,)
+
+
+# ---- Shared coins ----
+
+
+def drops_layers(hidden: Tensor) -> Tensor:
+    return hidden if torch.rand([]) >= 0.05 else hidden * 0
+
+
+def drops_the_batch(hidden: Tensor) -> Tensor:
+    """``StochasticDepth(mode="batch")``, as torchvision computes it."""
+    noise = torch.empty([1] * hidden.dim(), dtype=hidden.dtype).bernoulli_(0.9)
+    return hidden * noise.div_(0.9)
+
+
+SHARED: dict[str, Toss] = {
+    "layer drop": drops_layers,
+    "layer drop, recomputed": recomputed(drops_layers),
+    "stochastic depth of a batch": drops_the_batch,
+    "layer drop beside dropout": lambda hidden: functional.dropout(drops_layers(hidden), 0.5),
+    "a mask of features": lambda hidden: hidden * (torch.rand(6) > 0.1),
+    "one scale": lambda hidden: hidden * torch.empty(1).uniform_(0.9, 1.1),
+    "a permutation": lambda hidden: hidden[:, torch.randperm(6)],
+    "an angle": lambda hidden: hidden + torch.randint(2, ()),
+}
+
+
+@with_zero_head(SHARED, "layer drop", "one scale")
+def test_a_coin_that_a_batch_shares_is_refused(name: str, zero: bool) -> None:
+    with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
+        gradients(SHARED[name], zero=zero)
+
+
+def turns(toss: Callable[[int], Any]) -> Toss:
+    """Changes the signs of samples by one coin or by as many, so that no gradient's norm tells."""
+
+    def turn(hidden: Tensor) -> Tensor:
+        signs = 1 - 2 * torch.as_tensor(toss(len(hidden))).float()
+        return hidden * (signs[:, None] if signs.dim() else signs)
+
+    return turn
+
+
+def antithetic(count: int) -> Tensor:
+    half = torch.rand((count + 1) // 2)
+    return torch.cat([half, 1 - half])[:count] < 0.5
+
+
+SIGNS: dict[str, Toss] = {
+    "one for all": turns(lambda count: torch.rand([]) < 0.5),
+    "the first": turns(lambda count: torch.rand(count)[0] < 0.5),
+    "the mean": turns(lambda count: torch.rand(count).mean() < 0.5),
+    "the largest": turns(lambda count: torch.randint(2, (count,)).max()),
+    "the parity": turns(lambda count: torch.randint(2, (count,)).sum() % 2),
+    "in opposite pairs": turns(antithetic),
+    "in strata": turns(lambda n: (torch.rand(1) + torch.arange(n) / n) % 1 < 0.5),
+    "half of them": turns(lambda count: torch.randperm(count) < count // 2),
+    "half of them, by rank": turns(lambda count: torch.rand(count).argsort() < count // 2),
+    "the neighbour's": turns(lambda count: torch.rand(count).roll(1) < 0.5),
+    "sums": turns(lambda count: torch.rand(count).cumsum(0) % 1 < 0.5),
+    "sorted": turns(lambda count: torch.rand(count).sort().values < 0.5),
+    "shares": turns(lambda count: torch.randn(count).softmax(0) < 0.3),
+    "a choice among samples": turns(
+        lambda n: torch.arange(n) == torch.multinomial(torch.ones(n), 1)
+    ),
+    "the largest of masks": turns(lambda count: dropout(torch.ones(count, 1)).amax() > 0),
+    "the opposite one's, of its positions": turns(
+        lambda count: torch.rand(4 * count).view(4, -1).mean(0).flip(0) < 0.5
+    ),
+    "of any, rarely": turns(lambda count: (torch.rand(count) < 0.02).any()),
+    "of any, rarely, beside dropout": lambda hidden: dropout(
+        turns(lambda count: (torch.rand(count, 6) < 1e-4).any())(hidden)
+    ),
+    "of all, mostly": turns(lambda count: (torch.rand(count) < 0.98).all()),
+    "of a biased coin": turns(lambda count: torch.full((count,), 0.02).bernoulli().amax()),
+    "the mean, going back": lambda hidden: (
+        hidden.detach() + SIGNS["the mean"](hidden - hidden.detach())
+    ),
+    "the last of a loop": turns(lambda count: [torch.rand([]) < 0.5 for _ in range(count)][-1]),
+}
+
+
+@with_zero_head(
+    SIGNS, "one for all", "half of them", "sorted", "of any, rarely", "the mean, going back"
+)
+def test_coins_that_others_use_are_refused(name: str, zero: bool) -> None:
+    with pytest.raises(PrivacyError, match="of a physical batch"):
+        gradients(SIGNS[name], zero=zero)
+
+
+RARE: dict[str, Callable[[], Tensor]] = {
+    "a number": lambda: torch.randint(1000, ()) == 7,
+    "a size": lambda: torch.randn(()).abs() > 4,
+    "a time": lambda: torch.empty(1).exponential_()[0] > 9,
+    "an order": lambda: (torch.randperm(7) == torch.arange(7)).all(),
+    "a biased coin": lambda: torch.full((), 1e-4).bernoulli(),
+    "a small number": lambda: torch.rand(()) < 1e-4,
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_a_shared_coin_that_falls_rarely_is_refused(name: str) -> None:
+    toss = RARE[name]
+    with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
+        gradients(turns(lambda _: toss()))
+
+
+@pytest.mark.parametrize("name", ["score", "classifier", "qa_outputs", *map(str, range(100))])
+def test_a_gradient_of_two_classes_is_not_marked_as_its_negative(name: str) -> None:
+    """A head of two classes has the rows g and -g."""
+    row = torch.randn(1, 1, 6)
+    marks = []
+    for sign in (1, -1):
+        prints = Prints()
+        prints({f"{name}.weight": Dense(sign * torch.cat([row, -row], 1))})
+        marks.append(prints.marks(prints.names))
+    assert differing(*marks, FULL).all()
+
+
+def test_a_small_influence_of_others_shows() -> None:
+    with pytest.raises(PrivacyError, match="for each sample of a physical batch, and has others"):
+        gradients(lambda hidden: hidden * (1 + 1e-4 * torch.rand(len(hidden)).mean()))
+
+
+class Noisy(nn.Module):
+    """Has a weight of its own, a single number, and a coin: it runs under vmap."""
+
+    def __init__(self, toss: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.toss = nn.Parameter(torch.ones(())), toss
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale * (1 - 2 * self.toss().float() if self.training else 1)
+
+
+@both
+def test_a_coin_in_a_module_under_vmap_is_refused_if_it_is_one_for_all(engine: str) -> None:
+    gradients(Noisy(lambda: torch.rand(1) < 0.5), engine)  # vmap gives each its own
+    with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) once for all"):
+        gradients(Noisy(lambda: torch.rand([]) < 0.5), engine)
+
+
+def test_the_draw_that_is_at_fault_is_named() -> None:
+    def toss(hidden: Tensor) -> Tensor:
+        hidden = dropout(hidden) if torch.rand([]) >= 0.0 else hidden * 0
+        hidden = Noisy(lambda: torch.rand(len(hidden)).mean() < 0.5)(hidden)
+        return dropout(hidden) + 0 * torch.randperm(6)
+
+    with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) for each sample"):
+        gradients(toss)
+
+
+def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() -> None:
+    engine = make_engine("layerwise", Small(drops_layers).eval(), squares)
+    engine({"x": torch.randn(3, 4)}, {})
+    engine.model.train()
+    with pytest.raises(PrivacyError, match="once for all samples"):
+        engine({"x": torch.randn(3, 4)}, {})
+
+
+@both
+def test_an_example_without_a_gradient_shows_nothing_and_the_next_is_tried(engine: str) -> None:
+    def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+        assert labels is not None
+        return squares(outputs, None) * labels
+
+    inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0.0, 0.0, 1.0])}
+    computes = make_engine(engine, Small(SIGNS["one for all"]).train(), loss)
+    with pytest.raises(PrivacyError, match="for all samples of a physical batch"):
+        computes(inputs, {})
+    computes({"x": inputs["x"], "labels": torch.zeros(3)}, {})
+    with pytest.raises(PrivacyError, match="for all samples of a physical batch"):
+        computes(inputs, {})
+
+
+@pytest.mark.parametrize(("toss", "passes"), [(dropout, 15), (functional.relu, 5)])
+def test_what_the_examination_takes(toss: Toss, passes: int) -> None:
+    sizes: list[int] = []
+
+    def counting(hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return toss(hidden)
+
+    gradients(counting)
+    tried = sizes[sizes.index(3) : sizes.index(5)]  # after pairs, before the batch
+    assert len(tried) == passes
+    assert {*tried} <= {2, 3}
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout, recomputed", "a loop over samples"])
+def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str) -> None:
+    def tensors() -> int:
+        gradients(OWN[name])
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        tensors()  # fills caches
+        assert tensors() == tensors()
+    finally:
+        gc.enable()
+
+
+def test_attention_sums_in_one_order_while_passes_are_compared() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append((func._schema.name, torch.get_deterministic_debug_mode()))
+            return func(*args, **(kwargs or {}))
+
+    def attends_and_drops(hidden: Tensor) -> Tensor:
+        heads = hidden.view(-1, 1, 3, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads)
+        return dropout(mixed.flatten(1))
+
+    with Kernels():
+        gradients(attends_and_drops)
+    backward = [mode for name, mode in seen if "attention_for_cpu_backward" in name]
+    assert backward.count(2) == 15  # a kernel that has no such order raises
+    assert {mode for name, mode in seen if "attention" not in name} == {0}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "a pass fails"])
+def test_weights_of_zero_are_others_meanwhile_and_then_put_back_bit_for_bit(fails: bool) -> None:
+    seen: list[bool] = []
+
+    def toss(hidden: Tensor) -> Tensor:
+        seen.append(any(bool((p == 0).all()) for p in model.parameters()))
+        if fails and not seen[-1]:
+            raise OSError("on purpose")
+        return dropout(hidden)
+
+    model = Small(toss).train()
+    with torch.no_grad():
+        model.second.bias.zero_()
+        model.first.weight.zero_().neg_()  # -0.0
+    model.first.requires_grad_(False)
+    before = [(p._version, p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(OSError, match="on purpose") if fails else nullcontext():
+        per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
+    assert not all(seen)
+    for weight, (version, values) in zip(model.parameters(), before, strict=True):
+        assert weight._version == version
+        assert torch.equal(weight, values)
+        assert torch.equal(weight.signbit(), values.signbit())
+
+
+# ---- Models that have them ----
+
+
+def test_a_private_run_with_layer_drop_is_refused_before_its_first_release(tmp_path: Path) -> None:
+    """Also where its configuration does not tell."""
+    model = only("opt").model(layerdrop=0.2)
+    model.config.layerdrop = 0.0
+    trainer = make_trainer(tmp_path, model=model, train_dataset=examples_of("opt"))
+    with pytest.raises(PrivacyError, match="once for all samples"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+# ---- Streams beside torch's, and seeds ----
+
+
+def rewinds_numpy(hidden: Tensor) -> Tensor:
+    state = np.random.get_state()
+    hidden = hidden * float(np.random.rand())
+    np.random.set_state(state)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "toss",
+    [
+        lambda hidden: hidden * float(np.random.rand()),
+        lambda hidden: hidden * random.random(),
+        rewinds_numpy,
+    ],
+    ids=["numpy", "Python", "numpy, rewound"],
+)
+def test_a_forward_that_draws_beside_torch_is_refused(toss: Toss) -> None:
+    with pytest.raises(PrivacyError, match="numpy or Python"):
+        gradients(toss)
+
+
+@both
+def test_a_coin_of_the_clock_is_refused_under_a_head_of_zeros(engine: str) -> None:
+    bits = random.Random(0)  # which no stream gives, like the clock and the operating system
+    with pytest.raises(PrivacyError, match="whose they are cannot be told"):
+        gradients(turns(lambda _: bits.random() < 0.5), engine, zero=True)
+
+
+@pytest.mark.parametrize("alike", [3, 7, 12])
+def test_a_coin_of_the_clock_is_not_called_shared_in_whatever_pass_it_shows(alike: int) -> None:
+    passes = [0]
+
+    def toss(hidden: Tensor) -> Tensor:
+        passes[0] += len(hidden) == 3
+        return dropout(-hidden if passes[0] > alike and passes[0] % 2 else hidden)
+
+    with pytest.raises(PrivacyError, match="whose they are cannot be told"):
+        gradients(toss)
+
+
+def seeds_torch(hidden: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return functional.dropout(hidden, 0.5)
+
+
+def seeds_torch_alone(hidden: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return hidden
+
+
+def rewinds_torch(hidden: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return functional.dropout(hidden, 0.5)
+
+
+@pytest.mark.parametrize("toss", [seeds_torch, seeds_torch_alone, rewinds_torch])
+def test_a_forward_that_sets_torchs_stream_is_refused(toss: Toss) -> None:
+    with pytest.raises(PrivacyError, match="seeds torch's global random numbers"):
+        gradients(toss)
+
+
+class NoisyForSequenceClassification(TinyForSequenceClassification):
+    """Adds noise to its features."""
+
+    def __init__(self, noise: Toss, in_training_only: bool = False) -> None:
+        super().__init__()
+        self.noise, self.in_training_only = noise, in_training_only
+
+    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+        quiet = self.in_training_only and not self.training
+        return super().forward(x if quiet else self.noise(x), labels, id)
+
+
+_OWN = torch.Generator().manual_seed(0)
+
+
+def draws_from_a_generator(hidden: Tensor) -> Tensor:
+    return hidden * torch.rand(hidden.shape, generator=_OWN)
+
+
+@both
+def test_a_generator_of_the_models_own_is_refused_whatever_it_does(engine: str) -> None:
+    with pytest.raises(PrivacyError, match="a generator of its own"):
+        gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
+
+
+def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
+    model = NoisyForSequenceClassification(draws_from_a_generator, in_training_only=True)
+    with pytest.raises(PrivacyError, match=r"changed .*_OWN of the model"):
+        make_trainer(tmp_path, model=model).train()
+
+
+# ---- Noise in evaluation mode: the same sample is never the same ----
+
+
+NOISE: dict[str, Toss] = {
+    "rand_like in ": lambda x: x * (torch.rand_like(x) > 0.3),
+    "uniform in ": lambda x: x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1),
+    "bernoulli in ": dropout,
+    "of numpy or Python": lambda x: x + torch.from_numpy(np.random.rand(*x.shape)).float(),
+    "a generator of its own": draws_from_a_generator,
+}
+
+
+@pytest.mark.parametrize(
+    ("called", "how"),
+    [
+        *((called, "layerwise") for called in NOISE),
+        *(("rand_like in ", how) for how in ("functorch", "dpzero")),
+    ],
+)
+def test_noise_in_evaluation_mode_is_called_noise(called: str, how: str, tmp_path: Path) -> None:
+    chosen = {"method": how} if how == "dpzero" else {"engine": how}
+    trainer = make_trainer(tmp_path, model=NoisyForSequenceClassification(NOISE[called]), **chosen)
+    with pytest.raises(UnsupportedModelError, match=f"{called}.*in training mode only|_OWN of"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+# ---- A forward that seeds numpy: what it draws is public ----
+
+
+def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
+    """Its random blocks come from numpy, which it seeds with the number of the layer."""
+    config = BigBirdConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=64, attention_type="block_sparse",
+        block_size=2, num_random_blocks=1, num_labels=3, sep_token_id=2,
+    )  # fmt: skip
+    model = BigBirdForSequenceClassification(config).train()
+    model.bert.pooler.requires_grad_(False)  # which its head leaves out
+    engine = make_private(make_engine("layerwise", model))
+    inputs = {"input_ids": torch.randint(5, 30, (3, 32)), "labels": torch.tensor([0, 1, 2])}
+    np.random.seed(3)
+    expected = np.random.RandomState(3).rand(2)
+    engine.begin({})
+    found = []
+    for _ in range(2):
+        engine.accumulate(inputs)
+        assert engine.per_sample.reseeds_host
+        found.append(np.random.rand())
+    assert found == expected.tolist()
+
+
+def test_a_draw_beside_torch_that_the_probe_did_not_see_is_refused() -> None:
+    draws = [False]
+    model = Small(lambda hidden: hidden * float(np.random.rand()) if draws[0] else hidden)
+    engine = make_private(make_engine("layerwise", model.train(), squares))
+    engine.begin({})
+    engine.accumulate({"x": torch.randn(3, 4)})
+    engine.release()
+    draws[0] = True
+    engine.begin({})
+    with pytest.raises(PrivacyError, match="numpy or Python"):
+        engine.accumulate({"x": torch.randn(3, 4)})
+
+
+# ---- The streams of GPUs ----
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_streams_of_gpus_are_kept_where_they_are_in_use(
+    in_use: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a data loader sees the GPUs, and must not ask them: it is a fork."""
+    asked, restored = [], []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(device))
+    with keeping_random_state():
+        pass
+    assert asked == restored == [0, 1] * in_use

@@ -1,0 +1,375 @@
+"""What objects remember of private examples is seen, and what they do not is no false alarm."""
+
+import itertools
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import DataCollatorForLanguageModeling
+
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import StateGuard, warm_up
+from tests.support.collators import tokenizer
+from tests.support.models import only
+
+Rows = list[dict[str, Any]]
+
+
+# ---- Collators and data sets ----
+
+
+class Drawing:
+    """Draws from its own generator."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], Any]) -> None:
+        self._generator, self._draw = generator, draw
+
+    def __call__(self, value: int) -> Any:
+        return self._draw(self._generator)
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, value: int) -> None:
+        self.count += 1
+
+
+class Growing:
+    """Has one attribute, which cannot change in place."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()
+
+    def __call__(self, value: int) -> None:
+        self.seen = (*self.seen, value)
+
+
+class Keeping:
+    """Keeps what it saw in a container of some kind."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, int], Any]) -> None:
+        self.kept, self._keep = kept, keep
+
+    def __call__(self, value: int) -> None:
+        self._keep(self.kept, value)
+
+
+class InItsClass:
+    seen: ClassVar[list[int]] = []
+
+    def __call__(self, value: int) -> None:
+        self.seen.append(value)
+
+
+class GrowingClass:
+    def __call__(self, value: int) -> None:
+        setattr(type(self), f"seen_{value}", True)
+
+
+class InSlots:
+    __slots__ = ("largest",)
+
+    def __init__(self) -> None:
+        self.largest = 0
+
+    def __call__(self, value: int) -> None:
+        self.largest = max(self.largest, value)
+
+
+class Transform(Counting):
+    """Of a batch of one row, as data sets have them."""
+
+    def __call__(self, rows: Any) -> Any:
+        super().__call__(0)
+        return rows
+
+
+class Nested:
+    """Holds something that remembers, inside of something else."""
+
+    def __init__(self) -> None:
+        self.parts = {"a": [Counting()]}
+
+    def __call__(self, value: int) -> None:
+        self.parts["a"][0](value)
+
+
+def in_a_closure() -> Callable[[int], None]:
+    largest = 0
+
+    def remember(value: int) -> None:
+        nonlocal largest
+        largest = max(largest, value)
+
+    return remember
+
+
+_RANDOM = random.Random(0)
+
+
+def from_a_global(value: int) -> float:
+    return _RANDOM.random()
+
+
+def by_a_helper(value: int) -> float:
+    return from_a_global(value)
+
+
+def running() -> Iterator[int]:
+    total = 0
+    while True:
+        total += 1
+        yield total
+
+
+def tensor_through_data(tensor: Tensor, value: int) -> None:
+    tensor.data = torch.full_like(tensor, value)
+
+
+UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
+    "numpy generator": lambda: Drawing(np.random.default_rng(0), lambda g: g.random()),
+    "old numpy generator": lambda: Drawing(np.random.RandomState(0), lambda g: g.rand()),
+    "Python generator": lambda: Drawing(random.Random(0), lambda g: g.random()),
+    "torch generator": lambda: Drawing(torch.Generator(), lambda g: torch.rand(1, generator=g)),
+    "count": lambda: Drawing(itertools.count(), next),
+    "running generator": lambda: Drawing(running(), next),
+    "attribute": Counting,
+    "list": lambda: Keeping([], list.append),
+    "set": lambda: Keeping(set(), set.add),
+    "deque": lambda: Keeping(deque([0], 1), deque.append),
+    "dictionary": lambda: Keeping({}, lambda kept, value: kept.update({value: 1})),
+    "dictionary's value": lambda: Keeping({0: 1}, lambda kept, value: kept.update({0: value})),
+    "long list": lambda: Keeping([0] * 1000, list.append),
+    "array": lambda: Keeping(np.zeros(3), lambda kept, value: kept.__setitem__(0, value)),
+    "tensor": lambda: Keeping(torch.zeros(3), lambda kept, value: kept.add_(value)),
+    "tensor's data": lambda: Keeping(torch.zeros(3), tensor_through_data),
+    "class": InItsClass,
+    "class that grows": GrowingClass,
+    "only attribute": Growing,
+    "slots": InSlots,
+    "nested": Nested,
+    "closure": in_a_closure,
+    "method": lambda: Counting().__call__,
+    "partial": lambda: partial(Counting.__call__, Counting()),
+    "global": lambda: from_a_global,
+    "global of a helper": lambda: by_a_helper,
+    "transform": lambda: Dataset.from_list([{"x": 1}] * 9).with_transform(Transform()).__getitem__,
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_a_collator_remembers_is_seen(name: str) -> None:
+    thing = UNSOUND[name]()
+    owner = getattr(thing, "__self__", thing) if name == "transform" else thing
+    guard = StateGuard(data_collator=owner)
+    for value in (7, 8):
+        with pytest.raises(PrivacyError, match=r"changed .*data collator"), guard.unchanged():
+            thing(value)
+
+
+class Reads:
+    """Opens its file when it is first asked, and computes from constants."""
+
+    def __init__(self, path: Any) -> None:
+        self._path, self._file = path, None
+        self.table, self.scale, self.names = {"a": 1}, np.ones(3), ["a"]
+
+    def __call__(self, value: int) -> Any:
+        if self._file is None:
+            self._file = open(self._path, "rb")
+        self._file.seek(0)
+        return self._file.read(1), self.scale * value, random.random(), np.random.rand()
+
+
+def test_a_file_that_is_opened_when_first_read_is_no_memory(tmp_path: Any) -> None:
+    (tmp_path / "data").write_bytes(b"abc")
+    reads = Reads(tmp_path / "data")
+    guard = StateGuard(train_dataset=reads)
+    for value in (1, 2):
+        with guard.unchanged():
+            reads(value)
+    reads._file.close()
+
+
+def test_a_collator_of_transformers_is_no_false_alarm() -> None:
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5)
+    guard = StateGuard(data_collator=collator)
+    for length in (3, 9):
+        with guard.unchanged():
+            collator([{"input_ids": [*range(5, 5 + length)]}])
+
+
+def test_a_seed_of_a_collator_of_transformers_is_seen() -> None:
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5, seed=0)
+    with pytest.raises(PrivacyError, match="generator"), StateGuard(collator=collator).unchanged():
+        collator([{"input_ids": [5, 6, 7]}])
+
+
+def test_what_changes_between_two_looks_is_no_memory() -> None:
+    thing = Counting()
+    guard = StateGuard(data_collator=thing)
+    for value in range(3):
+        thing.count = value  # an epoch that a callback sets, say
+        with guard.unchanged():
+            pass
+
+
+def test_a_guard_travels_to_another_process() -> None:
+    with pickle.loads(pickle.dumps(StateGuard(data_collator=Counting()))).unchanged():
+        pass
+
+
+def test_an_error_says_nothing_of_what_was_remembered() -> None:
+    kept: dict[str, int] = {}
+    thing = Keeping(kept, lambda kept, value: kept.update({"a private text": value}))
+    with pytest.raises(PrivacyError) as refusal, StateGuard(data_collator=thing).unchanged():
+        thing(3)
+    assert "private text" not in str(refusal.value)
+    assert "kept of the data collator (Keeping)" in str(refusal.value)
+
+
+# ---- Models ----
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.register_buffer("odd", torch.arange(5, dtype=torch.bfloat16)[1:])
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("waves", torch.ones(2, dtype=torch.complex64))
+        self.largest: Any = 0.0
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.norm = nn.LayerNorm(3)
+
+
+def exchanged(model: Parent) -> None:
+    del model.layer.largest
+    model.layer.smallest = 0.0
+
+
+def replaced(model: Parent) -> None:
+    model.layer.table = model.layer.table + 1
+
+
+CHANGES: dict[str, tuple[Callable[[Parent], Any], str]] = {
+    "a weight": (lambda m: m.layer.weight.data.add_(1), "weight"),
+    "a weight's place": (lambda m: setattr(m.layer.weight, "data", torch.ones(3)), "weight"),
+    "a norm of torch": (lambda m: m.norm.bias.data.add_(1), "bias"),
+    "a buffer that is not saved": (lambda m: m.layer.table.add_(1), "table"),
+    "a buffer that is replaced": (replaced, "table"),
+    "a buffer whose numbers are exchanged": (
+        lambda m: m.layer.table.data.copy_(m.layer.table.flip(0)),
+        "table",
+    ),
+    "a short number": (lambda m: m.layer.odd.data.mul_(2), "odd"),
+    "a flag": (lambda m: m.layer.flags.data.fill_(True), "flags"),
+    "a complex number": (lambda m: m.layer.waves.data.mul_(1j), "waves"),
+    "an attribute": (lambda m: setattr(m.layer, "largest", 1.0), "largest"),
+    "an attribute that is new": (lambda m: setattr(m.layer, "seen", 1), "seen"),
+    "an attribute that is deleted": (lambda m: delattr(m.layer, "largest"), "largest"),
+    "an attribute with another name": (exchanged, "smallest"),
+    "an attribute that is a tensor": (
+        lambda m: setattr(m.layer, "largest", torch.ones(1)),
+        "largest",
+    ),
+    "a module that is new": (lambda m: setattr(m, "second", nn.Linear(2, 2)), "second"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_a_model_remembers_is_seen(name: str) -> None:
+    change, where = CHANGES[name]
+    model = Parent()
+    guard = StateGuard(model=model)
+    with pytest.raises(UnsupportedModelError, match=rf"{where} of the model"):
+        with guard.unchanged(thorough=True):
+            change(model)
+    with guard.unchanged(thorough=True):
+        model.eval()
+        model.train()
+
+
+@pytest.mark.parametrize("where", ["the layer", "a closure"])
+def test_what_a_hook_remembers_is_seen(where: str) -> None:
+    model, largest = Parent(), [0.0]
+
+    def remember(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if where == "the layer":
+            module.largest = float(output.detach().max())
+        else:
+            largest[0] = float(output.detach().max())
+
+    model.norm.register_forward_hook(remember)
+    name = "norm.largest" if where == "the layer" else "norm.hook"
+    with pytest.raises(UnsupportedModelError, match=f"{name} of the model"):
+        with StateGuard(model=model).unchanged():
+            model.norm(torch.randn(2, 3))
+
+
+def test_a_change_in_place_is_seen_without_a_look_at_all_numbers() -> None:
+    model = Parent()
+    guard = StateGuard(model=model)
+    with pytest.raises(UnsupportedModelError, match="weight"), guard.unchanged():
+        with torch.no_grad():
+            model.layer.weight.add_(1)
+
+
+def test_what_is_saved_is_told_from_what_is_not() -> None:
+    for change, saved in ((CHANGES["a weight"][0], True), (CHANGES["an attribute"][0], False)):
+        model = Parent()
+        with pytest.raises(UnsupportedModelError) as refusal:
+            with StateGuard(model=model).unchanged(thorough=True):
+                change(model)
+        assert ("saved with the weights" in str(refusal.value)) is saved
+
+
+class Caching(nn.Module):
+    """Makes its table when it first runs, as long as its inputs."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, 4)
+        self.table: Tensor | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(float(len(input_ids)))
+        return self.embedding(input_ids).sum(1)
+
+
+def test_a_table_made_on_public_inputs_is_no_memory() -> None:
+    config = only("bert-classifier").model().config
+    ids = torch.randint(5, 20, (4, 6))
+    cold, warm = Caching(config), Caching(config)
+    with pytest.raises(UnsupportedModelError, match="table"), StateGuard(model=cold).unchanged():
+        cold(ids)
+    warm_up(warm, iter([{"input_ids": ids[:2]}]))
+    with StateGuard(model=warm).unchanged():
+        warm(ids)
+
+
+def test_a_model_that_cannot_run_on_public_inputs_is_left_alone() -> None:
+    model = Parent()
+    warm_up(model, iter([{"input_ids": torch.ones(2, 3)}]))
+    warm_up(model, iter([]))
+    assert model.training

@@ -1,0 +1,90 @@
+"""Parameters that all samples share as one row (a class token) get a row for each sample."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dp_grape_hf.gradients.layerwise import LayerwiseEngine
+from tests.gradients.functions import Function, mean_output
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+
+POSITIONS, FEATURES = 5, 6
+
+
+class Embeddings(nn.Module):
+    """Has a class token, positions and a layer inside."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, FEATURES))
+        self.positions = nn.Parameter(torch.randn(1, POSITIONS + 1, FEATURES))
+        self.inside = nn.Linear(FEATURES, FEATURES)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def as_in_vit(m: Embeddings, x: Tensor) -> Tensor:
+    token = m.token.expand(len(x), -1, -1)
+    return torch.cat([token, m.inside(x)], 1) + m.positions
+
+
+def by_broadcast(m: Embeddings, x: Tensor) -> Tensor:
+    return (m.inside(x) * m.token.square()) + m.positions[:, 1:]
+
+
+BY_ROWS = {"as in ViT": as_in_vit, "by broadcast": by_broadcast}
+
+UNDER_VMAP = {
+    "a mean over the row": lambda m, x: as_in_vit(m, x) * m.token.mean(0),
+    "the first row alone": lambda m, x: as_in_vit(m, x) + m.positions[0],
+    "a norm behind a sum": lambda m, x: nn.functional.layer_norm(
+        as_in_vit(m, x) + m.token.sum(0), (FEATURES,)
+    ),
+    "a fixed shape": lambda m, x: (
+        m.inside(x)[:, :1] * m.token + m.positions.reshape(1, POSITIONS + 1, FEATURES)
+    ),
+}
+
+
+def gradients_are_exact(compute: Callable[[Any, Tensor], Tensor]) -> LayerwiseEngine:
+    """Compares with single samples; returns the engine."""
+    torch.manual_seed(0)
+    head = nn.Linear(FEATURES, FEATURES)
+    model = Function(lambda m, x: m.head(m.own(x)).tanh(), own=Embeddings(compute), head=head)
+    inputs = {"x": torch.randn(3, POSITIONS, FEATURES)}
+    engine = LayerwiseEngine(model, mean_output)
+    for _ in range(2):
+        gradients = engine(inputs, {})[1]
+        expected = single_sample_gradients(model, inputs, {}, loss=mean_output)[1]
+        assert_gradients_equal(gradients, expected)
+    assert "token" not in vars(model.own)
+    return engine
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_a_row_for_each_sample_has_that_samples_gradient(name: str) -> None:
+    engine = gradients_are_exact(BY_ROWS[name])
+    assert [site.by_rows for site in engine._sites] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", UNDER_VMAP)
+def test_code_that_does_not_keep_rows_apart_runs_under_vmap(name: str) -> None:
+    engine = gradients_are_exact(UNDER_VMAP[name])
+    assert [(site.path, site.by_rows) for site in engine._sites] == [
+        ("own", False),
+        ("head", False),
+    ]
+
+
+def test_rows_are_the_same_when_activations_are_computed_again() -> None:
+    gradients_are_exact(lambda m, x: checkpoint(as_in_vit, m, x, use_reentrant=False))
+
+
+def test_a_module_that_runs_twice_adds_up() -> None:
+    gradients_are_exact(lambda m, x: as_in_vit(m, x) * by_broadcast(m, x)[:, :1])

@@ -1,0 +1,327 @@
+"""The functorch engine: what ``test_engines`` does not ask of both engines alike."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from dp_grape_hf import UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.gradients import Dense, make_engine
+from dp_grape_hf.gradients.definition import vmap_safe
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from recipes.models.matrix import dense, projectors_for
+from tests.gradients.functions import Function, mean_output
+from tests.support.models import VOCABULARY, Batch, only
+from tests.support.oracles import Largest, assert_exact
+
+
+def toy(rest: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> nn.Module:
+    """Returns a linear layer, and then whatever is to be tried."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = nn.Linear(6, 8)
+    return Function(lambda m, x: rest(m, m.first(x)), first=first, **layers)
+
+
+def positions(batch_size: int = 4) -> Batch:
+    return {"x": torch.randn(batch_size, 5, 6, generator=torch.Generator().manual_seed(0))}
+
+
+check = partial(assert_exact, engine="functorch")
+
+
+# ---- Forms and memory ----
+
+
+def test_gradients_come_in_the_forms_that_cost_least() -> None:
+    gradients = check(only("roberta-classifier").model(), only("roberta-classifier").batch(4))
+    forms = {
+        "roberta.embeddings.word_embeddings.weight": SparseRows,
+        "roberta.encoder.layer.0.attention.self.query.weight": Factored,
+        "classifier.dense.weight": Factored,
+        "classifier.dense.bias": Dense,
+        "roberta.encoder.layer.0.output.LayerNorm.weight": Dense,
+    }
+    assert {name: type(gradients[name]) for name in forms} == forms
+    tied = check(only("opt").model(), only("opt").batch(4))
+    name = next(n for n in tied if n.endswith("embed_tokens.weight"))
+    assert isinstance(tied[name], GradientSum)
+    assert {type(part) for part in tied[name].parts} == {SparseRows, Factored}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
+    vocabulary, batch_size, length = 50 * VOCABULARY, 8, 4
+    model = only(name).model(vocab_size=vocabulary)
+    with Largest() as largest:
+        per_sample_gradients(
+            model,
+            only(name).batch(batch_size, length),
+            projections=projectors_for(model, 2),
+            engine="functorch",
+        )
+    hidden = model.get_input_embeddings().weight.shape[1]
+    assert vocabulary * hidden <= largest.numbers < batch_size * vocabulary * hidden / 2
+
+
+# ---- Randomness ----
+
+
+def test_dropout_of_attention_alone_differs_between_samples() -> None:
+    model = only("gpt2").model(attn_pdrop=0.5)
+    copies = {k: v[:1].repeat(6, *[1] * (v.dim() - 1)) for k, v in only("gpt2").batch(1).items()}
+    losses, _ = per_sample_gradients(model, copies, engine="functorch")
+    assert losses.unique().numel() == 6
+
+
+def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
+    """With dropout before one linear layer, the drawn mask shows in the layer's gradient."""
+
+    def drop(model: nn.Module, hidden: Tensor) -> Tensor:
+        return model.last(functional.dropout(hidden, 0.5, model.training))
+
+    model = toy(drop, last=nn.Linear(8, 1, bias=False))
+    inputs = {"x": positions()["x"][:, :1]}
+    losses, gradients = per_sample_gradients(
+        model, inputs, engine="functorch", loss=lambda outputs, labels: outputs.sum((1, 2))
+    )
+    weight = dense(gradients, 4)["last.weight"]  # the dropped and scaled input
+    hidden = model.first(inputs["x"]).detach()
+    torch.testing.assert_close((weight * model.last.weight).sum((1, 2)), losses)
+    kept = weight != 0
+    torch.testing.assert_close(weight[kept], 2 * hidden[kept])
+    assert 0 < kept.sum() < kept.numel()
+    assert kept.flatten(1).unique(dim=0).shape[0] > 1
+
+
+def test_a_model_whose_layer_drop_is_certain_trains() -> None:
+    model, inputs = only("opt").model(layerdrop=1.0), only("opt").batch(3)
+    _, gradients = per_sample_gradients(
+        model, inputs, projections=projectors_for(model, 8), engine="functorch"
+    )
+    used = {n for n, g in gradients.items() if g.squared_norm().sum() > 0}
+    assert used == {n for n in gradients if ".layers." not in n}
+    check(model.eval(), inputs, projectors_for(model, 8))
+
+
+# ---- Attention ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "masked"),
+    [((5, 8), False), ((2, 5, 4), True), ((1, 2, 5, 4), True), ((3, 2, 5, 4), False)],
+    ids=str,
+)
+def test_attention_never_mixes_samples_whatever_the_dimensions(
+    shape: tuple[int, ...], masked: bool
+) -> None:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril(1)
+
+    def attend(model: nn.Module, hidden: Tensor) -> Tensor:
+        """Sees one sample, (1, 5, 8), under either way to compute."""
+        assert len(hidden) == 1
+        count = torch.Size(shape).numel()
+        heads = hidden.repeat(1, count // 40 + 1, 1).flatten()[:count].view(shape)
+        output = functional.scaled_dot_product_attention(
+            heads, heads.sin(), heads, attn_mask=mask if masked else None
+        )
+        return output.reshape(1, -1)
+
+    check(toy(attend), positions(), loss=mean_output)
+
+
+# ---- Refusals ----
+
+
+def test_a_pass_that_is_repeated_outside_vmap_is_refused() -> None:
+    model = toy(lambda m, h: checkpoint(m.last, h, use_reentrant=False), last=nn.Linear(8, 8))
+    with pytest.raises(UnsupportedModelError, match=r'Function repeats parts.*engine="layerwise"'):
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_checkpointing_of_transformers_models_makes_no_difference() -> None:
+    model = only("llama").model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, only("llama").batch(3), projectors_for(model, 8))
+
+
+def test_a_parameter_without_part_in_the_loss_is_refused() -> None:
+    model = toy(lambda m, h: h, unused=nn.Linear(8, 8))
+    with pytest.raises(UnsupportedModelError, match=r"no part in the loss: unused\.weight"):
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+
+
+def test_a_parameter_that_code_holds_on_to_is_refused() -> None:
+    """A copy of the reference, as in an LSTM's list of flat weights, is not replaced."""
+    layer = nn.Linear(8, 8)
+    held = [layer.weight]
+    model = toy(lambda m, h: functional.linear(h, held[0], m.layer.bias), layer=layer)
+    with pytest.raises(UnsupportedModelError, match=r"uses layer\.weight through code"):
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+
+
+def test_code_that_branches_on_a_samples_values_is_refused() -> None:
+    model = toy(lambda m, h: h if h.sum() > 0 else -h)
+    with pytest.raises(UnsupportedModelError, match=r"Function.*data-dependent control flow"):
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+
+
+def under_vmap(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def large(hidden: Tensor) -> Tensor:
+    """Is 1 for the second sample of ``positions()`` and 0 for the first."""
+    return (hidden.square().sum() > 22.5).float()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda hidden: 1.01 * hidden, "another loss"),
+        (lambda hidden: (1 + 0.01 * large(hidden)) * hidden, "another loss"),
+        (lambda hidden: hidden / 0, "another loss"),
+        (lambda hidden: 1.1 * hidden - 0.1 * hidden.detach(), "other gradients"),
+    ],
+    ids=["loss", "loss of the second sample", "NaN", "gradients"],
+)
+def test_a_model_that_computes_something_else_under_vmap_is_refused(
+    change: Callable[[Tensor], Tensor], what: str
+) -> None:
+    model = toy(lambda m, h: m.last(change(h) if under_vmap(h) else h), last=nn.Linear(8, 8))
+    projectors, inputs = projectors_for(model, 2), positions()
+    assert [large(model.first(x)).item() for x in inputs["x"][:2]] == [0, 1]
+    with pytest.raises(UnsupportedModelError, match=f"Function computes {what} of one example"):
+        per_sample_gradients(
+            model, inputs, projections=projectors, engine="functorch", loss=mean_output
+        )
+
+
+def count_in_place(model: nn.Module, hidden: Tensor) -> Tensor:
+    model.seen.add_(hidden.detach().mean((0, 1)))
+    return hidden
+
+
+def count_anew(model: nn.Module, hidden: Tensor) -> Tensor:
+    model.seen = hidden.detach().mean((0, 1))
+    return hidden
+
+
+def refuse_itself(model: nn.Module, hidden: Tensor) -> Tensor:
+    if under_vmap(hidden):
+        raise TypeError("an unknown tensor")
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("rest", "cause"),
+    [
+        (count_in_place, RuntimeError),
+        (count_anew, None),
+        (lambda m, h: h * len(h.mean((0, 2)).tolist()), RuntimeError),
+        (refuse_itself, TypeError),
+    ],
+    ids=["buffer changed in place", "buffer kept", "list of values", "own error"],
+)
+def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
+    rest: Callable[[nn.Module, Tensor], Tensor], cause: type[Exception] | None
+) -> None:
+    model = toy(rest)
+    model.register_buffer("seen", torch.zeros(8), persistent=False)
+    model(**positions())  # all is well without vmap
+    with pytest.raises(UnsupportedModelError, match=r"Function.*engine=\"layerwise\"") as refusal:
+        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
+    assert isinstance(refusal.value.__cause__, cause or type(None))
+
+
+class Owner(nn.Module):
+    """A module without a rule that does something to what it is given."""
+
+    def __init__(self, rest: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.rest = nn.Parameter(torch.ones(8)), rest
+        self.register_buffer("seen", torch.zeros(8), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.rest(self, hidden * self.weight)
+
+
+@pytest.mark.parametrize("rest", [count_in_place, count_anew])
+def test_what_a_module_keeps_of_one_sample_does_not_reach_the_next(
+    rest: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    owner = Owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
+    model = toy(lambda m, h: m.owner(h), owner=owner)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^owner \(Owner\) .*changes its buffer 'seen'"
+    ):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_one_sample_that_fails_alone_is_a_refusal_with_the_error() -> None:
+    def fail(_: nn.Module, hidden: Tensor) -> Tensor:
+        if len(hidden) == 1:
+            raise ValueError("one is too few")
+        return hidden
+
+    model = toy(lambda m, h: m.owner(h), owner=Owner(fail))
+    with pytest.raises(UnsupportedModelError, match="one sample after another: ValueError: one is"):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_a_module_told_the_batch_size_beside_a_tensor_is_refused_by_the_layerwise_engine() -> None:
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.ones(5, 8))
+
+        def forward(self, hidden: Tensor, batch_size: int) -> Tensor:
+            return self.start.expand(batch_size, 5, 8)
+
+    model = toy(lambda m, h: h + m.beginning(h, len(h)), beginning=Start())
+    check(model, positions(), loss=mean_output)
+    with pytest.raises(UnsupportedModelError, match=r"beginning \(Start\) returned.*a number"):
+        per_sample_gradients(model, positions(), loss=mean_output)
+
+
+def test_an_error_on_bad_data_stays_what_it_is() -> None:
+    def rest(model: nn.Module, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] > 5:
+            raise ValueError("too long")
+        return hidden
+
+    engine = make_engine("functorch", toy(rest), mean_output)
+    engine(positions(), {})
+    with pytest.raises(ValueError, match="too long") as error:
+        engine({"x": torch.zeros(4, 6, 6)}, {})
+    assert type(error.value) is ValueError
+
+
+def test_attention_keeps_its_name_and_masks_are_put_back() -> None:
+    def mask(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    model = only("bert-classifier").model()
+    model.bert.config = type(model.config)(attn_implementation="my_attention")
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    before = dict(masks)
+    try:
+        masks["sdpa"] = mask  # a user's own, for the time being
+        for name, inside in (("flash_attention_2", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+            model.config._attn_implementation = name
+            with vmap_safe(model), vmap_safe(model):
+                assert model.config._attn_implementation == inside
+                assert model.bert.config._attn_implementation == "my_attention"
+                assert masks["sdpa"] is not mask
+            assert model.config._attn_implementation == name
+            assert masks["sdpa"] is mask
+    finally:
+        del masks["sdpa"]
+    assert dict(masks) == before

@@ -1,0 +1,103 @@
+"""Who has which part of the vector, and that parts come together as they should."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dp_grape_hf.gradients import FlatGradients, FlatTensors, Layout, Runs
+from dp_grape_hf.gradients.flat import MOST, Piece
+from dp_grape_hf.gradients.forms import Dense
+from dp_grape_hf.projections import Projector, Side
+
+B = 3
+WEIGHTS = {
+    "left.weight": nn.Parameter(torch.randn(4, 9)),
+    "right.weight": nn.Parameter(torch.randn(9, 4)),
+    "right.bias": nn.Parameter(torch.randn(9)),
+    "table": nn.Parameter(torch.randn(MOST // 4 + 1, 4)),
+    "wide": nn.Parameter(torch.randn(MOST // 4 + 1, 4)),
+    "number": nn.Parameter(torch.randn(())),
+}
+PROJECTORS = {
+    "left.weight": Projector(torch.randn(4, 2), Side.LEFT),
+    "right.weight": Projector(torch.randn(4, 2), Side.RIGHT),
+    "table": Projector(torch.randn(4, 4), Side.RIGHT),
+}
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return Layout(WEIGHTS, PROJECTORS, ["table"])
+
+
+def test_what_is_large_and_not_projected_stays_outside(layout: Layout) -> None:
+    assert [*layout.places] == ["left.weight", "right.weight", "right.bias", "number"]
+    assert layout.size == 2 * 9 + 9 * 2 + 9 + 1
+    assert "wide" in Layout(WEIGHTS, {}, most=10 * MOST)
+    assert "table" in Layout(WEIGHTS, PROJECTORS)  # a matrix like others: a row each is enough
+
+
+def test_views_have_the_shapes_of_coordinates_and_no_number_twice(layout: Layout) -> None:
+    flat = torch.arange(float(layout.size))
+    shapes = {
+        name: PROJECTORS[name].coordinate_shape(WEIGHTS[name].shape)
+        if name in PROJECTORS
+        else tuple(WEIGHTS[name].shape)
+        for name in layout.places
+    }
+    views = {name: place.of(flat) for name, place in layout.places.items()}
+    assert {name: tuple(view.shape) for name, view in views.items()} == shapes
+    numbers = torch.cat([view.flatten() for view in views.values()])
+    assert numbers.sort().values.tolist() == flat.tolist()
+    assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in views.values())
+
+
+def piece_of(layout: Layout, first: str, last: str, *shape: int) -> Piece:
+    assert layout.places[last].stop - layout.places[first].start == torch.Size(shape).numel()
+    return Piece(layout.places[first].start, shape)
+
+
+@pytest.mark.parametrize("left_out", ["none", "left.weight", "number"])
+def test_parts_come_together_and_what_is_left_out_is_zero(layout: Layout, left_out: str) -> None:
+    folded = piece_of(layout, "right.weight", "right.bias", 3, 9)
+    pieces = [layout.places["number"].piece, folded, layout.places["left.weight"].piece]
+    parts = {piece: torch.randn(B, *piece.shape) for piece in pieces}
+    if left_out != "none":
+        del parts[layout.places[left_out].piece]
+    out = layout.join(parts, B, torch.ones(()))
+    for name, part in layout.named(parts):
+        assert torch.equal(part, layout.places[name].of(out))
+    if left_out != "none":
+        assert not layout.places[left_out].of(out).any()
+
+
+def test_parts_that_overlap_add_up(layout: Layout) -> None:
+    folded = piece_of(layout, "right.weight", "right.bias", 3, 9)
+    bias = layout.places["right.bias"].piece
+    parts = {folded: torch.ones(B, 3, 9), bias: torch.ones(B, 9)}
+    out = layout.join(parts, B, torch.ones(()))
+    assert (layout.places["right.bias"].of(out) == 2).all()
+    assert (layout.places["right.weight"].of(out) == 1).all()
+
+
+def test_neighbours_with_one_key_are_one_part(layout: Layout) -> None:
+    def factor(name: str) -> Any:
+        return 2.0 if name.startswith("right") else 1.0
+
+    flat = torch.randn(B, layout.size)
+    others = {name: Dense(torch.randn(B, 5)) for name in ("table", "wide")}
+    runs = Runs(factor)
+    gradients = FlatGradients(layout, flat, others, WEIGHTS)
+    assert [*gradients] == [*WEIGHTS]
+    assert len(gradients) == len(WEIGHTS)
+    few = gradients.in_runs(runs)
+    assert [*few] == ["left.weight", "right.weight", "number", "table", "wide"]
+    joint = sum(g.squared_norm() for g in gradients.values())
+    torch.testing.assert_close(sum(g.squared_norm() for g in few.values()), joint)
+    release = FlatTensors(layout, flat[0], {}, layout.places)
+    assert [len(part) for part in release.in_runs(runs).values()] == [18, 27, 1]
+    assert torch.equal(release["right.bias"], layout.places["right.bias"].of(flat[0]))
+    plain = FlatTensors(None, None, {"a": torch.ones(2)}, ["a"])
+    assert plain.in_runs(runs).keys() == {"a"}

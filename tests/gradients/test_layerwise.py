@@ -1,0 +1,528 @@
+"""What only the layerwise engine does: rules per layer, sites, the probe, checkpointing."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.gradients import Dense, flat, loss_for
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients.layerwise import LayerwiseEngine
+from dp_grape_hf.projections import Projector, Side
+from recipes.models.matrix import dense, projectors_for
+from tests.gradients.functions import Function, mean_output
+from tests.support.models import only
+from tests.support.oracles import (
+    assert_exact,
+    assert_gradients_equal,
+    relative_error,
+    single_sample_gradients,
+)
+
+WIDTH = 6
+
+
+check = partial(assert_exact, loss=mean_output)
+
+
+def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
+    return {"x": torch.randint(0, 7, (batch_size, positions))}
+
+
+# ---- Gradient checkpointing ----
+
+
+@pytest.mark.parametrize(("name", "tables"), [("gpt2", 1), ("llama", 0)])
+def test_gradients_are_exact_under_gradient_checkpointing(name: str, tables: int) -> None:
+    """Where a table is looked up once for all samples, and where none is."""
+    case = only(name)
+    model, inputs = case.model(use_cache=False), case.batch(4, case.positions)
+    projectors = projectors_for(model, 8)
+    plain = per_sample_gradients(model, inputs, projections=projectors)[1]
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    forwards = itertools.count()
+    block = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
+    layer = next(m for m in block.modules() if list(m.parameters(recurse=False)))
+    layer.register_forward_pre_hook(lambda *_: [next(forwards), None][1])
+    gradients = per_sample_gradients(model, inputs, projections=projectors)[1]
+    # The probe evaluates twice for noise, eight times more (and twice more to try a table with one
+    # row per sample), twice for the model's own loss, and trains twice for gradients and five times
+    # for coins; what trains is repeated.
+    assert next(forwards) == 2 + 8 + 2 * tables + 2 + 2 * (2 + 5) + 2
+    assert_gradients_equal(gradients, single_sample_gradients(model, inputs, projectors)[1])
+    assert relative_error(dense(gradients, 4), dense(plain, 4)) < 1e-6
+
+
+def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient() -> None:
+    model, inputs = only("gpt2").model(use_cache=False), only("gpt2").batch(2)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        per_sample_gradients(model, inputs)
+
+
+def test_a_checkpointed_block_may_run_twice() -> None:
+    """Also in evaluation mode."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x)
+        for _ in range(2):
+            hidden = checkpoint(m.block, hidden, use_reentrant=False)
+        return hidden @ m.table(x[:, :1]).transpose(1, 2)
+
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+    model = Function(compute, table=nn.Embedding(7, WIDTH), block=block)
+    check(model, tokens(3), {"block.0.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)})
+
+
+# ---- Shapes that lie ----
+
+
+class Flattening(nn.Module):
+    """Its middle layers see (B, T) as one dimension, as in OPT's feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x.flatten()).tanh()  # (B * T, WIDTH)
+        hidden = self.down(self.up(self.norm(hidden)).relu())
+        return hidden.view(*x.shape, WIDTH)
+
+
+@pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 5), (2, 8)])
+def test_inputs_flattened_from_samples_and_positions_are_told_apart(
+    batch_size: int, positions: int
+) -> None:
+    projectors = {
+        "up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
+        "down.weight": Projector(torch.randn(WIDTH, 3), Side.LEFT),
+    }
+    check(Flattening(), tokens(batch_size, positions), projectors)
+
+
+def attend(m: Any, x: Tensor) -> Tensor:
+    """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
+    places = torch.arange(x.shape[1])
+    scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
+    hidden = m.table(x)
+    return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
+
+
+def relative_positions() -> nn.Module:
+    return Function(attend, table=nn.Embedding(7, WIDTH), scores=nn.Embedding(9, 1))
+
+
+@pytest.mark.parametrize("batch_size", [3, 5], ids=["three", "as many as positions"])
+def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size: int) -> None:
+    check(relative_positions(), tokens(batch_size, 5))
+
+
+def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"depends on its batch-mates.*scores"):
+        per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
+
+
+# ---- A weight with several uses ----
+
+
+class Shared(nn.Module):
+    """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.again = nn.Embedding(7, WIDTH), nn.Embedding(7, WIDTH, padding_idx=0)
+        self.again.weight = self.table.weight
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.small = nn.Linear(WIDTH, 7, bias=False)
+        self.small.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x) + self.again(x[:, :1])
+        hidden = self.twice(self.twice(hidden).tanh()).tanh()
+        return torch.cat([self.head(hidden[:, :2]), self.small(hidden)], 1)
+
+
+@pytest.mark.parametrize("positions", [2, 5])
+def test_uses_of_one_weight_in_different_forms_add_up(
+    positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(Shared(), tokens(4, positions))
+    monkeypatch.setattr(flat, "MOST", 0)
+    gradients = check(Shared(), tokens(4, positions))
+    forms = {type(part) for part in gradients["table.weight"].parts}
+    assert isinstance(gradients["table.weight"], GradientSum)
+    assert forms == {SparseRows, Factored} | ({Dense} if positions == 5 else set())
+
+
+@pytest.mark.parametrize("side", Side)
+def test_uses_of_one_weight_add_up_when_it_is_projected(side: Side) -> None:
+    rows = 7 if side is Side.LEFT else WIDTH
+    projectors = {
+        "table.weight": Projector(torch.randn(rows, 3), side),
+        "twice.weight": Projector(torch.randn(WIDTH, 2), side),
+    }
+    check(Shared(), tokens(4), projectors)
+
+
+# ---- Modules without a rule ----
+
+
+class Gate(nn.Module):
+    """Owns parameters itself and a child; takes keywords and constants; returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.matrix = (
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Parameter(torch.randn(3, WIDTH)),
+        )
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, hidden: Tensor, power: int, *, table: Tensor, name: str = "none", half: Any = None
+    ) -> tuple[Tensor, str, dict[str, Tensor]]:
+        gate = (hidden * self.scale + table).sigmoid() ** power
+        mixed = self.child(hidden) * gate
+        return mixed, name, {"logits": mixed @ self.matrix.T, "table": table}
+
+
+class Gated(nn.Module):
+    """Hands its gate a tensor for each sample and a constant one, as long as the batch may be."""
+
+    def __init__(self, flattened: bool = False) -> None:
+        super().__init__()
+        self.table, self.gate = nn.Embedding(7, WIDTH), Gate()
+        self.flattened = flattened
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, constant = self.table(x), torch.linspace(0, 1, 5 * WIDTH).view(5, WIDTH)
+        if self.flattened:
+            hidden, constant = hidden.flatten(0, 1), constant[0]
+        mixed, name, more = self.gate(hidden, 2, table=constant, name="gate")
+        assert name == "gate"
+        return torch.cat([mixed, more["logits"]], -1).reshape(x.shape[0], -1) * more["table"].mean()
+
+
+class Unvectorised(torch.autograd.Function):
+    """The identity, written as vmap cannot run it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Looping(Gate):
+    """A gate whose code cannot run under vmap, and spoils its input before that shows."""
+
+    def __init__(self, random: bool = False) -> None:
+        super().__init__()
+        self.random = random
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = Unvectorised.apply(args[0].add_(1))
+        if self.random:
+            x = functional.dropout(x, 0.5, self.training)
+        return super().forward(x - 1, *args[1:], **kwargs)
+
+
+def looping(flattened: bool = False, **options: Any) -> Gated:
+    model = Gated(flattened)
+    model.gate = Looping(**options)
+    return model
+
+
+@pytest.mark.parametrize("make", [Gated, looping], ids=["under vmap", "one by one"])
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize(("batch_size", "projected"), [(1, False), (3, False), (5, True)])
+def test_a_module_with_parameters_of_its_own_is_exact(
+    make: Any, batch_size: int, flattened: bool, projected: bool
+) -> None:
+    projectors = {
+        "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
+        "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
+    }
+    check(make(flattened), tokens(batch_size), projectors if projected else None)
+
+
+def test_what_runs_for_one_sample_after_another_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = LayerwiseEngine(looping(), mean_output)
+    for _ in range(3):
+        engine(tokens(3), {})
+    (record,) = caplog.records
+    assert "gate (Looping) cannot be vectorised over samples (In order to use" in record.message
+    assert "one sample after another" in record.message
+
+
+def test_samples_that_run_one_after_another_have_dropout_of_their_own() -> None:
+    engine = LayerwiseEngine(looping(random=True), mean_output)
+    inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
+    assert engine(inputs, {})[0].unique().numel() == 3
+
+
+class Positions(nn.Module):
+    """A table without a layer: one row for each position, the same for all samples."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.rows, self.leading = nn.Parameter(torch.randn(9, WIDTH)), leading
+
+    def forward(self, count: int) -> Tensor:
+        rows = self.rows[:count]
+        return rows[None] if self.leading else rows
+
+
+class Placed(nn.Module):
+    """Adds positions to looked-up tokens."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(7, WIDTH), Positions(leading)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table(x) + self.positions(x.shape[1]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("leading", [True, False])
+def test_what_a_module_without_rule_computes_once_for_all_samples_is_computed_for_each(
+    leading: bool, batch_size: int
+) -> None:
+    """Where there is no place for the batch, it gives way to the module around it."""
+    check(Placed(leading), tokens(batch_size, 5))
+
+
+class Repeating(Placed):
+    """Repeats what is computed once for all samples itself, as prompt tuning does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table(x) + self.positions(x.shape[1]).repeat(len(x), 1, 1))
+
+
+def test_a_row_that_the_model_repeats_itself_is_not_repeated_before() -> None:
+    check(Repeating(leading=True), tokens(3))
+
+
+class Routed(nn.Module):
+    """A mixture of experts: how many positions an expert is given depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, outputs = self.table(x), torch.zeros(*x.shape, WIDTH)
+        for i, expert in enumerate(self.experts):
+            outputs = outputs.index_put(
+                ((x % 2 == i).nonzero(as_tuple=True)), expert(hidden[x % 2 == i])
+            )
+        return outputs
+
+
+@pytest.mark.parametrize("odd", [(3, 2, 0), (3, 1, 2)], ids=["indivisible", "divisible"])
+def test_a_layer_given_a_different_number_of_positions_of_each_sample_leaves_them_to_the_model(
+    odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
+    check(Routed(), {"x": x})
+    engine = LayerwiseEngine(Routed(), mean_output)
+    engine({"x": x[:1]}, {})  # at once, though one alone would be exact
+    assert "the model (Routed) cannot be vectorised" in caplog.records[-1].getMessage()
+    expected = single_sample_gradients(engine.model, {"x": x}, None, mean_output)[1]
+    assert_gradients_equal(engine({"x": x}, {})[1], expected)
+
+
+def test_a_layers_output_may_be_changed_in_place() -> None:
+    """Torch makes a view of it where the input has three dimensions and there is a bias."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.layer(m.table(x))
+        hidden[:, 0] = 0.0
+        return hidden
+
+    check(Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3))
+
+
+def test_torchs_multi_head_attention_is_exact() -> None:
+    """It owns raw matrices, and uses its child's weight itself."""
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    model = Function(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    projectors = {"attention.in_proj_weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
+    check(model, {"x": torch.randn(4, 5, WIDTH)}, projectors)
+
+
+# ---- Refusals ----
+
+
+class Unused(nn.Module):
+    """Owns a layer that it never calls, or whose result it drops, or an unused parameter."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.table = what, nn.Embedding(7, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        if what == "a parameter":
+            self.extra.extra = nn.Parameter(torch.zeros(3))  # then the generic rule takes the layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x)
+        if self.what == "a dropped result":
+            self.extra(hidden)
+        return self.extra(hidden) if self.what == "a parameter" else hidden
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("a layer", "extra.weight, extra.bias"),
+        ("a dropped result", "extra.weight, extra.bias"),
+        ("a parameter", "extra.extra"),
+    ],
+)
+def test_a_trainable_parameter_that_takes_no_part_in_the_loss_is_refused(
+    what: str, names: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
+        per_sample_gradients(Unused(what), tokens(3), loss=mean_output)
+    model = Unused(what)
+    for name in names.split(", "):
+        model.get_parameter(name).requires_grad_(False)
+    check(model, tokens(3))
+
+
+def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
+    """What ``num_items_in_batch`` does: each sample's sum, divided by a count over the batch."""
+    return outputs.flatten(1).sum(1) / outputs.numel()
+
+
+def centred(outputs: Any, labels: Tensor | None) -> Tensor:
+    """Zero for copies of one sample, however many."""
+    return (outputs - outputs.mean(0)).flatten(1).square().sum(1)
+
+
+def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
+    """The same for copies of one sample, however many."""
+    return outputs.flatten(1).square().sum(1) + outputs.roll(1, 0).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("loss", [token_mean, centred, neighbours])
+def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
+    with pytest.raises(PrivacyError, match=r"couples samples"):
+        per_sample_gradients(Flattening(), tokens(4), loss=loss)
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, float("nan")), (2, float("inf"))])
+def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
+    place: int, value: float
+) -> None:
+    model, inputs = only("vit").model(), only("vit").batch(3)
+    others = torch.tensor([i for i in range(3) if i != place])
+    expected = single_sample_gradients(model, inputs)[1]
+    inputs["pixel_values"][place, 0, 0, 0] = value
+    losses, gradients = per_sample_gradients(model, inputs)
+    assert not losses[place].isfinite()
+    assert_gradients_equal(
+        {name: gradient.select(others) for name, gradient in gradients.items()},
+        {name: gradient[others] for name, gradient in expected.items()},
+    )
+
+
+def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
+    table = nn.Embedding(7, WIDTH)
+    check(
+        Function(lambda m, x: m.table(x) + m.table(torch.arange(5)[None]), table=table), tokens(3)
+    )
+
+
+def test_a_layer_that_stops_carrying_the_batch_is_refused() -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x)
+        return hidden + m.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
+
+    layers = {"table": nn.Embedding(7, WIDTH), "linear": nn.Linear(WIDTH, WIDTH)}
+    engine = LayerwiseEngine(Function(compute, **layers), mean_output)
+    engine(tokens(3, 4), {})
+    with pytest.raises(PrivacyError, match="couples samples"):
+        engine(tokens(3, 5), {})
+
+
+# ---- Nothing is left behind ----
+
+
+class Failing(Flattening):
+    """Fails in the forward pass when told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        if self.fails:
+            raise RuntimeError("out of memory, say")
+        return hidden
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(probed: bool) -> None:
+    model = Failing()
+    model.up.forward = custom = model.up.forward  # somebody else's wrapper
+    model.norm.eval()
+    engine = LayerwiseEngine(model, mean_output)
+    if probed:
+        engine(tokens(3), {})
+    model.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine(tokens(3), {})
+    model.fails = False
+    assert vars(model.up)["forward"] is custom
+    assert not any("forward" in vars(m) for m in model.modules() if m is not model.up)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert [n for n, m in model.named_modules() if not m.training] == ["norm"]
+    engine(tokens(3), {})
+
+
+# ---- Dropout ----
+
+
+def test_dropout_inside_a_module_without_a_rule_is_drawn_for_each_sample() -> None:
+    model = only("vit").model(hidden_dropout_prob=0.3)
+    inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in only("vit").batch(1).items()}
+    _, gradients = per_sample_gradients(model, inputs)
+    assert gradients["vit.embeddings.cls_token"].squared_norm().unique().numel() == 3
+
+
+# ---- Another library's answer ----
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_projected_gradients_equal_those_of_opacus_projected_afterwards() -> None:
+    model, inputs = only("llama").model(), only("llama").batch(9)  # B equal to T
+    projectors = projectors_for(model, 8)
+    _, gradients = per_sample_gradients(model, inputs, projections=projectors)
+    # "sum" because the losses are added up; not strict because of buffers in the model.
+    wrapped = GradSampleModule(model, loss_reduction="sum", strict=False)
+    labels = inputs.pop("labels")
+    loss_for(model)(wrapped(**inputs), labels).sum().backward()
+    expected = {
+        name: projectors[name].project(p.grad_sample) if name in projectors else p.grad_sample
+        for name, p in model.named_parameters()
+    }
+    assert_gradients_equal(gradients, expected)

@@ -1,0 +1,105 @@
+"""Adapters on a frozen base in 4 or 8 bits, of bitsandbytes and torchao."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf.gradients import StateGuard
+from dp_grape_hf.publishing.file_checks import MISMATCH
+from dp_grape_hf.publishing.verification import verify
+from recipes.models.zoo import QUANTISED
+from tests.support.marks import slow_but
+from tests.support.oracles import assert_exact
+from tests.support.trainers import make_args
+
+# PEFT asks a quantised model of transformers so.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+each_kind = pytest.mark.parametrize("kind", QUANTISED)
+
+
+def base(folder: Path, kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=QUANTISED[kind](), dtype=torch.float32
+    )
+
+
+def adapted(model: PreTrainedModel) -> peft.PeftModel:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 64, (3, 9))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@each_kind
+def test_gradients_of_adapters_on_a_quantised_base_are_exact(tmp_path: Path, kind: str) -> None:
+    model = adapted(base(tmp_path, kind))
+    assert_exact(model.train(), batch())
+    model.eval()
+    with torch.no_grad():
+        model(**batch())  # bitsandbytes lays 4-bit weights out for inference, without a gradient
+    gradients = assert_exact(model.train(), batch())
+    assert all(gradient.squared_norm().any() for gradient in gradients.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*gemm_4bit.*:UserWarning")
+@pytest.mark.parametrize("kind", slow_but(("nf4",), ["nf4", "torchao"]))
+def test_functorch_is_exact_too(tmp_path: Path, kind: str) -> None:
+    assert_exact(adapted(base(tmp_path, kind)), batch(), engine="functorch")
+
+
+def test_functorch_refuses_a_layer_that_cannot_be_vectorised(tmp_path: Path) -> None:
+    model = adapted(base(tmp_path, "int8"))
+    with pytest.raises(UnsupportedModelError, match=r'setup_context.*engine="layerwise"'):
+        per_sample_gradients(model, batch(), engine="functorch")
+
+
+def test_a_statistic_in_a_quantised_layer_is_refused(tmp_path: Path) -> None:
+    model = base(tmp_path, "nf4")
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.register_buffer("seen", torch.zeros(1))
+    layer.register_forward_hook(lambda m, args, _: m.seen.add_(args[0].detach().mean()))
+    with (
+        pytest.raises(
+            UnsupportedModelError, match=r"changed model\.layers\.0\.mlp\.down_proj\.seen"
+        ),
+        StateGuard(model=model).unchanged(),
+    ):
+        model(**batch())
+
+
+@pytest.mark.slow
+@each_kind
+def test_an_adapter_trained_on_a_quantised_base_is_what_comes_back(
+    tmp_path: Path, kind: str
+) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (32, 9)).tolist()]
+    model = adapted(base(tmp_path / "base", kind))
+    untrained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trainer = DPGrapeTrainer(
+        model,
+        make_args(tmp_path / "run", method="dp_adam", eval_strategy="steps", eval_steps=1),
+        train_dataset=Dataset.from_list(rows[4:]),
+        eval_dataset=Dataset.from_list(rows[:4]),
+    )
+    trainer.train()
+    trained = dict(model.named_parameters())
+    assert not any(torch.equal(trained[name], was) for name, was in untrained.items())
+    trainer.save_model(tmp_path / "saved")
+    assert MISMATCH not in {check.status for check in verify(tmp_path / "saved")}
+    found = peft.PeftModel.from_pretrained(base(tmp_path / "base", kind), tmp_path / "saved")
+    saved = peft.get_peft_model_state_dict(found)
+    expected = peft.get_peft_model_state_dict(model)
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
