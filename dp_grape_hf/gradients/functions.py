@@ -185,6 +185,48 @@ class LayerNorm(torch.autograd.Function):
         return of_input, None, None, None, of_z, of_bias
 
 
+class RMSNorm(torch.autograd.Function):
+    """``y = x / rms(x) (c + w + z_i)`` at z_i = 0, over the last dimension.
+
+    Args of ``apply``:
+        x: the input.
+        weight: w, (n,).
+        eps: what is added to the mean square.
+        offset: c, 0 or 1.
+        dtype: of the output.
+        z: (B, n).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        z: Tensor,
+    ) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        factor = weight.float() + offset if offset else weight.float()
+        ctx.save_for_backward(x, scale, factor)
+        ctx.batch_size = z.shape[0]
+        return ((wide * scale) * factor).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, factor = ctx.saved_tensors
+        normalised, wide = x.float() * scale, grad.float()
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_normalised = wide * factor
+            along = (of_normalised * normalised).mean(-1, keepdim=True)
+            of_input = (of_normalised - normalised * along).mul_(scale).to(x.dtype)
+        of_z = normalised.mul_(wide)
+        return of_input, None, None, None, None, _by_sample(of_z, ctx.batch_size).sum(1)
+
+
 def _batch_size(z: Tensor | None, z_bias: Tensor | None) -> int:
     taps = z_bias if z is None else z
     assert taps is not None

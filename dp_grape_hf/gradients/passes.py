@@ -55,7 +55,7 @@ from dp_grape_hf.gradients.layers import (
     holding,
     row_each,
 )
-from dp_grape_hf.gradients.plans import NormPlan, Plan, Plans
+from dp_grape_hf.gradients.plans import LinearPlan, Plan, Plans
 from dp_grape_hf.gradients.stand_ins import (
     AtZero,
     call_for_one,
@@ -236,7 +236,7 @@ class Pass:
         activation, self._activation = self._activation, None
         site.check(layer_input.shape[0], self.batch_size, self._shapes)
         with self._observer.phase(PROJECT):
-            if isinstance(plan, NormPlan):
+            if not isinstance(plan, LinearPlan):
                 return plan.run(layer_input)
             if activation and activation.gave(layer_input) and plan.keeps_input:
                 return plan.run(layer_input, activation.function, activation.argument.detach())

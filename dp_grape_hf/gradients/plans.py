@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from dp_grape_hf.gradients import functions
 from dp_grape_hf.gradients.flat import Layout, Piece
 from dp_grape_hf.gradients.layers import Forward, Site
-from dp_grape_hf.gradients.rules import Conv1D
+from dp_grape_hf.gradients.rules import Conv1D, RMSNormRule
 from dp_grape_hf.projections import Projector, Side
 
 
@@ -146,7 +146,42 @@ class NormPlan:
         """Makes what ``other`` has: nothing depends on the projections."""
 
 
-Plan = LinearPlan | NormPlan
+@dataclass(eq=False)
+class RMSNormPlan:
+    """Runs the RMSNorm of any model family by ``functions.RMSNorm``."""
+
+    layer: Any
+    piece: Piece | None
+    rule: RMSNormRule
+    offset: float
+    bias: None = None
+    tap: Tensor | None = None
+    bias_tap: Tensor | None = None
+    _dtypes: dict[tuple[torch.dtype, bool], torch.dtype] = field(default_factory=dict)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Returns the layer's output."""
+        eps = self.rule.eps(self.layer, x.dtype)
+        dtype = self._dtype_of_output(x)
+        return functions.RMSNorm.apply(x, self.layer.weight, eps, self.offset, dtype, self.tap)
+
+    def _dtype_of_output(self, x: Tensor) -> torch.dtype:
+        """Returns what the layer's code makes of an input of that type."""
+        if x.dtype is self.layer.weight.dtype:
+            return x.dtype
+        key = x.dtype, torch.is_autocast_enabled(x.device.type)
+        if key not in self._dtypes:
+            with torch.no_grad():
+                forward = type(self.layer).forward
+                self._dtypes[key] = forward(self.layer, torch.zeros_like(x.detach()[:1])).dtype
+        return self._dtypes[key]
+
+    def prepare_like(self, other: Plan) -> None:
+        """Makes what ``other`` has, so that compiled code that ran ``other`` can run this one."""
+        self._dtypes |= getattr(other, "_dtypes", {})
+
+
+Plan = LinearPlan | NormPlan | RMSNormPlan
 
 _PLAIN = (Tensor, FakeTensor)  # neither quantised nor spread over processes
 
@@ -234,6 +269,9 @@ class Plans:
         projector = self.projectors.get(site.parameters.get("weight", ""))
         if type(layer).forward is nn.LayerNorm.forward and projector is None:
             return NormPlan(layer, weight, bias)
+        if isinstance(site.rule, RMSNormRule) and projector is None:
+            offset = site.rule.offset(layer)
+            return None if offset is None else RMSNormPlan(layer, weight, site.rule, offset)
         if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):
             return None
         plan = LinearPlan(layer, weight, bias, projector, folded=False)

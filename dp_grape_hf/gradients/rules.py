@@ -190,12 +190,18 @@ class RMSNormRule(LayerNormRule):
     """
 
     def applies(self, layer: Any) -> bool:
-        """Returns whether the layer computes the formula, by evaluating both."""
+        return self.offset(layer) is not None
+
+    def offset(self, layer: Any) -> float | None:
+        """Returns what the layer adds to w, 0 or 1, by evaluating it and the formula.
+
+        None if it computes something else.
+        """
         parameters = dict(layer.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or layer.weight.dim() != 1:
-            return False
+            return None
         if "variance_epsilon" not in vars(layer) and "eps" not in vars(layer):
-            return False
+            return None
         eps = vars(layer).get("variance_epsilon", vars(layer).get("eps")) or 1e-6
         line = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
         rows = line.reshape(2, -1)
@@ -205,20 +211,25 @@ class RMSNormRule(LayerNormRule):
             try:
                 output = functional_call(layer, {"weight": weight}, (probe,))
             except TypeError:  # it needs more than the input, a gate for example
-                return False
+                return None
             factor, weight = self.normalised(layer, probe), weight.float()
         tolerance = {"rtol": 2 * torch.finfo(probe.dtype).eps ** 0.75, "atol": 1e-6}
-        return isinstance(output, Tensor) and any(
-            torch.allclose(output.float(), factor * scale, **tolerance)
-            for scale in (weight, 1 + weight)
-        )
+        for offset in (0.0, 1.0):
+            expected = factor * (offset + weight)
+            if isinstance(output, Tensor) and torch.allclose(output.float(), expected, **tolerance):
+                return offset
+        return None
+
+    def eps(self, layer: Any, dtype: torch.dtype) -> float:
+        """Returns what is added to the mean square of an input of that type."""
+        eps: float | None = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
+        if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
+            return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        return eps
 
     def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
         """Returns ``x / rms(x)``, of the input's shape, float32, as a new tensor."""
-        eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
-        if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
-            eps = torch.finfo(torch.promote_types(layer_input.dtype, torch.float32)).eps
-        x = layer_input.float()
+        x, eps = layer_input.float(), self.eps(layer, layer_input.dtype)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 

@@ -144,7 +144,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         progress bar and logs; metrics in the logs are functions of the evaluation data, which
         epsilon does not cover. What an example contributes must be computed from its own data and
         from coins that are its own or public: model and collator are examined for that
-        (``gradients.checks.rng``) before the first release. A run without noise claims nothing, and logs all.
+        (``gradients.checks.rng``) before the first release. A run without noise claims nothing, and
+        logs all.
 
     Raises:
         PrivacyError: if arguments, model and data together cannot keep the promise.
