@@ -370,6 +370,8 @@ class DPGrapeArguments(_Host):
         refuse_machine(self)
         if self.noise != INDEPENDENT:
             self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
+        if self.private:  # the losses that it filters are withheld, and it has a GPU waited for
+            self.logging_nan_inf_filter = False
         if self.gradient_checkpointing:  # both names of the option hold the same by now
             self._set_checkpointing_kwargs()
         accumulated = self.gradient_accumulation_steps != 1

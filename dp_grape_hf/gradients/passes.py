@@ -202,7 +202,7 @@ class Pass:
         plan = None if self._plans is None else self._plans.of(site, original)
         if plan is None:
             return partial(self._run, site, original)
-        return partial(self._run_planned, plan, site)
+        return partial(self._run_planned, plan, site, original)
 
     def _run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
         if site.by_rows:
@@ -230,8 +230,12 @@ class Pass:
             output = original(*args, **kwargs)
         return self._capture(site, saved, output, again)
 
-    def _run_planned(self, plan: Plan, site: Site, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a layer by its autograd function."""
+    def _run_planned(
+        self, plan: Plan, site: Site, original: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a layer by its autograd function, which is about one input."""
+        if len(args) + len(kwargs) != 1:
+            return self._run(site, original, *args, **kwargs)
         (layer_input,) = args or kwargs.values()
         activation, self._activation = self._activation, None
         site.check(layer_input.shape[0], self.batch_size, self._shapes)

@@ -26,7 +26,8 @@ from dp_grape_hf.gradients.rules import (
     rule_for,
 )
 from dp_grape_hf.projections import Projector, Side
-from tests.support.oracles import assert_exact
+from tests.gradients.functions import Function, mean_output
+from tests.support.oracles import assert_exact, assert_gradients_equal, single_sample_gradients
 
 B, T = 4, 3
 
@@ -252,6 +253,38 @@ def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row: Row) -> None:
 def test_an_rms_norm_in_half_precision_keeps_its_closed_form(layer_type: type[nn.Module]) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert rule_for(layer_type(64).to(dtype)) is RULES[nn.RMSNorm]
+
+
+@pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm])
+def test_the_output_of_an_rms_norm_has_the_type_that_its_code_gives(layer_type: Any) -> None:
+    """Under autocast the input has 16 bits, and the weight 32."""
+    dtypes: list[torch.dtype] = []
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        dtypes.append((hidden := m.norm(m.layer(x))).dtype)
+        return hidden.float()
+
+    model = Function(compute, layer=nn.Linear(6, 6), norm=layer_type(6))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(B, T, 6))
+        per_sample_gradients(model, {"x": torch.randn(B, T, 6)}, loss=mean_output)
+    assert len(dtypes) > 2
+    assert len({*dtypes}) == 1
+
+
+class Scaled(LlamaRMSNorm):
+    """Takes more than the input, but not always."""
+
+    def forward(self, hidden_states: Tensor, times: float = 1.0) -> Tensor:
+        return times * super().forward(hidden_states)
+
+
+def test_an_rms_norm_that_is_given_more_than_its_input_runs_by_its_code() -> None:
+    model = Function(lambda m, x: m.norm(x, 3.0), norm=Scaled(6))
+    inputs = {"x": torch.randn(B, T, 6)}
+    gradients = per_sample_gradients(model, inputs, loss=mean_output)[1]
+    expected = single_sample_gradients(model, inputs, {}, loss=mean_output)[1]
+    assert_gradients_equal(gradients, expected)
 
 
 def test_an_rms_norm_that_needs_a_gate_or_has_no_epsilon_gets_no_closed_form() -> None:
