@@ -1,9 +1,16 @@
-"""The phases of a step, and who looks on: memory, timers and tests see a step by these names."""
+"""The phases of a step, and who looks on: memory, timers and tests see a step by these names.
+
+What takes longer before the first step shows a progress bar.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
+
+from tqdm import tqdm
 
 REDRAW, FORWARD, BACKWARD = "redraw", "forward", "backward"
 PROJECT, GRADIENTS = "project", "gradients"
@@ -31,3 +38,39 @@ class Observer:
 
 
 _NOTHING = nullcontext()
+
+# ---- Before the first step ----
+
+_QUIET = 2.0  # seconds before a progress bar is shown
+_bar: ContextVar[Any] = ContextVar("bar", default=None)
+
+
+@contextmanager
+def progress(doing: str, shown: bool | None = None) -> Iterator[None]:
+    """Shows a progress bar if what runs inside takes longer than two seconds.
+
+    Args:
+        doing: what takes the time, in words.
+        shown: whether a bar may be shown; by default if this runs inside of another one that may.
+    """
+    outer = _bar.get()
+    if shown is None:
+        shown = outer is not None and not outer.disable
+    with tqdm(desc=doing, unit=" passes", delay=_QUIET, leave=False, disable=not shown) as bar:
+        token = _bar.set(bar)
+        try:
+            yield
+        finally:
+            _bar.reset(token)
+
+
+def advance(of: int | None = None) -> None:
+    """Counts a pass of the model in the innermost progress bar, if there is one.
+
+    Args:
+        of: how many there will be, if that is known by now.
+    """
+    bar = _bar.get()
+    if bar is not None:
+        bar.total = of or bar.total
+        bar.update()

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.accounting import correlated
 from dp_grape_hf.optimizers import UPDATE_RULES, Term
+from dp_grape_hf.phases import advance
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
 DRIFT = 0.6
@@ -474,6 +475,7 @@ class _Features:
         return torch.cat([self._of(batch) for batch in self._inputs])
 
     def _of(self, batch: Mapping[str, Any]) -> Tensor:
+        advance()
         seen: list[Tensor] = []
 
         def show(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory import auto_class, read_config
+from dp_grape_hf.phases import progress
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 _GIVEN = ("target_epsilon", "target_delta", "num_train_epochs", "method", "learning_rate")
@@ -36,7 +38,8 @@ def run(args: argparse.Namespace) -> str:
         unseen: Any = []
         examples = Subset(unseen, range(args.num_samples))  # of which only the number is asked
         trainer = DPGrapeTrainer(model, asked, train_dataset=examples, processing_class=tokenizer)
-        return trainer.suggestion()
+        with progress("Choosing hyperparameters", shown=sys.stderr.isatty()):
+            return trainer.suggestion()
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from dp_grape_hf.gradients.losses.losses import (
     split,
 )
 from dp_grape_hf.gradients.rules import refuse_coupling
-from dp_grape_hf.phases import FORWARD, Observer
+from dp_grape_hf.phases import FORWARD, Observer, advance
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded, whole
 
@@ -268,6 +268,7 @@ class PerSampleEngine(ABC):
             inputs: as in a call.
             run: runs the model; the model itself if None.
         """
+        advance()
         with self.observer.phase(FORWARD), keeping_configs(self._configs):
             return self._losses(inputs, self.model if run is None else run)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.phases import advance, progress
 from dp_grape_hf.projections.probes import chooses, on_inputs
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.projections.targets import MATRIX_LAYERS
@@ -99,14 +100,18 @@ def principal_directions(
         module.register_forward_hook(_reader(block, embeds, mask), with_kwargs=True)
         for module, block, embeds in readers
     ]
+    count = 0
     try:
-        for number in range(_PASSES):
-            if number > 0:
-                for block in blocks.values():
-                    block.turn()
-            for batch in batches():
-                mask[0] = batch.get("attention_mask")
-                on_inputs(body, batch)
+        with progress("Measuring input directions"):
+            for number in range(_PASSES):
+                if number > 0:
+                    for block in blocks.values():
+                        block.turn()
+                for batch in batches():
+                    mask[0] = batch.get("attention_mask")
+                    on_inputs(body, batch)
+                    count += number == 0
+                    advance(of=_PASSES * count if number > 0 else None)
     finally:
         for hook in hooks:
             hook.remove()

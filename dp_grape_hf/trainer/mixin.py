@@ -15,12 +15,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import ProgressCallback
@@ -69,7 +70,7 @@ from dp_grape_hf.mechanism import (
     noise_generator,
     shared_sampling_generator,
 )
-from dp_grape_hf.phases import Observer
+from dp_grape_hf.phases import Observer, progress
 from dp_grape_hf.projections import Batches, synthetic_batches
 from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
@@ -388,7 +389,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self._resumed is not None:
             self.rates = self._resumed.rates
         else:
-            self.rates = find_rates(run, plan, self._public_inputs(), self._parts)
+            with self._progress("Choosing learning rates"):
+                self.rates = find_rates(run, plan, self._public_inputs(), self._parts)
         if self.args.chooses and self.rates is not None:
             run.use_rates(self.rates.by_name)
             plan.note_choice(line_of(self.rates, run))
@@ -567,10 +569,17 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             "trainer.start() the loader of trainer.get_train_dataloader().",
         )
         if train_dataloader is not None:
-            with self._handling_data("Trying the first examples"):
+            with (
+                self._handling_data("Trying the first examples"),
+                self._progress("Examining the model on the first examples"),
+            ):
                 self._examine(train_dataloader)
         run.keep_updates_apart()
         return prepared
+
+    def _progress(self, doing: str) -> AbstractContextManager[None]:
+        shown = not self.args.disable_tqdm and self.is_world_process_zero()
+        return progress(doing, shown or None)
 
     def _require_as_planned(self, max_steps: int) -> None:
         """Refuses what has changed since the trainer was made; a collective call."""
@@ -714,7 +723,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             model.train()
             if self._known_streams is None:
                 forget_the_seed()  # that a callback may have set
-            done = self.private_run.step(self.state.global_step, inputs, self._prepare_inputs)
+            done = self.private_run.step(self.state.global_step, inputs, self._on_device)
         self._private_norm = done.norm
         if not self._noted:  # whoever saves the model from now on saves the note with it
             self._noted = True
@@ -722,6 +731,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.args.private:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
+
+    def _on_device(self, physical: Any) -> Any:
+        """Moves a physical batch, whose memory is pinned, without waiting for a GPU."""
+        moved = send_to_device(physical, self.args.device, non_blocking=True)
+        return self._prepare_inputs(moved)
 
     @contextmanager
     def _handling_data(self, doing: str) -> Iterator[None]:

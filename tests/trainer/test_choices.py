@@ -12,57 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     PreTrainedModel,
     TrainerState,
-    set_seed,
 )
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError, ProjectedOptimizer
+from dp_grape_hf import PrivacyError, ProjectedOptimizer
 from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.staging import kind_of
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
+from tests.support.choosing import EVERY, model_of, trainer_of
 from tests.support.faults import ending
-from tests.support.trainers import Examples, Watch, spy_releases
+from tests.support.trainers import spy_releases
 
-WORDS, EVERY = 50, 3
 WEIGHTS = ("fresh", "pretrained")
-
-
-def model_of(weights: str) -> Any:
-    set_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1}
-    more = {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
-    model = BertForSequenceClassification(BertConfig(**sizes, **more, max_position_embeddings=16))
-    if weights == "pretrained":
-        for name, weight in model.named_parameters():
-            if "LayerNorm.weight" in name:  # which training moves
-                nn.init.uniform_(weight, 0.9, 1.1)
-    return model
-
-
-def examples() -> Examples:
-    ids = torch.randint(5, WORDS, (64, 8), generator=torch.Generator().manual_seed(0))
-    ones = torch.ones(8, dtype=torch.long)
-    return Examples(
-        [{"attention_mask": ones, "input_ids": x, "labels": int(x[0] % 3)} for x in ids]
-    )
-
-
-def trainer_of(folder: Path, model: Any, stop_at: int | None = None, **changes: Any) -> Any:
-    """Returns a trainer with epsilon, delta and epochs alone, but for what ``changes`` give."""
-    settings: dict[str, Any] = {"eps": 8.0, "delta": 1e-3, "num_train_epochs": 2}
-    settings |= {"save_strategy": "steps", "save_steps": EVERY, "accountant": "rdp"}
-    settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    own = {"model_init": model} if not isinstance(model, nn.Module) else {"model": model}
-    args = DPGrapeTrainingArguments(output_dir=str(folder), **settings | changes)
-    watch = [Watch(stop_at=stop_at)]
-    return DPGrapeTrainer(**own, args=args, train_dataset=examples(), callbacks=watch)
 
 
 def choices_of(trainer: Any) -> tuple[Any, ...]:

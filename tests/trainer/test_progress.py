@@ -1,0 +1,50 @@
+"""What takes longer than two seconds before the first step shows a progress bar."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dp_grape_hf import phases
+from dp_grape_hf.phases import advance, progress
+from tests.support.choosing import model_of, trainer_of
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_QUIET", 0.0)
+
+
+def test_a_bar_counts_passes_and_an_inner_one_is_shown_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress("Outer", shown=True):
+        advance()
+        with progress("Inner"):
+            advance(of=3)
+            assert phases._bar.get().total == 3
+    text = capsys.readouterr().err
+    assert "Outer: 0 passes" in text
+    assert "Inner: 0 passes" in text
+
+
+@pytest.mark.parametrize("shown", [False, None])
+def test_nothing_is_shown_unless_it_is_asked_for(
+    shown: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("Outer", shown=shown), progress("Inner"):
+        advance(of=3)
+    advance()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_trainer_shows_what_it_does_before_the_first_step(
+    disable_tqdm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model: Any = model_of("pretrained")
+    trainer = trainer_of(tmp_path, model, disable_tqdm=disable_tqdm, save_strategy="no")
+    trainer.train()
+    text = capsys.readouterr().err
+    for doing in ("Choosing learning rates", "Measuring input directions", "Examining the model"):
+        assert (doing in text) is not disable_tqdm
