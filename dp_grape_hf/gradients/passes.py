@@ -199,8 +199,9 @@ class Pass:
 
     def forward_of(self, site: Site, original: Forward) -> Forward:
         """Returns what runs a site in place of its own forward."""
-        plan = None if self._plans is None else self._plans.of(site, original)
-        if plan is None:
+        known = self._plans is not None and site in self._plans
+        plan = self._plans.of(site, original) if self._plans is not None and known else None
+        if plan is None:  # weights that are spread over processes are only there when it runs
             return partial(self._run, site, original)
         return partial(self._run_planned, plan, site, original)
 
@@ -216,6 +217,15 @@ class Pass:
 
             with detached(site.module), LookUps(site.module.weight, capture):
                 return original(*args, **kwargs)
+        plan = None if self._plans is None else self._plans.of(site, original)
+        if plan is not None:
+            return self._run_planned(plan, site, original, *args, **kwargs)
+        return self._run_by_rule(site, original, args, kwargs)
+
+    def _run_by_rule(
+        self, site: Site, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a layer by its code, and takes its gradients by its rule."""
         if site.has_several_tensors(args, kwargs):
             raise UnknownTensorError(f"{site.label} was given a tensor that it was not seen with.")
         layer_input = first_tensor(args, kwargs)
@@ -235,7 +245,7 @@ class Pass:
     ) -> Any:
         """Runs a layer by its autograd function, which is about one input."""
         if len(args) + len(kwargs) != 1:
-            return self._run(site, original, *args, **kwargs)
+            return self._run_by_rule(site, original, args, kwargs)
         (layer_input,) = args or kwargs.values()
         activation, self._activation = self._activation, None
         site.check(layer_input.shape[0], self.batch_size, self._shapes)

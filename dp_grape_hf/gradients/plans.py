@@ -207,6 +207,10 @@ class Plans:
         self._zero: Tensor | None = None
         self._batch_size = 0
 
+    def __contains__(self, site: Site) -> bool:
+        """Returns whether it is known how to run a site."""
+        return site in self._plans
+
     def of(self, site: Site, forward: Forward) -> Plan | None:
         """Returns how to run a site; None if it must be run as any layer."""
         if site not in self._plans:

@@ -299,6 +299,8 @@ class Factors:
             values = gradient.values
             lost = ~self.contributing.view(-1, *[1] * (values.dim() - 1))
             return Dense(values.masked_fill_(lost, 0)), self.values
+        if self.of_all and bool(self.contributing.all()):
+            return gradient, self.values
         values = self.values[self.contributing] if self.of_all else self.values
         return gradient.select(self.contributing), values
 
