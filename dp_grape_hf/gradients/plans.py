@@ -274,7 +274,7 @@ class Plans:
         if type(layer).forward is nn.LayerNorm.forward and projector is None:
             return NormPlan(layer, weight, bias)
         if isinstance(site.rule, RMSNormRule) and projector is None:
-            offset = site.rule.offset(layer)
+            offset = site.rule.offset(layer, type(layer).forward.__get__(layer))
             return None if offset is None else RMSNormPlan(layer, weight, site.rule, offset)
         if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):
             return None

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows
+from dp_grape_hf.gradients.stand_ins import call_with
 
 RECOMPUTABLE = {
     *(nn.GELU, nn.SiLU, nn.Mish),
@@ -190,9 +190,9 @@ class RMSNormRule(LayerNormRule):
     """
 
     def applies(self, layer: Any) -> bool:
-        return self.offset(layer) is not None
+        return self.offset(layer, layer.forward) is not None
 
-    def offset(self, layer: Any) -> float | None:
+    def offset(self, layer: Any, forward: Callable[..., Any]) -> float | None:
         """Returns what the layer adds to w, 0 or 1, by evaluating it and the formula.
 
         None if it computes something else.
@@ -209,7 +209,7 @@ class RMSNormRule(LayerNormRule):
         weight = rows[1].to(layer.weight.dtype) + 0.5  # its own may be all zeros
         with torch.no_grad():
             try:
-                output = functional_call(layer, {"weight": weight}, (probe,))
+                output = call_with(layer, forward, {id(layer.weight): weight}, (probe,), {})
             except TypeError:  # it needs more than the input, a gate for example
                 return None
             factor, weight = self.normalised(layer, probe), weight.float()
