@@ -44,10 +44,11 @@ class Projected(torch.autograd.Function):
         return functional.linear(x, weight, bias).detach()  # no view, which none may change
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, projected = ctx.saved_tensors
         of_input = grad @ weight if ctx.needs_input_grad[0] else None
-        rows, columns = (_by_sample(x, ctx.batch_size) for x in (grad, projected))
+        rows, columns = (by_sample(x, ctx.batch_size) for x in (grad, projected))
         return of_input, None, None, None, None, product(columns, rows)
 
 
@@ -117,15 +118,15 @@ class Linear(torch.autograd.Function):
                 of_input = _add_product(of_input, projected, shared)
             else:
                 of_input = _add_product(of_input, grad @ shared.mT, before[: len(shared)])
-        rows = _by_sample(grad, ctx.batch_size)  # (B, T, m)
+        rows = by_sample(grad, ctx.batch_size)  # (B, T, m)
         of_z = of_bias = None
         if ctx.trained[0]:
             columns = saved if ctx.again is None else ctx.again(saved)
-            columns = _by_sample(columns, ctx.batch_size)
+            columns = by_sample(columns, ctx.batch_size)
             if columns.dtype is not rows.dtype:
                 columns = columns.to(rows.dtype)
             if projected is not None:
-                of_z = product(_by_sample(projected, ctx.batch_size), columns)
+                of_z = product(by_sample(projected, ctx.batch_size), columns)
             elif ctx.swapped:
                 of_z = product(rows, columns)
             else:
@@ -164,6 +165,7 @@ class LayerNorm(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, weight, bias = ctx.saved_tensors
         of_input = of_z = of_bias = None
@@ -215,6 +217,7 @@ class RMSNorm(torch.autograd.Function):
         return ((wide * scale) * factor).to(dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, factor = ctx.saved_tensors
         normalised, wide = x.float() * scale, grad.float()
@@ -224,7 +227,7 @@ class RMSNorm(torch.autograd.Function):
             along = (of_normalised * normalised).mean(-1, keepdim=True)
             of_input = (of_normalised - normalised * along).mul_(scale).to(x.dtype)
         of_z = normalised.mul_(wide)
-        return of_input, None, None, None, None, _by_sample(of_z, ctx.batch_size).sum(1)
+        return of_input, None, None, None, None, by_sample(of_z, ctx.batch_size).sum(1)
 
 
 def _batch_size(z: Tensor | None, z_bias: Tensor | None) -> int:
@@ -233,8 +236,8 @@ def _batch_size(z: Tensor | None, z_bias: Tensor | None) -> int:
     return taps.shape[0]
 
 
-def _by_sample(tensor: Tensor, batch_size: int) -> Tensor:
-    """Returns (B, T, last)."""
+def by_sample(tensor: Tensor, batch_size: int) -> Tensor:
+    """Returns (B, ..., n) or (B * T, n) as (B, T, n)."""
     if tensor.dim() == 3 and tensor.shape[0] == batch_size:
         return tensor
     return tensor.reshape(batch_size, -1, tensor.shape[-1])

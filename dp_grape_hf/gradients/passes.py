@@ -199,11 +199,12 @@ class Pass:
 
     def forward_of(self, site: Site, original: Forward) -> Forward:
         """Returns what runs a site in place of its own forward."""
-        known = self._plans is not None and site in self._plans
-        plan = self._plans.of(site, original) if self._plans is not None and known else None
-        if plan is None:  # weights that are spread over processes are only there when it runs
-            return partial(self._run, site, original)
-        return partial(self._run_planned, plan, site, original)
+        if self._plans is not None and site in self._plans:
+            plan = self._plans.of(site, original)
+            if plan is not None:
+                return partial(self._run_planned, plan, site, original)
+        # A plan is made when the site runs: only then are weights there that fsdp has spread.
+        return partial(self._run, site, original)
 
     def _run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
         if site.by_rows:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows
+from dp_grape_hf.gradients.functions import by_sample
 from dp_grape_hf.gradients.stand_ins import call_with
 
 RECOMPUTABLE = {
@@ -113,11 +114,6 @@ def refuse_coupling(path: str, layer: nn.Module) -> None:
         )
 
 
-def _positions(tensor: Tensor, batch_size: int) -> Tensor:
-    """Returns (B, ..., n) or (B * T, n) as (B, T, n)."""
-    return tensor.reshape(batch_size, -1, tensor.shape[-1])
-
-
 @layer_rule(nn.Linear)
 class LinearRule(LayerRule):
     """``y = x W^T + b``: rows are the output's gradient, columns the input."""
@@ -125,12 +121,12 @@ class LinearRule(LayerRule):
     saves = "cols"
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        return _positions(layer_input, batch_size)  # (B, T, n)
+        return by_sample(layer_input, batch_size)  # (B, T, n)
 
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        rows = _positions(grad_output, batch_size)  # (B, T, m)
+        rows = by_sample(grad_output, batch_size)  # (B, T, m)
         return {"weight": Factored(rows, saved), "bias": Dense(rows.sum(1, dtype=torch.float32))}
 
 
@@ -143,7 +139,7 @@ class Conv1DRule(LinearRule):
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        cols = _positions(grad_output, batch_size)  # (B, T, n)
+        cols = by_sample(grad_output, batch_size)  # (B, T, n)
         return {"weight": Factored(saved, cols), "bias": Dense(cols.sum(1, dtype=torch.float32))}
 
 
@@ -157,7 +153,7 @@ class EmbeddingRule(LayerRule):
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        values = _positions(grad_output, batch_size)  # (B, T, n)
+        values = by_sample(grad_output, batch_size)  # (B, T, n)
         if layer.padding_idx is not None:  # its row is a constant, as in autograd
             values = values.masked_fill((saved == layer.padding_idx)[:, :, None], 0)
         return {"weight": SparseRows(saved, values, layer.num_embeddings)}
