@@ -27,3 +27,10 @@ class Choice(StrEnum, metaclass=_Texts):
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Of the program, not of the machine; gradient checkpointing ends what it repeats by another."""

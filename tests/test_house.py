@@ -36,7 +36,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_IN = {
     "torch": {*FLOOR_OF} - {"accounting", "errors", "phases", "tables"},
     "transformers": {
-        *("gradients.rules", "gradients.definition", "gradients.checks.first_batch"),
+        *("gradients.rules", "gradients.definition"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory"),
         "cli.suggest",
     },

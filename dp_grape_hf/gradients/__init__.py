@@ -4,20 +4,14 @@ What is computed here is sensitive: nothing is clipped and nothing has noise. ``
 an engine is. ``layerwise`` is the fast one (one pass, a function or a rule for each layer type),
 ``definition`` the one that is the definition, and ``zeroth_order`` needs no backward pass.
 ``losses`` knows the loss of one example, ``forms`` the forms that its gradient may have, and
-``flat`` the layout of most gradients as one matrix. ``checks`` finds out, by running the model,
-whether the examples are independent of each other, and watches the model during the run.
+``flat`` the layout of most gradients as one matrix. ``replay`` compares gradients of a first batch
+with those of each example alone, and ``checks`` watches the model during the run.
 """
 
 from dp_grape_hf.gradients.by_name import ENGINES, make_engine, per_sample_gradients
-from dp_grape_hf.gradients.checks.coupling import evaluating
-from dp_grape_hf.gradients.checks.first_batch import (
-    check_gradients,
-    examine_batch,
-    examine_trainer_loss,
-    require_each_once,
-)
 from dp_grape_hf.gradients.checks.guards import (
     configs_of,
+    evaluating,
     guarding_streams,
     keeping_configs,
     keeping_random_state,
@@ -60,7 +54,7 @@ from dp_grape_hf.gradients.losses.pairs import (
     by_halves,
     side_by_side,
 )
-from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss
+from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss, examine_trainer_loss
 from dp_grape_hf.gradients.units import UNIT_OF_ROW, UnitEngine
 from dp_grape_hf.gradients.zeroth_order import ZerothOrderEngine
 
@@ -92,14 +86,12 @@ __all__ = [
     "WatchedEngine",
     "ZerothOrderEngine",
     "by_halves",
-    "check_gradients",
     "choice",
     "classification",
     "configs_of",
     "cross_entropy",
     "evaluating",
     "exact_products",
-    "examine_batch",
     "examine_trainer_loss",
     "freeze_unused",
     "guarding_streams",
@@ -112,7 +104,6 @@ __all__ = [
     "per_sample_gradients",
     "refuse_modules",
     "refuse_reached",
-    "require_each_once",
     "seed_all",
     "side_by_side",
     "tolerance_for",

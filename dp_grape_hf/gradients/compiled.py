@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.gradients.checks.coupling import rows_of
+from dp_grape_hf.gradients.engine import rows_of
 from dp_grape_hf.gradients.layers import (
     Forward,
     Shapes,

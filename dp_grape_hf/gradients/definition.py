@@ -25,9 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients.checks.coupling import copies_of, evaluating, first_two
-from dp_grape_hf.gradients.checks.sketches import Prints, joint_error, tolerance_for
+from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients import replay
+from dp_grape_hf.gradients.checks.sketches import Prints
 from dp_grape_hf.gradients.engine import (
     Gradients,
     GradSampleMode,
@@ -48,9 +48,6 @@ class NotVectorisedError(UnsupportedModelError):
     """Code fails under ``torch.func.vmap`` that runs without it."""
 
 
-_SHORT = 1e-2  # a gradient of a smaller norm may differ by as much as one of this norm
-
-
 class FunctorchEngine(PerSampleEngine):
     """Vectorises one sample's loss over the samples. See the module's docstring."""
 
@@ -60,15 +57,19 @@ class FunctorchEngine(PerSampleEngine):
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        batch_size_of(inputs)  # refuses inputs that do not tell the samples apart
-        if not self._probed:
-            self._probe(inputs, projectors)
-            self._probed = 2
-        self._examine(inputs, lambda batch: self._pass(batch, projectors))
+        self._examine_once(inputs, projectors)
         losses, found = self._pass(inputs, projectors)
         left_out = self.trainable.keys() - found.keys()
         found |= self.zero_gradients(left_out, losses, projectors)
         return losses, {name: found[name] for name in self.trainable}
+
+    def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        return replay.examine(self, inputs, projectors)
+
+    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
+        losses, found = self._pass(inputs, projectors)
+        prints(found)
+        return losses
 
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -120,43 +121,6 @@ class FunctorchEngine(PerSampleEngine):
                 "backward pass (gradient checkpointing), which is outside vmap. Switch it off "
                 '(gradient_checkpointing=False), or use engine="layerwise".'
             ) from error
-
-    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Refuses parameters without part in the loss or with a part that is not seen.
-
-        It also refuses a model that computes something else under vmap than without.
-        """
-        self.refuse_noise(inputs)
-        two = first_two(inputs)
-        with evaluating(self.model), torch.enable_grad():
-            loss, other = (self.losses(copies_of(two, 1, sample)) for sample in (0, 1))
-            own = self.by_autograd(loss.sum(), projectors)
-            self.refuse_unused(own.names)
-            losses, found = self._pass(two, projectors)
-        if unseen := [name for name in self.trainable if name not in found]:
-            raise UnsupportedModelError(
-                f"The model uses {', '.join(unseen)} through code that does not take another "
-                "tensor in the place of the parameter (an LSTM's flat weights, a custom "
-                "autograd.Function), so the functorch engine does not see its gradient. Freeze it "
-                'with requires_grad_(False), or use engine="layerwise".'
-            )
-        tolerance, plain = tolerance_for(self.model), torch.cat([loss, other]).detach()
-        same = torch.isclose(losses, plain, rtol=tolerance.change, atol=tolerance.change / 10)
-        differs = None
-        if not (same | ~plain.isfinite()).all():  # a sample with NaN values says nothing
-            differs = "another loss"
-        elif bool(loss.abs() > tolerance.loss):
-            prints, names = Prints([0]), list(self.trainable)
-            prints(found)
-            error, norm = joint_error(prints.marks(names), own.marks(names))
-            if error > tolerance.error * norm.clamp(min=_SHORT):
-                differs = "other gradients"
-        if differs:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} computes {differs} of one example under "
-                "torch.func.vmap than without it: its code asks how it is run. Use "
-                'engine="layerwise", or another attn_implementation.'
-            )
 
 
 # ---- What vmap over the samples needs to run the code of transformers models ----
@@ -240,7 +204,7 @@ class Batching(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
             # One draw for the whole batch, as in an ordinary pass: branches read it (layer drop, of
-            # which ``checks.rng`` lets pass only what the draw has no influence on).
+            # which ``replay`` lets pass only what the draw has no influence on).
             return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
         if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
             return args[0]
@@ -309,13 +273,6 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
             "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
             'engine="layerwise" vectorises only modules whose own layers have no rule.'
         ) from error
-
-
-ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
-)
-"""Of the program, not of the machine; gradient checkpointing ends what it repeats by another."""
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients.adapters import advice
-from dp_grape_hf.gradients.checks.coupling import ROUNDING, copies_of, evaluating, first_two
-from dp_grape_hf.gradients.checks.guards import configs_of, keeping_configs
-from dp_grape_hf.gradients.checks.rng import examine_coins, refuse_noise
+from dp_grape_hf.gradients.checks.guards import configs_of, evaluating, keeping_configs
 from dp_grape_hf.gradients.checks.sketches import Prints, computes_in_16_bits, tolerance_for
 from dp_grape_hf.gradients.flat import Layout
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single
@@ -31,7 +30,6 @@ from dp_grape_hf.gradients.losses.losses import (
     HeadLoss,
     LabelledPositions,
     LossFunction,
-    ModelLoss,
     checked,
     loss_for,
     split,
@@ -43,6 +41,8 @@ from dp_grape_hf.sharding import is_sharded, whole
 
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
+ROUNDING = 1e-4  # of a loss, absolute
+_NAMED = 5  # of parameters, at most, where an error or a warning lists them
 Consume = Callable[[Gradients], None]
 """Takes the gradients of one group of parameters, which are not kept afterwards."""
 
@@ -118,10 +118,7 @@ class PerSampleEngine(ABC):
         self._configs = configs_of(model)
         self.loss = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
-        self._examined: set[bool] = set()  # whether training, when it was tried
-        self._compared = False  # the loss, with the model's own
-        self._repeatable = False  # whether two passes in evaluation mode were seen to agree
-        self._probed = 0  # how many different samples a probe has seen, up to 2
+        self._examined: dict[bool, int] = {}  # by mode, how many rows a batch had, up to 2
 
     @abstractmethod
     def __call__(
@@ -134,75 +131,41 @@ class PerSampleEngine(ABC):
             projectors: parameter name -> projector, for the projected parameters.
         """
 
-    def refuse_noise(self, inputs: Inputs) -> None:
-        """Refuses a model that draws random numbers in evaluation mode; looks once.
+    def examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        """Refuses a model or a loss by which a row contributes other gradients than alone.
+
+        A call does this by itself where it has not been done in the mode of the model, or with one
+        row only.
 
         Args:
-            inputs: a batch, of which the first sample is used.
+            inputs: a batch.
+            projectors: as in a call.
+
+        Returns:
+            Whether a row has a gradient, so that the batch shows anything.
         """
-        if self._repeatable:
-            return
-        copies = 1 if self.isolates_samples else 2
-        batch = copies_of(inputs, copies)
-        with evaluating(self.model), torch.no_grad():
-            refuse_noise(lambda: self.losses(batch), copies)
-        self._repeatable = True
+        rows, training = min(batch_size_of(inputs), 2), self.model.training
+        told = self._examine(inputs, projectors)
+        if told:
+            self._examined[training] = rows
+        return told
 
-    def _examine(self, inputs: Inputs, run: Callable[[Inputs], tuple[Tensor, Gradients]]) -> None:
-        """Refuses a model that tosses others' coins, or minimises another loss; once a mode.
+    def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        raise NotImplementedError
 
-        Args:
-            inputs: a batch, of which the first sample is used.
-            run: one pass over a batch, in which nothing is checked.
-        """
-        if self.model.training in self._examined:
-            return
-        shown = False
-        for sample in range(batch_size_of(inputs)):
+    def _examine_once(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Examines a batch if none was in this mode, or none with more than one row."""
+        rows, training = min(batch_size_of(inputs), 2), self.model.training
+        if self._examined.get(training, 0) < rows:
+            self.examine(inputs, projectors)
 
-            def one(copies: int, sample: int = sample) -> tuple[Tensor, Gradients]:
-                return run(copies_of(inputs, copies, sample))
-
-            reseeds = examine_coins(one, self.model)
-            if shown := reseeds is not None:
-                self.reseeds_host |= bool(reseeds)
-                break
-        if not self._compared:
-            self._refuse_other_loss(inputs)
-            self._compared = True
-        if shown:  # else the next batch may have an example that shows something
-            self._examined.add(self.model.training)
-
-    def _refuse_other_loss(self, inputs: Inputs) -> None:
-        """Compares the loss of one sample with what would be minimised without privacy."""
-        if not isinstance(self.loss, ModelLoss):
-            return
-        for sample in range(batch_size_of(inputs)):
-            one = copies_of(inputs, 1, sample)
-            with evaluating(self.model), torch.no_grad():
-                expected = self.loss.of_batch(self.model, one)
-                if expected is None:
-                    return
-                if not expected.isfinite():  # without a label, say
-                    continue
-                actual = self.losses(one)[0]
-            tolerance = rounding = 2e-5
-            if computes_in_16_bits(self.model):
-                tolerance, rounding = 2e-2, max(2e-2, self.rounding_of_losses(one))
-            if not torch.allclose(actual.float(), expected.float(), tolerance, rounding):
-                raise UnsupportedModelError(
-                    f"The loss of one example that {type(self.model).__name__} returns itself is "
-                    f"not the one that {self.loss.name} computes for it: the model adds a term of "
-                    "its own (AdaLoRA's orthogonality, a mixture's load balance), or its head "
-                    "computes something else. Switch the term off, or pass compute_loss_func=f "
-                    "where f(outputs, labels) returns one loss per sample, of shape (B,)."
-                    f"{advice(self.model)}"
-                )
-            return
+    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
+        """Marks the gradients of a pass in which nothing is examined; returns losses (B,)."""
+        raise NotImplementedError
 
     def assume_probed(self, inputs: Inputs) -> None:
         """Learns what it must from a first batch, and checks nothing: for a simulation."""
-        self._examined, self._probed, self.simulated = {True, False}, 2, True
+        self._examined, self.simulated = {True: 2, False: 2}, True
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         """Runs the model from now on once for each call, whatever the samples are, or refuses.
@@ -345,6 +308,10 @@ class PerSampleEngine(ABC):
                 f"These trainable parameters take no part in the loss: {', '.join(unused)}. Noise "
                 f"alone would train them. Freeze them with requires_grad_(False).{more}"
             )
+
+    def used_by_value(self) -> set[str]:
+        """Returns the parameters that a batch may leave out, by its values: experts, say."""
+        return set()
 
     def zero_gradients(
         self, names: Iterable[str], losses: Tensor, projectors: Mapping[str, Projector]
@@ -491,3 +458,46 @@ def keep_laid_out_for_training(model: nn.Module) -> None:
     for layer in layers:
         setattr(layer, switch, False)
         layer.state_dict()  # which undoes that layout
+
+
+# ---- Rows of a batch ----
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
+    """Returns the batch of these rows of another: numbers, a slice or a mask."""
+    return {key: v[rows] if isinstance(v, Tensor) else v for key, v in inputs.items()}
+
+
+def copies_of(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
+    """Returns a batch of copies of one sample."""
+    return rows_of(inputs, [sample] * size)
+
+
+def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
+    """Returns a batch of two samples, the first two or those from ``first``; one is taken twice."""
+    size = batch_size_of(inputs)
+    return rows_of(inputs, [first, min(first + 1, size - 1)])
+
+
+_row_alone: ContextVar[int | None] = ContextVar("row_alone", default=None)
+
+
+def row_alone() -> int | None:
+    """Returns which row of a batch a module runs alone for, if one does."""
+    return _row_alone.get()
+
+
+@contextmanager
+def running_alone(row: int) -> Iterator[None]:
+    """Says that a module runs for one row of the batch inside."""
+    token = _row_alone.set(row)
+    try:
+        yield
+    finally:
+        _row_alone.reset(token)

@@ -60,6 +60,14 @@ class PerSampleGradient(ABC):
         """Returns the inner products with directions (k, *shape), float32, as (B, k)."""
 
     @abstractmethod
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        """Returns inner products with k products of vectors, as (B, k).
+
+        Args:
+            factors: for each dimension, its vectors (k, size).
+        """
+
+    @abstractmethod
     def rounding(self) -> Tensor:
         """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
 
@@ -109,6 +117,15 @@ class Dense(PerSampleGradient):
     def inner_products(self, directions: Tensor) -> Tensor:
         directions = directions.mT if self._is_transposed() else directions
         return self._flat() @ directions.reshape(len(directions), self.shape.numel()).T
+
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        values = self.values.float()
+        if not factors:
+            return values[:, None]
+        found = values @ factors[-1].T  # (B, ..., k)
+        for vectors in reversed(factors[:-1]):
+            found = (found * vectors.T).sum(-2)
+        return found
 
     def rounding(self) -> Tensor:
         return _dot_rounding(self.shape.numel()) * self.magnitude()
@@ -193,6 +210,10 @@ class Factored(PerSampleGradient):
         for rows, cols in zip(self.rows.split(step), self.cols.split(step), strict=True):
             found.append(torch.bmm(rows.float().mT, cols.float()).flatten(1) @ flat.T)
         return torch.cat(found)
+
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        left, right = factors
+        return ((self.rows.float() @ left.T) * (self.cols.float() @ right.T)).sum(1)
 
     def rounding(self) -> Tensor:
         terms = _rounding(self.rows.shape[1]) + _dot_rounding(self.shape.numel())
@@ -291,6 +312,10 @@ class SparseRows(PerSampleGradient):
             )
         ]
         return torch.cat(found)
+
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        left, right = factors
+        return (left.T[self.indices] * (self.values.float() @ right.T)).sum(1)
 
     def rounding(self) -> Tensor:
         positions = self.indices.shape[1]
@@ -457,6 +482,9 @@ class GradientSum(PerSampleGradient):
 
     def inner_products(self, directions: Tensor) -> Tensor:
         return reduce(torch.add, (part.inner_products(directions) for part in self.parts))
+
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        return reduce(torch.add, (part.products(factors) for part in self.parts))
 
     def rounding(self) -> Tensor:
         return reduce(torch.add, (part.rounding() for part in self.parts))

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients.checks.coupling import Selections
 from dp_grape_hf.gradients.definition import NotVectorisedError
 from dp_grape_hf.gradients.rules import LayerRule, rule_for
+from dp_grape_hf.gradients.selections import Selections
 from dp_grape_hf.gradients.stand_ins import call_with
 from dp_grape_hf.sharding import parameters_in_passes, plain_type
 

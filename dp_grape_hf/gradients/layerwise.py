@@ -19,16 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import flat
-from dp_grape_hf.gradients.checks.coupling import (
-    copies_of,
-    evaluating,
-    first_two,
-    refuse_coupled_losses,
-    refuse_shared_gradients,
-    rows_of,
-)
-from dp_grape_hf.gradients.checks.guards import keeping_random_state
+from dp_grape_hf.gradients import flat, replay
+from dp_grape_hf.gradients.checks.guards import evaluating
+from dp_grape_hf.gradients.checks.sketches import Prints
 from dp_grape_hf.gradients.compiled import (
     Compilation,
     CompiledModel,
@@ -42,6 +35,7 @@ from dp_grape_hf.gradients.engine import (
     Inputs,
     PerSampleEngine,
     batch_size_of,
+    rows_of,
 )
 from dp_grape_hf.gradients.flat import FlatGradients, Layout, tables_of
 from dp_grape_hf.gradients.forms import PerSampleGradient
@@ -100,7 +94,8 @@ class LayerwiseEngine(PerSampleEngine):
             # The number of labels depends on values, which one graph cannot ask for.
             self.skips_unlabelled = False
         self._group_of = {name: group for group in self.groups for name in group}
-        self._learnt_anew = False  # whether calls were learnt since the last probe
+        self._learnt = False  # whether it is known which tensors carry the batch
+        self._learnt_anew = False  # whether calls were learnt since the last examination
         self._looping = 0  # how many modules are known to run sample by sample
 
     def __call__(
@@ -113,7 +108,7 @@ class LayerwiseEngine(PerSampleEngine):
             except NotCompiledError:
                 pass
         losses, found = self._pass(inputs, projectors)
-        self._probe_what_is_new(inputs, projectors)
+        self._examine_what_is_new(inputs, projectors)
         return losses, found
 
     def _compiled_pass(
@@ -135,37 +130,49 @@ class LayerwiseEngine(PerSampleEngine):
         dropout, and between two passes there is no gradient of a sample.
         """
         self._prepare(inputs, projectors)
-        losses = self._pass(inputs, projectors, consumers=consumers)[0]
-        self._probe_what_is_new(inputs, projectors)
+        losses = self._pass(inputs, projectors, consumers)[0]
+        self._examine_what_is_new(inputs, projectors)
         return losses
+
+    def used_by_value(self) -> set[str]:
+        return {name for site in self._sites if site.loops for name in site.parameters.values()}
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         """Does all that depends on data on this batch; a call that needs more is then refused."""
         self._prepare(inputs, projectors)
-        if self._probed < min(batch_size_of(inputs), 2):
+        if self._examined.get(self.model.training, 0) < min(batch_size_of(inputs), 2):
             raise UnsupportedModelError(
                 "No two examples that were tried have gradients, which would show whether the "
                 "model mixes examples. With fsdp that must be known before the first step."
             )
         for padded in (False, True):  # a model may leave a mask out that masks nothing
-            masked = _with_masks(inputs, padded)
+            masked = rows_of(_with_masks(inputs, padded), slice(2))
             self._learn(masked, 0)
-            self._probe_pairs(masked, projectors)
+            self.examine(masked, projectors)
         self.in_step = True
 
-    def _probe_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Probes again if calls had to be learnt anew: the order of rows may show only now."""
-        if self._learnt_anew:
-            self._learnt_anew = False
-            if not self._probe_pairs(inputs, projectors):
-                self._probed = 0
+    def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        if not self._learnt:
+            self._learn(inputs, 0)
+        told = replay.examine(self, inputs, projectors)
+        self._learnt_anew = False
+        return told
+
+    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
+        if self.grad_sample_mode == GradSampleMode.GHOST:
+            return self._pass(inputs, projectors, [prints])[0]
+        losses, found = self._pass(inputs, projectors)
+        prints(found)
+        return losses
+
+    def _examine_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Examines a batch for which calls were learnt anew: the order of rows may show now."""
+        if self._learnt_anew and not self.examine(inputs, projectors):
+            self._examined.clear()
 
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        batch_size = batch_size_of(inputs)
-        if self._probed < min(batch_size, 2) and not self.in_step:
-            self._probed = self._probe(inputs, projectors)
-            self._learnt_anew = False
-        self._examine(inputs, lambda batch: self._pass(batch, projectors))
+        if not self.in_step:
+            self._examine_once(inputs, projectors)
         self._tell_what_loops()
 
     def _tell_what_loops(self) -> None:
@@ -184,10 +191,9 @@ class LayerwiseEngine(PerSampleEngine):
         self,
         inputs: Inputs,
         projectors: Mapping[str, Projector],
-        only: int | None = None,
         consumers: Sequence[Consume] = (),
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and the gradients of their sum, or of the loss of one sample only.
+        """Returns losses (B,) and the gradients of their sum.
 
         What a stream has consumed is not returned. A parameter that this pass left out, by layer
         drop say, has gradient zero.
@@ -195,7 +201,7 @@ class LayerwiseEngine(PerSampleEngine):
         samples = iter(range(batch_size_of(inputs)))
         while True:
             try:
-                return self._try_pass(inputs, projectors, only, consumers)
+                return self._try_pass(inputs, projectors, consumers)
             except NotVectorisedError:  # at most once for each site, which loops from now on
                 if self.in_step:
                     raise
@@ -216,7 +222,6 @@ class LayerwiseEngine(PerSampleEngine):
         self,
         inputs: Inputs,
         projectors: Mapping[str, Projector],
-        only: int | None,
         consumers: Sequence[Consume],
     ) -> tuple[Tensor, Gradients]:
         streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
@@ -229,11 +234,11 @@ class LayerwiseEngine(PerSampleEngine):
         ):
             losses = self.losses(inputs)
             with self.observer.phase(BACKWARD):
-                loss = losses.sum() if only is None else losses[only]
+                loss = losses.sum()
                 for stream in streams[:-1]:
                     found = run.differentiate(loss, stream, again=True)
                     self._fill(found, projectors, losses.detach(), stream)
-                if plans is not None and only is None:
+                if plans is not None:
                     matrix, others = run.differentiate_flat(loss)
                     del loss
                     if self._compiled is not None:
@@ -243,8 +248,7 @@ class LayerwiseEngine(PerSampleEngine):
                 found = run.differentiate(loss, last)
                 del loss
                 losses = losses.detach()
-                if only is None:
-                    self._fill(found, projectors, losses, last)
+                self._fill(found, projectors, losses, last)
         return losses, found
 
     def _make_pass(
@@ -330,7 +334,7 @@ class LayerwiseEngine(PerSampleEngine):
         super().assume_probed(inputs)
         self._learn(inputs, 0)
 
-    def _learn(self, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
+    def _learn(self, inputs: Inputs, sample: int) -> None:
         """Learns from two and three samples: the first, and the others copies of one sample."""
 
         def run_model(size: int) -> Tensor:
@@ -341,46 +345,8 @@ class LayerwiseEngine(PerSampleEngine):
             with evaluating(self.model), torch.no_grad():
                 run_model(2)
         with evaluating(self.model):
-            return self._sites.learn(run_model, shapes_of(inputs))
-
-    def _probe(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> int:
-        """Learns the calls, and refuses a model that couples samples or hides a parameter.
-
-        Returns:
-            How many different samples have shown that they are not coupled, up to 2.
-        """
-        self.refuse_noise(inputs)
-        two_copies, three_copies = (x.detach() for x in self._learn(inputs, 0))
-        refuse_coupled_losses(two_copies[:1], torch.cat([two_copies, three_copies]))
-        shown = self._probe_pairs(inputs, projectors)
-        return min(batch_size_of(inputs), 2) if shown else 0
-
-    def _probe_pairs(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
-        """Probes pairs of samples, until both of a pair have gradients that can show something."""
-        return any(
-            self._probe_pair(first_two(inputs, first), projectors)
-            for first in range(0, batch_size_of(inputs), 2)
-        )
-
-    def _probe_pair(self, two_samples: Inputs, projectors: Mapping[str, Projector]) -> bool:
-        """Refuses coupling of two samples; returns whether both have gradients to show it."""
-        with evaluating(self.model):
-            together = self.losses(two_samples).detach()
-            alone = [self.losses(copies_of(two_samples, 2, i)).detach() for i in (0, 1)]
-        refuse_coupled_losses(alone[0][:1], together[:1])
-        refuse_coupled_losses(alone[1][:1], together[1:])
-        shows = True
-        for only in (0, 1):
-            with evaluating(self.model):
-                _, found = self._pass(two_samples, projectors, only)
-            self.refuse_unused(found)
-            refuse_shared_gradients(found, 1 - only)
-            own = torch.stack([gradient.squared_norm()[only] for gradient in found.values()]).sum()
-            shows &= bool(own.isfinite() & (own > 0))
-            with keeping_random_state():  # mixing may happen in training mode only
-                _, found = self._pass(two_samples, projectors, only)
-            refuse_shared_gradients(found, 1 - only)
-        return shows
+            self._sites.learn(run_model, shapes_of(inputs))
+        self._learnt = True
 
 
 def _with_masks(inputs: Inputs, padded: bool) -> dict[str, Any]:

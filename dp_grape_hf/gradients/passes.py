@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.definition import (
-    ERRORS,
     Batching,
     refusing_dynamic_code,
     vmap_safe,
 )
-from dp_grape_hf.gradients.engine import Consume
+from dp_grape_hf.gradients.engine import Consume, running_alone
 from dp_grape_hf.gradients.flat import Piece
 from dp_grape_hf.gradients.forms import (
     Dense,
@@ -431,7 +430,8 @@ class Pass:
         try:
             for i in range(self.batch_size):
                 own = {local: taps[i] for local, taps in own_taps.items()}
-                found.append(one(own, *(sample[i] for sample in samples)))
+                with running_alone(i):
+                    found.append(one(own, *(sample[i] for sample in samples)))
             if changed := before ^ _state_of(site):
                 raise UnsupportedModelError(
                     f"{site.label} cannot be vectorised over samples ({site.loops}), and changes "

@@ -10,7 +10,7 @@ Shapes: B examples in the physical batch, U units, whose rows lie next to each o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -60,6 +60,9 @@ class UnitSum(PerSampleGradient):
 
     def inner_products(self, directions: Tensor) -> Tensor:
         return torch.cat([summed.inner_products(directions) for summed in self._sums()])
+
+    def products(self, factors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([summed.products(factors) for summed in self._sums()])
 
     def rounding(self) -> Tensor:
         return torch.cat([summed.rounding() for summed in self._sums()])

@@ -33,16 +33,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients.checks.coupling import (
+from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
+from dp_grape_hf.gradients.engine import (
+    ROUNDING,
+    Gradients,
+    Inputs,
+    PerSampleEngine,
+    batch_size_of,
     copies_of,
     first_two,
-    in_mode,
-    refuse_coupled_losses,
 )
-from dp_grape_hf.gradients.checks.guards import keeping_random_state
-from dp_grape_hf.gradients.engine import Gradients, Inputs, PerSampleEngine, batch_size_of
 from dp_grape_hf.gradients.forms import Dense
-from dp_grape_hf.gradients.losses.losses import LossFunction
+from dp_grape_hf.gradients.losses.losses import LossFunction, ModelLoss
+from dp_grape_hf.gradients.replay import COUPLED, refuse_other_loss, refuse_random
 from dp_grape_hf.gradients.stand_ins import METADATA
 from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections import DIRECTION, Directions, Projector
@@ -112,13 +115,7 @@ class ZerothOrderEngine(PerSampleEngine):
             )
         if self._step is None:
             raise PrivacyError("use(step) was not called: it is not known which directions to try.")
-        size = batch_size_of(inputs)
-        if self._probed < min(size, 2):
-            self._probed = self._probe(inputs)
-        self._examine(inputs, self._pass)
-        return self._pass(inputs)
-
-    def _pass(self, inputs: Inputs) -> tuple[Tensor, Gradients]:
+        self._examine_once(inputs, projectors)
         losses, differences = self._differences(inputs)
         return losses, {DIRECTION: Dense(differences)}
 
@@ -146,24 +143,33 @@ class ZerothOrderEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
-    def _probe(self, inputs: Inputs) -> int:
-        """Refuses a model that couples samples or hides a parameter.
-
-        Returns:
-            2 if different samples have shown that they are not coupled, else 1: batches of one
-            sample need no more.
-        """
-        self.refuse_noise(inputs)
+    def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        with in_mode(self.model, training=False):
+            refuse_random(self, copies_of(inputs, 2))
+            self._refuse_other_loss(inputs)
         two, _ = self._trial(copies_of(inputs, 2))
         three, _ = self._trial(copies_of(inputs, 3))
-        refuse_coupled_losses(two[:1], torch.cat([two, three]))
+        _refuse_coupled(two[:1], torch.cat([two, three]))
         self.refuse_unused(
             self._read,
             " If the model does use them, it does so through code that PyTorch's function modes do "
             "not see (TorchScript, a kernel of its own).",
         )
         pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
-        return 2 if any(map(self._probe_pair, pairs)) else 1
+        return any(map(self._probe_pair, pairs)) or batch_size_of(inputs) == 1
+
+    def _refuse_other_loss(self, inputs: Inputs) -> None:
+        if not isinstance(self.loss, ModelLoss):
+            return
+        for row in range(batch_size_of(inputs)):
+            one = copies_of(inputs, 1, row)
+            with torch.no_grad():
+                expected = self.loss.of_batch(self.model, one)
+                if expected is None:
+                    return
+                if expected.isfinite():  # not without a label, say
+                    refuse_other_loss(self, one, self.losses(one), expected[None])
+                    return
 
     def _probe_pair(self, pair: Inputs) -> bool:
         """Refuses coupling of two samples; returns whether they could have shown it."""
@@ -172,7 +178,7 @@ class ZerothOrderEngine(PerSampleEngine):
         jitter = 4 * (differences - repeated).abs().max()  # of a device whose sums have no order
         for i in (0, 1):
             alone, own = self._trial(copies_of(pair, 2, i))
-            refuse_coupled_losses(alone[i : i + 1], together[i : i + 1])
+            _refuse_coupled(alone[i : i + 1], together[i : i + 1])
             # In the same row of a batch of the same shape, rounding is the same whatever the type.
             rounding = 4 * torch.finfo(alone.dtype).eps * (1 + alone[i].abs()) / self.perturbation
             allowed = 1e-4 * own[i].abs() + jitter + rounding
@@ -188,6 +194,13 @@ class ZerothOrderEngine(PerSampleEngine):
         """Does as ``_differences``, from the same random numbers every time."""
         with keeping_random_state():
             return self._differences(inputs)
+
+
+def _refuse_coupled(one: Tensor, others: Tensor) -> None:
+    """Refuses losses of one sample that differ with what else is in the batch."""
+    one, others = one.float().expand_as(others), others.float()
+    if not torch.allclose(one, others, 1e-2, ROUNDING, equal_nan=True):
+        raise PrivacyError(COUPLED)
 
 
 class _Displaced(TorchFunctionMode):

@@ -2,9 +2,11 @@
 
 ``projected`` keeps its state in the coordinates of P, ``rules`` has its update rules, ``low_rank``
 carries what 16-bit weights cannot hold, ``zeroth_order`` moves along random directions, and
-``changes`` keeps what was added to a weight, as factors.
+``changes`` keeps what was added to a weight, as factors. ``groups`` says whether an optimizer has
+what is trained.
 """
 
+from dp_grape_hf.optimizers.groups import require_each_once
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedAdam, ProjectedOptimizer
 from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
@@ -18,4 +20,5 @@ __all__ = [
     "ProjectedOptimizer",
     "Term",
     "ZerothOrderSGD",
+    "require_each_once",
 ]

@@ -17,7 +17,14 @@ from dp_grape_hf.projections.schedules import (
     ProjectionSchedule,
     ReleasedProjection,
 )
-from dp_grape_hf.projections.seeds import is_short, round_at_random, rounding_generator, row_blocks
+from dp_grape_hf.projections.seeds import (
+    is_public,
+    is_short,
+    public_generator,
+    round_at_random,
+    rounding_generator,
+    row_blocks,
+)
 from dp_grape_hf.projections.targets import (
     MATRIX_LAYERS,
     default_targets,
@@ -47,12 +54,14 @@ __all__ = [
     "feature_dimensions",
     "first_matches",
     "input_dimensions",
+    "is_public",
     "is_short",
     "on_inputs",
     "output_embeddings",
     "placements",
     "principal_directions",
     "projection_targets",
+    "public_generator",
     "round_at_random",
     "rounding_generator",
     "row_blocks",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.projections.seeds import projection_seed_for, row_blocks
+from dp_grape_hf.projections.seeds import projection_seed_for, public_generator, row_blocks
 
 DIRECTION = "direction"
 """The name under which a release has its scalars, (K,)."""
@@ -83,7 +83,7 @@ class Directions:
         if (kept := self._kept.get(key)) is not None:
             return kept
         seed = projection_seed_for(self.seed, step * self.count + number, name, block)
-        generator = torch.Generator(weight.device).manual_seed(seed)
+        generator = public_generator(seed, weight.device)
         z = torch.empty(weight[rows].shape, device=weight.device).normal_(generator=generator)
         if z.numel() <= self._room:
             self._kept[key] = z

@@ -7,7 +7,8 @@ same, and so does a resumed run. What must be secret has its streams in ``mechan
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,8 +44,23 @@ def projection_generator(
     PyTorch keeps the low 32 bits of the seed; two blocks that share them share their rows,
     which harms neither privacy (projections are public) nor the expectation of any of them.
     """
-    seed = projection_seed_for(projection_seed, refresh, name, block)
-    return torch.Generator().manual_seed(seed)
+    return public_generator(projection_seed_for(projection_seed, refresh, name, block))
+
+
+_public: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+
+
+def public_generator(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """Returns a generator with a public seed, which ``is_public`` knows while it is alive."""
+    generator = torch.Generator(device).manual_seed(seed)
+    _public.add(generator)
+    return generator
+
+
+def is_public(generator: Any) -> bool:
+    """Returns whether a generator is one of ``public_generator``, maybe as another object."""
+    public: Iterable[Any] = _public
+    return generator._cdata in {known._cdata for known in public}
 
 
 # ---- Rounding at random ----
@@ -63,7 +79,7 @@ def rounding_generator(
         number: Which rounding of the run it is; no two may have the same.
         device: Where the weight is. Devices of different types draw different coins.
     """
-    return torch.Generator(device).manual_seed(_hashed(f"{seed:d}/{number:d}", b"rounding"))
+    return public_generator(_hashed(f"{seed:d}/{number:d}", b"rounding"), device)
 
 
 # The bits of a float32 number that the type has no place for.

@@ -45,9 +45,7 @@ from dp_grape_hf.gradients import (
     ModelLoss,
     StateGuard,
     TrainerLoss,
-    check_gradients,
     configs_of,
-    examine_batch,
     examine_trainer_loss,
     freeze_unused,
     keeping_configs,
@@ -55,7 +53,6 @@ from dp_grape_hf.gradients import (
     loss_for,
     refuse_modules,
     refuse_reached,
-    require_each_once,
     warm_up,
     with_three_arguments,
 )
@@ -70,6 +67,7 @@ from dp_grape_hf.mechanism import (
     noise_generator,
     shared_sampling_generator,
 )
+from dp_grape_hf.optimizers import require_each_once
 from dp_grape_hf.phases import Observer, progress
 from dp_grape_hf.projections import Batches, synthetic_batches
 from dp_grape_hf.sharding import is_sharded, reshard
@@ -145,7 +143,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         progress bar and logs; metrics in the logs are functions of the evaluation data, which
         epsilon does not cover. What an example contributes must be computed from its own data and
         from coins that are its own or public: model and collator are examined for that
-        (``gradients.checks.rng``) before the first release. A run without noise claims nothing, and
+        (``gradients.replay``) before the first release. A run without noise claims nothing, and
         logs all.
 
     Raises:
@@ -672,18 +670,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
         if row.private:
             examine_collator(loader)
-        batch = self._prepare_inputs(batch_to_try(loader, max(2, args.per_device_train_batch_size)))
+        size = max(2, args.per_device_train_batch_size)
+        batch = self._prepare_inputs(batch_to_try(loader, size))
         run, per_sample = self.private_run, self.private_run.per_sample
         refuse_reached(per_sample, batch, self._frozen)
         if isinstance(per_sample.loss, TrainerLoss):
-            examine_trainer_loss(per_sample, per_sample.loss, batch)
+            examine_trainer_loss(self.model, per_sample.loss, batch)
         if row.private:
-            projectors = run.projectors_at(step)
-            per_sample.use(step)
             self.model.train()
-            examine_batch(per_sample, batch, projectors)
-            if not row.zeroth_order:
-                check_gradients(per_sample, batch, projectors)
+            run.examine(step, batch, min(size, self._dataset_size))
             if is_sharded(self.model):
                 self.model.train()
                 run.stay_in_step(step, batch)

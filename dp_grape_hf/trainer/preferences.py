@@ -78,9 +78,10 @@ class _PairsMixin(TRLMixin):
         before = self._metrics
         self._metrics = {mode: defaultdict(list) for mode in before}
         try:
-            loss: Tensor = self.compute_loss(model, inputs)
+            loss = super(TRLMixin, self).compute_loss(model, inputs)
         finally:
             self._metrics = before
+        assert isinstance(loss, Tensor)
         return loss
 
 

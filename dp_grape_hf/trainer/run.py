@@ -148,6 +148,30 @@ class Run:
         self._places: tuple[Any, Any] | None = None  # of the layout, by name and by weight
         self.idle: Inputs | None = None
 
+    def examine(self, number: int, batch: Inputs, size: int) -> None:
+        """Compares gradients of a physical batch with those of its rows alone (``replay``).
+
+        Args:
+            number: of the step.
+            batch: some examples.
+            size: how many rows to examine; they are taken in turn.
+
+        Raises:
+            PrivacyError: as in ``PerSampleEngine.examine``, or if no example has a gradient.
+            UnsupportedModelError: as in ``PerSampleEngine.examine``.
+        """
+        self.per_sample.use(number)
+        count = next(len(value) for value in batch.values() if isinstance(value, Tensor))
+        rows = [row % count for row in range(max(size, count))]
+        batch = {n: v[rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        if not self.per_sample.examine(batch, self.projectors_at(number)):
+            raise PrivacyError(
+                "No example that was tried has a gradient: all are zero, or hold NaN or infinite "
+                "numbers, so that noise alone would train the model. Look at the labels (all "
+                "ignored?) and the weights (NaN?), and for statistics over a batch, which "
+                "engine='functorch' takes over batches of one sample."
+            )
+
     def stay_in_step(self, number: int, batch: Inputs) -> None:
         """Runs the model as often as the other processes do from this step on (``sharding``).
 

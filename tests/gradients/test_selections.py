@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_grape_hf.gradients.checks.coupling import Selections
+from dp_grape_hf.gradients.selections import Selections
 
 VALUES = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]])
 

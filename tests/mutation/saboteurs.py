@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import Releases, calibration
-from dp_grape_hf.gradients import Dense, Gradients, units
+from dp_grape_hf.gradients import Dense, Gradients, replay, units
 from dp_grape_hf.gradients import forms as representations
 from dp_grape_hf.gradients.checks import (
-    first_batch,
-    rng,
+    draws,
     sketches,
     spot_checks,
     state,
@@ -546,42 +545,22 @@ def _never(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 
 def _two_rows_tried(patch: pytest.MonkeyPatch) -> None:
-    original = first_batch.check_gradients
+    original = replay.examine
 
-    def check(engine: Any, inputs: Any, *rest: Any) -> None:
-        with pytest.MonkeyPatch.context() as meanwhile:
-            meanwhile.setattr(first_batch, "_of_other_lengths", lambda _, rows: rows)
-            original(engine, first_batch.first_two(inputs), *rest)
+    def examine(per_sample: Any, inputs: Any, projectors: Any) -> bool:
+        return original(per_sample, {n: v[:2] for n, v in inputs.items()}, projectors)
 
-    patch.setattr(mixin, "check_gradients", check)
-
-
-def _one_order_tried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "randperm", torch.arange)
-    patch.setattr(Tensor, "flip", lambda self, *_: self)
+    patch.setattr(replay, "examine", examine)
+    _lengths_of_the_data_tried(patch)
 
 
 def _lengths_of_the_data_tried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(first_batch, "_of_other_lengths", lambda _, rows: rows)
-
-
-def _watched_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spot_checks.WatchedEngine, "_chosen", lambda *_: [])
-
-
-def _places_unwatched(patch: pytest.MonkeyPatch) -> None:
-    original = spot_checks.WatchedEngine._chosen
-
-    def chosen(self: Any, *batch: Any) -> Any:
-        self._largest = 2**30
-        return original(self, *batch)
-
-    patch.setattr(spot_checks.WatchedEngine, "_chosen", chosen)
+    patch.setattr(replay, "_of_other_lengths", lambda _, rows: rows)
 
 
 def _signs_alone(patch: pytest.MonkeyPatch) -> None:
-    original = sketches._factors
-    patch.setattr(sketches, "_factors", lambda *where: original(*where).sign())
+    original = sketches._vectors
+    patch.setattr(sketches, "_vectors", lambda *where: original(*where)[:1].sign())
 
 
 def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
@@ -592,35 +571,14 @@ def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(unused, "_may_reach", lambda _: False)
 
 
-def _levels(*patterns: tuple[int, ...]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(rng, "_PATTERNS", patterns)
-
-
 def _signs_unseen(patch: pytest.MonkeyPatch) -> None:
     original = sketches.Prints.marks
 
     def marks(self: sketches.Prints, names: Any) -> Tensor:
         found: Tensor = original(self, names)
-        return found[..., 1:].expand_as(found)
+        return found[..., :1].expand_as(found)
 
     patch.setattr(sketches.Prints, "marks", marks)
-
-
-def _heads_stay_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rng, "without_zeros", lambda _: contextlib.nullcontext())
-
-
-def _permutations_are_ones_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rng, "_EACH", rng._EACH | {"randperm"})
-
-
-def _generators_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rng, "_is_ours", lambda: True)
-
-
-def _pairs_alone(patch: pytest.MonkeyPatch) -> None:
-    _never(patch, first_batch, "refuse_coupled_batch")
-    _two_rows_tried(patch)
 
 
 def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
@@ -897,13 +855,13 @@ SABOTEURS = (
         (_neighbours("16-sorted by length"),),
     ),
     Saboteur(
-        "rows are tried at their own lengths alone",
+        "rows are tried at their own lengths",
         _lengths_of_the_data_tried,
         (_neighbours("16-sorted by length"),),
     ),
     Saboteur(
         "a run is not watched",
-        _watched_once,
+        lambda patch: _never(patch, spot_checks.WatchedEngine, "_chosen"),
         (f"test_neighbours.py::{REMEMBERS}[mixes]",),
     ),
     Saboteur(
@@ -979,76 +937,100 @@ SABOTEURS = (
         lambda patch: patch.setattr(
             engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
         ),
-        ("test_first_batch.py::test_coupling_shows_in_16_bits",),
+        ("test_replay.py::test_coupling_shows_in_16_bits",),
     ),
     Saboteur(
-        "a coin of the whole batch is not tried",
-        _levels((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)),
-        ("test_rng.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",),
-    ),
-    Saboteur(
-        "what is drawn for each is each one's",
-        _levels((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 3)),
-        tuple(
-            f"test_rng.py::test_coins_that_others_use_are_refused[{name}-]"
-            for name in ("the first", "the mean", "half of them, by rank", "sorted")
+        "nobody's random numbers are changed",
+        lambda patch: patch.setattr(replay, "_CHANGES", ()),
+        (
+            "test_replayed_draws.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
+            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of any, rarely-]",
+            "test_replayed_draws.py::test_a_small_influence_of_others_shows",
         ),
     ),
     Saboteur(
-        "a coin falls as it mostly does",
-        _levels((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 0), (1, 1, 0, 1)),
+        "random numbers are not set to their bounds",
+        lambda patch: _never(patch, draws, "_bounds"),
         (
-            "test_rng.py::test_coins_that_others_use_are_refused[of any, rarely-]",
-            "test_rng.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
+            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of any, rarely-]",
+            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of all, mostly-]",
+            "test_replayed_draws.py::"
+            "test_a_shared_coin_that_falls_rarely_is_refused[a small number]",
         ),
     ),
     Saboteur(
         "what a batch shares may decide something rarely",
-        lambda patch: patch.setattr(rng, "_SHARED", rng._EACH | {"randperm"}),
+        lambda patch: patch.setattr(replay, "SHARED", draws._EACH | {"randperm"}),
         tuple(
-            f"test_rng.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
+            f"test_replayed_draws.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
             for name in ("a number", "a size", "an order")
         ),
     ),
     Saboteur(
-        "rows are not watched for their places",
-        _places_unwatched,
-        ("test_spot_checks.py::test_a_model_that_treats_a_row_by_its_place_is_refused[the last]",),
+        "rows are tried in one order",
+        lambda patch: _never(patch, replay._Examination, "_compare_reordered"),
+        (
+            "test_spot_checks.py::"
+            "test_a_model_that_treats_a_row_by_its_place_is_refused[one of many]",
+        ),
+    ),
+    Saboteur(
+        "gradients are not compared with those of rows alone",
+        lambda patch: patch.setattr(replay._Examination, "_wrong", lambda *_: ""),
+        (
+            "test_replay.py::test_a_function_that_is_wrong_by_a_tenth_is_found[True]",
+            "test_replay.py::test_a_rule_that_drops_a_term_is_found",
+        ),
+    ),
+    Saboteur(
+        "losses are not compared with those of rows alone",
+        lambda patch: patch.setattr(replay._Examination, "_other_losses", lambda *_: False),
+        ("test_replay.py::test_losses_that_depend_on_batch_mates_are_found",),
     ),
     Saboteur(
         "gradients are marked by signs alone",
         _signs_alone,
-        ("test_rng.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",),
+        (
+            "test_replayed_draws.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",
+        ),
     ),
     Saboteur(
         "gradients show by their norms",
         _signs_unseen,
-        ("test_rng.py::test_coins_that_others_use_are_refused[the mean, going back-]",),
+        ("test_replayed_draws.py::test_coins_that_others_use_are_refused[the mean, going back-]",),
     ),
     Saboteur(
-        "coins are tried behind a head of zeros",
-        _heads_stay_zero,
-        ("test_rng.py::test_coins_that_others_use_are_refused[the mean, going back-zero head]",),
+        "rows are tried behind a head of zeros",
+        lambda patch: patch.setattr(replay, "without_zeros", lambda _: contextlib.nullcontext()),
+        (
+            "test_replayed_draws.py::"
+            "test_coins_that_others_use_are_refused[the mean, going back-zero head]",
+        ),
     ),
     Saboteur(
         "a permutation of the batch is each one's own",
-        _permutations_are_ones_own,
-        ("test_rng.py::test_coins_that_others_use_are_refused[half of them-]",),
+        lambda patch: patch.setattr(draws, "_EACH", draws._EACH | {"randperm"}),
+        (
+            "test_replayed_draws.py::"
+            "test_coins_that_others_use_are_refused[parts of a permutation-]",
+        ),
     ),
     Saboteur(
         "a generator of one's own is not seen",
-        _generators_unseen,
-        ("test_rng.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",),
+        lambda patch: patch.setattr(draws, "is_public", lambda _: True),
+        (
+            "test_replayed_draws.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",
+        ),
     ),
     Saboteur(
         "a loss has a median of the batch in it",
-        _pairs_alone,
+        _two_rows_tried,
         ("test_coupling.py::test_a_loss_that_ranks_the_batch_is_refused[4-mined]",),
     ),
     Saboteur(
         "a forward reseeds numpy's stream",
         _streams_unguarded,
-        ("test_rng.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
+        ("test_replayed_draws.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
     ),
     Saboteur(
         "principal directions are of the training data",

@@ -1,4 +1,4 @@
-"""Keep random streams and configurations unchanged while a model runs."""
+"""Keep random streams, configurations and modes unchanged while a model runs."""
 
 from __future__ import annotations
 
@@ -153,3 +153,29 @@ def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
             for name in own.keys() - attributes.keys():
                 del own[name]
             own.update(attributes)
+
+
+# ---- Modes ----
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Runs a model in training or evaluation mode, and restores that of each module afterwards.
+
+    Its configurations are restored as well.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        with keeping_configs(configs_of(model)):
+            yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off, and restores mode and random state afterwards."""
+    with in_mode(model, training=False), keeping_random_state():
+        yield

@@ -1,12 +1,10 @@
 """While a run goes on: rows' contributions are computed alone and compared.
 
-What is tried before the first step are copies of a few examples and a model as it was then. A model
-may treat a row by its place in the batch, later data may show what these did not, and a model may
-remember what it was given before. So the gradients of some rows are computed once more, from each
-row alone, with the random numbers that it had among the others. That is done with up to eight rows
-of the first physical batch, and of each that is larger than all before, and with one row of batches
-that a secret coin chooses. If a gradient is another one, the run stops before anything of that step
-is released.
+``replay`` examines one batch, and a model as it was then. Later data may show what these did not,
+and a model may remember what it was given before. So a secret coin chooses one physical batch in
+100, and one row of it, whose gradient is computed once more, from that row alone, with the random
+numbers that it had among the others. If that gives another gradient, the run stops before anything
+of that step is released.
 
 That a run stops depends on the data then, as do all refusals.
 """
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients.checks.coupling import rows_of
 from dp_grape_hf.gradients.checks.guards import TorchDraws, keeping_random_state
 from dp_grape_hf.gradients.checks.sketches import Prints, Tolerance, joint_error
 from dp_grape_hf.gradients.engine import (
@@ -31,18 +28,18 @@ from dp_grape_hf.gradients.engine import (
     OuterEngine,
     PerSampleEngine,
     batch_size_of,
+    rows_of,
 )
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
-
-ROWS = 8
-"""How many rows are watched of a physical batch that is larger than all before: its first, its last
-and others by secret coins; fewer if it has no more."""
 
 SHARE = 1 / 100
 """Of the physical batches, how many are watched, whatever is in them, as processes with sharded
 weights must run the model equally often. That takes a hundredth of the time where a batch has one
 row."""
+
+
+_ROUNDED = 1e-2  # error of a gradient, relative, where products are rounded to TF32
 
 
 class WatchedEngine(OuterEngine):
@@ -74,58 +71,50 @@ class WatchedEngine(OuterEngine):
         super().__init__(examples)
         self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
         self._parts = list(parts)
-        self._largest = 1  # rows of a batch
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        rows = self._chosen(inputs, projectors)
-        if not rows:
+        row = self._chosen(inputs)
+        if row is None:
             return self.examples(inputs, projectors)
-        found = Prints(rows)
-        with NotedDraws(batch_size_of(inputs), rows) as draws:
+        found = Prints([row])
+        with NotedDraws(batch_size_of(inputs), row) as draws:
             losses, gradients = self.examples(inputs, projectors)
         found(gradients)
-        self._compare(inputs, projectors, rows, losses, found, draws)
+        self._compare(inputs, projectors, row, losses, found, draws)
         return losses, gradients
 
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        rows = self._chosen(inputs, projectors)
-        if not rows:
+        row = self._chosen(inputs)
+        if row is None:
             return self.examples.stream(inputs, projectors, *consumers)
-        found = Prints(rows)
+        found = Prints([row])
 
         def marking(gradients: Gradients) -> None:
             found(gradients)
             consumers[0](gradients)
 
-        with NotedDraws(batch_size_of(inputs), rows) as draws:
+        with NotedDraws(batch_size_of(inputs), row) as draws:
             losses = self.examples.stream(inputs, projectors, marking, *consumers[1:])
-        self._compare(inputs, projectors, rows, losses, found, draws)
+        self._compare(inputs, projectors, row, losses, found, draws)
         return losses
 
-    def _chosen(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> list[int]:
-        """Returns which rows to compare, if any."""
-        one, other, size = self._coins.random(), self._coins.random(), batch_size_of(inputs)
-        engine = self.examples
-        if engine.simulated:
-            return []
+    def _chosen(self, inputs: Inputs) -> int | None:
+        """Returns which row to compare, if any."""
         # Processes that share weights run the model equally often, whatever is in their batches.
-        if size > self._largest and not (engine.in_step or engine.isolates_samples):
-            self._largest = size
-            # What is examined at first draws numbers that are no row's.
-            self._run_aside(inputs, projectors, lambda found: None)
-            between = self._coins.sample(range(1, size - 1), min(size, ROWS) - 2)
-            return [0, *sorted(between), size - 1]
-        return [int(other * size)] if one < SHARE else []
+        one, other = self._coins.random(), self._coins.random()
+        if one >= SHARE or self.examples.simulated:
+            return None
+        return int(other * batch_size_of(inputs))
 
     def _compare(
         self,
         inputs: Inputs,
         projectors: Mapping[str, Projector],
-        rows: list[int],
+        row: int,
         losses: Tensor,
         found: Prints,
         draws: NotedDraws,
@@ -139,12 +128,11 @@ class WatchedEngine(OuterEngine):
         again = draws.made and any(
             getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
         )
-        for index, row in enumerate(rows):
-            alone = Prints()
-            with keeping_random_state(), GivenDraws(draws, index) as given:
-                self._run_aside(rows_of(inputs, slice(row, row + 1)), projectors, alone)
-            if not again and given.known and losses[row].abs() > self._tolerance.loss:
-                self._refuse_other(found, alone, index)
+        alone = Prints()
+        with keeping_random_state(), GivenDraws(draws) as given:
+            self._run_aside(rows_of(inputs, slice(row, row + 1)), projectors, alone)
+        if not again and given.known and losses[row].abs() > self._tolerance.loss:
+            self._refuse_other(found, alone)
 
     def _run_aside(
         self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
@@ -156,13 +144,13 @@ class WatchedEngine(OuterEngine):
         finally:
             self.examples.observer = observer
 
-    def _refuse_other(self, found: Prints, alone: Prints, index: int) -> None:
+    def _refuse_other(self, found: Prints, alone: Prints) -> None:
         """Refuses a row whose gradient is another one among others than alone."""
         for part in self._parts:
             factors = torch.tensor([*part.values()], dtype=torch.float64)[:, None]
-            among = found.marks([*part])[index : index + 1] * factors
+            among = found.marks([*part]) * factors
             error, norm = map(float, joint_error(among, alone.marks([*part]) * factors))
-            if error > self._tolerance.error * max(norm, self._shortest):
+            if error > max(self._tolerance.error, _ROUNDED) * max(norm, self._shortest):
                 raise PrivacyError(
                     "The gradient of an example is another one among others than alone, by "
                     f"{error / norm:.2g} of its norm: the model mixes the rows of a batch, treats "
@@ -177,28 +165,25 @@ class WatchedEngine(OuterEngine):
 
 
 class NotedDraws(TorchDraws):
-    """Keeps what is drawn for some rows of a batch.
+    """Keeps what is drawn for one row of a batch.
 
     Args:
         size: B.
-        rows: which of its rows.
+        row: which of its rows.
     """
 
-    def __init__(self, size: int, rows: list[int]) -> None:
+    def __init__(self, size: int, row: int) -> None:
         super().__init__()
-        self._size, self._rows = size, rows
+        self._size, self._row = size, row
         self.made: list[tuple[Any, Tensor | None]] = []  # operations, and values if known
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Notes the rows' parts, each of which is a block of the leading dimension."""
+        """Notes the row's part, a block of the leading dimension."""
         values = _values(func, result)
         if values is not None and values.dim() and len(values) % self._size == 0:
-            values = values.unflatten(0, (self._size, -1))[self._rows]
-            values = values.cpu() if len(self._rows) > 1 else values  # memory may be short
+            values = values.unflatten(0, (self._size, -1))[self._row].clone()
         elif self._size > 1:
             values = None  # of several rows, or of none
-        elif values is not None:
-            values = values[None]
         self.made.append((func, values))
         return result
 
@@ -208,12 +193,11 @@ class GivenDraws(TorchDraws):
 
     Args:
         noted: what that was.
-        index: which of the rows.
     """
 
-    def __init__(self, noted: NotedDraws, index: int) -> None:
+    def __init__(self, noted: NotedDraws) -> None:
         super().__init__()
-        self._left = [(f, None if rows is None else rows[index]) for f, rows in noted.made]
+        self._left = list(noted.made)
         self._known = True
 
     @property

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients.checks.coupling import in_mode
-from dp_grape_hf.gradients.checks.guards import keeping_random_state
+from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
 from dp_grape_hf.projections import on_inputs
 from dp_grape_hf.sharding import is_sharded, local, reshard
 

@@ -27,10 +27,8 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients.checks.coupling import in_mode
-from dp_grape_hf.gradients.checks.guards import keeping_random_state
-from dp_grape_hf.gradients.definition import ERRORS
+from dp_grape_hf.errors import ERRORS, UnsupportedModelError
+from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
 from dp_grape_hf.gradients.engine import PerSampleEngine
 from dp_grape_hf.gradients.losses.losses import HeadLoss, LossFunction
 from dp_grape_hf.sharding import parameters_in_passes
@@ -112,7 +110,9 @@ def refuse_reached(
     Raises:
         UnsupportedModelError: if a loss was computed from one of these parameters.
     """
-    used = parameters_in_passes(engine.model) if frozen else {}
+    if not frozen:
+        return
+    used = parameters_in_passes(engine.model)
     parameters = {name: used[name] for name in frozen}
     with ExitStack() as restoring:
         restoring.enter_context(keeping_random_state())

@@ -4,7 +4,7 @@ Who subclasses ``Trainer`` to change the loss writes ``compute_loss(model, input
 one number for a batch. Of such a number it is not known what each sample has in it. So the model
 runs once, for all samples, and then the function is called for each of them, with a stand-in for
 the model that answers with that sample's part of the outputs: what it returns can depend on no
-other. Whether the loss of a batch is the mean of these is for ``checks.first_batch`` to find out.
+other. Whether the loss of a batch is the mean of these is for ``examine_trainer_loss`` to find out.
 
 Shapes: B samples in the batch.
 """
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.gradients.checks.guards import evaluating
 from dp_grape_hf.gradients.losses.heads import Inputs
 from dp_grape_hf.gradients.losses.losses import HeadLoss, ModelLoss, loss_for
 
@@ -178,3 +180,64 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
     if isinstance(outputs, tuple):
         return (loss, *outputs)
     return type(outputs)(**{**outputs, "loss": loss})
+
+
+_APART = 1e-3  # of two ways to compute the same loss, relative
+
+
+def examine_trainer_loss(model: nn.Module, loss: TrainerLoss, inputs: Inputs) -> None:
+    """Refuses a Trainer's own loss that is not the mean of what it is for single examples.
+
+    Values may be equal by accident, before anything was learnt. So the gradient in the outputs of
+    the model is compared as well.
+
+    Args:
+        model: the model.
+        loss: made of the Trainer's ``compute_loss``.
+        inputs: a batch of the model's keyword arguments.
+
+    Raises:
+        PrivacyError: it is a weighted mean, say, or divides by a count over the batch.
+    """
+    size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
+    rows = [row % size for row in range(max(4, size))]
+    several = {n: v[rows] if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    with evaluating(model):
+        with torch.no_grad():
+            given, asked = loss.split(several)
+            outputs = model(**given)
+        if (labels := _all_classes(outputs, several.get("labels"))) is not None:
+            _, asked = loss.split({**several, "labels": labels})
+
+        def shown(made: Callable[[Any, Any], Tensor]) -> list[Tensor]:
+            leaves: list[Tensor] = []
+
+            def leaf(value: Any) -> Any:
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                leaves.append(value.detach().requires_grad_())
+                return leaves[-1].clone()
+
+            value = made(tree_map(leaf, outputs), asked).mean()
+            found = torch.autograd.grad(value, leaves, materialize_grads=True)
+            return [value.detach(), *found]
+
+        pairs = list(zip(shown(loss.together), shown(loss), strict=True))
+    if any((whole - parts).norm() > _APART * parts.norm() + _APART**2 for whole, parts in pairs):
+        raise PrivacyError(
+            "compute_loss() of this trainer is not the mean over a batch of what it returns for "
+            "each example alone: it weighs examples by class and divides by the sum of the "
+            "weights, say, or divides by a count over the batch. So it cannot be taken apart by "
+            f"samples. {OTHERWISE}"
+        )
+
+
+def _all_classes(outputs: Any, labels: Any) -> Tensor | None:
+    """Returns labels of all classes in turn, where each sample has one: a few may be alike."""
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        return None
+    scores = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.dim() == 2]
+    if not scores:
+        return None
+    classes = min(score.shape[1] for score in scores)
+    return torch.arange(len(labels), device=labels.device).to(labels.dtype) % classes

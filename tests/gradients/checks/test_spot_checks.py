@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import WatchedEngine, make_engine, tolerance_for
+from dp_grape_hf.gradients import PerSampleEngine, WatchedEngine, make_engine, tolerance_for
 from dp_grape_hf.gradients.checks import spot_checks
-from dp_grape_hf.gradients.checks.spot_checks import ROWS
 
 
 class Leaks(nn.Module):
@@ -72,49 +71,40 @@ class TreatsSome(nn.Module):
         return output
 
 
+def engine_of(model: nn.Module) -> PerSampleEngine:
+    return make_engine("layerwise", model, lambda outputs, labels: (outputs + 1).square().sum(1))
+
+
 @pytest.mark.parametrize(
-    ("which", "sizes"),
+    ("which", "size"),
     [
-        (lambda size: torch.arange(size) % 2 == 1, (6,)),
-        (lambda size: torch.arange(size) == size - 1, (40,)),
-        (lambda size: torch.arange(size) == 15, (9, 16)),
+        pytest.param(lambda size: torch.arange(size) % 2 == 1, 6, id="every second"),
+        pytest.param(lambda size: torch.arange(size) == size - 1, 40, id="the last"),
+        pytest.param(lambda size: torch.arange(size) == 15, 16, id="the last of a full batch"),
+        pytest.param(lambda size: torch.arange(size) == 17, 40, id="one of many"),
     ],
-    ids=["every second", "the last", "the last of a full batch"],
 )
 def test_a_model_that_treats_a_row_by_its_place_is_refused(
-    which: Callable[[int], Tensor], sizes: tuple[int, ...]
+    which: Callable[[int], Tensor], size: int
 ) -> None:
-    watched = watching_over(TreatsSome(which))
-    *before, last = sizes
-    for size in before:
-        watched({"input": torch.randn(size, 4)}, {})
-    with pytest.raises(PrivacyError, match="by its place in the batch"):
-        watched({"input": torch.randn(last, 4)}, {})
+    with pytest.raises(PrivacyError, match=r"place|couples"):
+        engine_of(TreatsSome(which)).examine({"input": torch.randn(size, 4)}, {})
 
 
-def test_some_rows_of_a_batch_that_is_larger_than_all_before_are_watched() -> None:
-    model = TreatsSome(lambda size: torch.zeros(size))
-    watched, seen = watching_over(model), list[int]()
-    watched({"input": torch.randn(2, 4)}, {})
-    hook = model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    for size in (3, 2, 3, 20, 5, 20):
-        watched({"input": torch.randn(size, 4)}, {})
-    hook.remove()
-    assert seen == [3, 3, 1, 1, 1, 2, 3, 20, 20, *[1] * ROWS, 5, 20]
-
-
-def watching_over(model: nn.Module) -> WatchedEngine:
-    """Returns an engine that watches as few batches as it may."""
-    engine = make_engine("layerwise", model, lambda outputs, labels: (outputs + 1).square().sum(1))
+def test_a_watched_row_may_not_be_treated_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of another size than was examined."""
+    monkeypatch.setattr(spot_checks, "SHARE", 1.0)
+    engine = engine_of(TreatsSome(lambda size: (torch.arange(size) % 2 == 1) & (size == 6)))
+    assert engine.examine({"input": torch.randn(7, 4)}, {})
     parts = [dict.fromkeys(("head.weight", "head.bias"), 1.0)]
-    return WatchedEngine(engine, tolerance_for(model), parts, 0.01, NeverWatch())
+    watched = WatchedEngine(engine, tolerance_for(engine.model), parts, 0.01, random.Random(0))
 
+    def watch() -> None:
+        for _ in range(10):  # one of them is of an odd row
+            watched({"input": torch.randn(6, 4)}, {})
 
-class NeverWatch(random.Random):
-    """Coins that do not say to look."""
-
-    def random(self) -> float:
-        return 0.999
+    with pytest.raises(PrivacyError, match="by its place in the batch"):
+        watch()
 
 
 def test_the_coins_alone_say_which_batches_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The check of the first steps: silent on models that are right, and the saboteurs it catches."""
+"""The examination of a first batch: silent on models that are right, and what it catches."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients import (
-    Dense,
-    check_gradients,
-    examine_batch,
-    make_engine,
-    require_each_once,
-)
+from dp_grape_hf.gradients import Dense, functions, make_engine, replay
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.rules import RULES, LayerRule
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.trainer import mixin
+from dp_grape_hf.optimizers import require_each_once
 from recipes.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
@@ -51,8 +45,7 @@ def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
         for key, value in batch_of(case).items()
     }
     with torch.autocast("cpu", torch.bfloat16, enabled=bits == "autocast"):
-        engine = make_engine("layerwise", model)
-        check_gradients(engine, batch, projectors_for(model, 2))
+        assert make_engine("layerwise", model).examine(batch, projectors_for(model, 2))
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
@@ -63,14 +56,14 @@ def test_dropout_checkpointing_and_frozen_parts_pass() -> None:
     model = only("roberta-classifier").model(hidden_dropout_prob=0.5)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.roberta.embeddings.requires_grad_(False)
-    check_gradients(make_engine("layerwise", model), batch_of(only("roberta-classifier")), {})
+    make_engine("layerwise", model).examine(batch_of(only("roberta-classifier")), {})
 
 
 def test_a_sample_of_nan_says_nothing() -> None:
     x = torch.randn(3, FEATURES)
     x[0] = float("nan")
     batch = {"x": x, "labels": torch.tensor([0, 1, 2])}
-    check_gradients(make_engine("layerwise", TinyForSequenceClassification()), batch, {})
+    make_engine("layerwise", TinyForSequenceClassification()).examine(batch, {})
 
 
 @pytest.mark.slow
@@ -81,7 +74,7 @@ def test_training_is_the_same_with_the_check_and_without(
     runs = []
     for checked in (True, False):
         if not checked:
-            monkeypatch.setattr(mixin, "check_gradients", lambda *_: None)
+            monkeypatch.setattr(replay, "examine", lambda *_: True)
         trainer = make_trainer(
             tmp_path / str(len(runs)),
             model=only("bert-classifier").model(num_hidden_layers=1, hidden_dropout_prob=0.3),
@@ -136,9 +129,9 @@ class UsedTwiceForSequenceClassification(TinyForSequenceClassification):
 def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = only("gpt2")
     monkeypatch.setitem(RULES, nn.LayerNorm, LosesATerm())
-    engine = make_engine("layerwise", case.model())
+    engine = make_engine("layerwise", case.model(), grad_sample_mode="ghost")
     with pytest.raises(UnsupportedModelError) as error:
-        check_gradients(engine, batch_of(case), {})
+        engine.examine(batch_of(case), {})
     text = str(error.value)
     assert "transformer.h.0.ln_1.weight (of transformer.h.0.ln_1, a LayerNorm)" in text
     assert "bias" not in text
@@ -155,17 +148,30 @@ def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatc
         return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
 
     monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
-    engine = make_engine("layerwise", case.model())
+    engine = make_engine("layerwise", case.model(), grad_sample_mode="ghost")
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
-        check_gradients(engine, batch_of(case), {})
+        engine.examine(batch_of(case), {})
+
+
+@pytest.mark.parametrize("projected", [True, False])
+def test_a_function_that_is_wrong_by_a_tenth_is_found(
+    projected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, right = only("llama"), functions.product
+    monkeypatch.setattr(functions, "product", lambda *factors: 1.1 * right(*factors))
+    model = case.model()
+    engine = make_engine("layerwise", model)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
+        engine.examine(batch_of(case), projectors_for(model, 2) if projected else {})
 
 
 def test_a_module_used_twice_but_recorded_once_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make_trainer(tmp_path / "right", model=UsedTwiceForSequenceClassification()).train()
+    ghost = {"method": "dp_adam", "grad_sample_mode": "ghost"}
+    make_trainer(tmp_path / "right", model=UsedTwiceForSequenceClassification(), **ghost).train()
     _record_once(monkeypatch)
-    trainer = make_trainer(tmp_path / "wrong", model=UsedTwiceForSequenceClassification())
+    trainer = make_trainer(tmp_path / "wrong", model=UsedTwiceForSequenceClassification(), **ghost)
     with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
         trainer.train()
     assert trainer.ledger.steps == 0, "nothing was released"
@@ -173,16 +179,16 @@ def test_a_module_used_twice_but_recorded_once_is_found(
 
 def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the gradients returned are those of each sample alone."""
-    case, original = only("opt"), LayerwiseEngine.stream
+    case, original = only("opt"), LayerwiseEngine.marked
 
     def coupled(self: Any, *args: Any) -> Any:
         losses = original(self, *args)
         return losses + 0.5 * losses.mean()
 
     made = LayerwiseEngine(case.model())
-    monkeypatch.setattr(LayerwiseEngine, "stream", coupled)
+    monkeypatch.setattr(LayerwiseEngine, "marked", coupled)
     with pytest.raises(PrivacyError, match="changes with the number or the contents"):
-        check_gradients(made, batch_of(case), {})
+        made.examine(batch_of(case), {})
 
 
 class Empty(Watch):
@@ -205,7 +211,8 @@ def test_where_the_first_draw_has_too_few_examples_others_are_taken(
 ) -> None:
     _record_once(monkeypatch)
     model = UsedTwiceForSequenceClassification()
-    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()])
+    ghost = {"method": "dp_adam", "grad_sample_mode": "ghost"}
+    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()], **ghost)
     with pytest.raises(UnsupportedModelError, match="twice"):
         trainer.train()
     assert trainer.ledger.steps == 0
@@ -285,8 +292,7 @@ def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
     classes = model.eval()(**batch).logits.argmax(1) if confident else torch.arange(8) % 3
     engine = make_engine("layerwise", model.train())
-    examine_batch(engine, batch | {"labels": classes}, {})
-    check_gradients(engine, batch | {"labels": classes}, {})
+    engine.examine(batch | {"labels": classes}, {})
 
 
 class CoupledIn16Bits(TinyForSequenceClassification):

@@ -159,7 +159,7 @@ def test_an_order_of_rows_that_shows_later_is_refused_then(stream: bool) -> None
             return engine.stream(inputs, projectors, lambda gradients: None)
         return engine(inputs, projectors)
 
-    with pytest.raises(UnsupportedModelError, match="an order that mixes them"):
+    with pytest.raises(UnsupportedModelError, match="couples the rows of a batch"):
         run(texts(5, 5, 5), {})
 
 
