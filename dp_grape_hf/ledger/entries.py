@@ -5,8 +5,8 @@ The digest of an entry is the SHA-256 of the digest before it (of 64 zeros for t
 feed, and the entry as JSON with sorted keys, no spaces, ASCII only and numbers as Python writes
 them. So an entry that is changed, moved, put in or taken out spoils all digests from there on.
 
-Equal releases in a row are one entry, whose count grows: for run-length coding it is the only one
-that is ever replaced, and only while it is the last. Whoever knows the digest before it can tell
+Equal releases in a row are one entry, whose count grows: it is the only one that is ever replaced,
+and only while it is the last. Whoever knows the digest before it can tell
 the digest that the chain had at any smaller count, so what was a head once remains checkable.
 
 Guarantee:
@@ -349,12 +349,21 @@ def extended(links: Sequence[Link], *entries: Entry) -> tuple[Link, ...]:
     return tuple(chain)
 
 
+def counts_on(before: Entry, entry: Entry) -> bool:
+    """Whether an entry is another one whose releases have become more."""
+    return (
+        isinstance(before, Release)
+        and isinstance(entry, Release)
+        and replace(before, count=entry.count) == entry
+        and before.count < entry.count
+    )
+
+
 def with_releases(links: Sequence[Link], release: Release) -> tuple[Link, ...]:
     """Returns a chain with releases added, to the last entry if that counts the same."""
     last = links[-1].entry
-    if isinstance(last, Release) and replace(last, count=release.count) == release:
-        return extended(links[:-1], replace(last, count=last.count + release.count))
-    return extended(links, release)
+    more = replace(release, count=getattr(last, "count", 0) + release.count)
+    return extended(links[:-1], more) if counts_on(last, more) else extended(links, release)
 
 
 def digest_of(entry: Entry, before: str) -> str:
@@ -383,9 +392,7 @@ def goes_on(whole: Sequence[Link], links: Sequence[Link]) -> bool:
     if len(whole) <= at or list(whole[:at]) != sealed:
         return False
     now = whole[at].entry
-    if isinstance(last, Release) and isinstance(now, Release):
-        return last.count <= now.count and replace(last, count=now.count) == now
-    return whole[at] == (last, digest)
+    return counts_on(last, now) or whole[at] == (last, digest)
 
 
 def lacks_releases(whole: Sequence[Link], links: Sequence[Link]) -> bool:

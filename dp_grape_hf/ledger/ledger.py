@@ -57,7 +57,16 @@ from dp_grape_hf.ledger.record import (
     Release,
     require_same_mechanism,
 )
-from dp_grape_hf.ledger.storage import RunLock, hold, read_links, to_text, write_text
+from dp_grape_hf.ledger.storage import (
+    RunLock,
+    Written,
+    append_line,
+    hold,
+    line_of,
+    read_links,
+    to_text,
+    write_text,
+)
 
 
 @dataclass
@@ -76,8 +85,7 @@ class Ledger:
 
     links: tuple[Link, ...]
     path: Path | None = None
-    _on_disk: tuple[str, ...] = field(default=(), repr=False, compare=False)  # what may be there
-    _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    _written: tuple[Written, ...] = field(default=(), repr=False, compare=False)  # one is there
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -399,7 +407,7 @@ class Ledger:
             self.links, Release(own.noise_multiplier, own.sample_rate, steps)
         )
         self.runs[-1].sessions[-1] += steps
-        self._persist()
+        self._persist(line_of(self.links[-1]) if steps == 1 else None)
 
     def mark_not_private(self, reason: str) -> None:
         """Notes for good that this run has no guarantee, and why."""
@@ -448,7 +456,7 @@ class Ledger:
         The folder is made if need be. A process that is killed may leave the hidden file
         ``.<name>.tmp`` beside it, which the next save replaces.
         """
-        write_text(Path(path), to_text(self.links, {}))
+        write_text(Path(path), to_text(self.links))
 
     def _append(self, *entries: Entry) -> None:
         """Adds entries, if they fit, and writes the live file."""
@@ -457,23 +465,34 @@ class Ledger:
         self.links = links
         self._persist()
 
-    def _persist(self) -> None:
-        """Writes the live file, unless somebody else did since this run last wrote it."""
+    def _persist(self, line: str | None = None) -> None:
+        """Writes the live file, unless somebody else did since this run last wrote it.
+
+        Args:
+            line: What is new, if no more than that has to be added to the file.
+        """
         if self.path is None:
             return
-        if self._on_disk and self.path.exists():
+        known = None
+        if self._written and self.path.exists():
+            known = next((one for one in self._written if one.is_in(self.path)), None)
             require(
-                self.path.read_text(encoding="utf-8") in self._on_disk,
+                known is not None,
                 f"{self.path} is not as this run wrote it last: another run was started in its "
                 "folder, or the file was edited. Give each run an output_dir of its own.",
             )
-        text = to_text(self.links, self._texts)
-        self._on_disk += (text,)  # if writing fails, either may be there
-        try:
-            write_text(self.path, text)
+        try:  # after an error, either may be there
+            if line is None or known is None:
+                text = to_text(self.links)
+                self._written += (Written.of(text),)
+                write_text(self.path, text)
+                self._written = self._written[-1:]
+            else:
+                self._written = (known._replace(more=line.encode()),)
+                append_line(self.path, known.size, line)
+                self._written = (known.and_line(line),)
         except OSError as error:
             raise PrivacyError(
                 f"{self.path} cannot be written: {error}. The release that was to be recorded, if "
                 "any, was not made. Make room, then resume with resume_from_checkpoint."
             ) from error
-        self._on_disk = (text,)

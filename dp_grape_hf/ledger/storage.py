@@ -1,4 +1,6 @@
-"""The file of a ledger: strict JSON, written whole or not at all, by one process at a time."""
+"""The file of a ledger: JSON Lines, written by one process at a time."""
+
+from __future__ import annotations
 
 import json
 import logging
@@ -6,62 +8,167 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger.entries import (
-    SCHEMA_VERSION,
     Link,
+    counts_on,
     decoded,
     encoded,
     is_digest,
     require_keys,
+    runs_of,
+    with_releases,
 )
+from dp_grape_hf.ledger.record import Release
 
 logger = logging.getLogger(__name__)
 
-_HELD: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictionary()
+_HELD: weakref.WeakValueDictionary[Path, RunLock] = weakref.WeakValueDictionary()
+
+
+FILE_VERSION = 2
+"""Of files as JSON Lines. Version 1, of dp_grape_hf 0.1, was one JSON object with all entries."""
+
+_FIRST_LINE = json.dumps({"schema_version": FILE_VERSION}).encode()
+
+# ---- Reading ----
 
 
 def read_links(path: str | Path) -> tuple[Link, ...]:
     """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
 
+    The first line of a file holds its version, and each other line an entry. Where equal releases
+    follow each other, each line counts them all, and the last one is the entry. A last line that is
+    the beginning of a release's was torn by a crash while that was being recorded, and counts.
+
     Raises:
-        PrivacyError: The file is missing, is not JSON, has another schema or holds no such entries.
+        PrivacyError: The file is missing, is not JSON, has another version or holds no such
+            entries.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        # NaN and Infinity are not JSON: they become texts, which no number may be.
-        content = json.loads(text, parse_constant=repr, object_pairs_hook=_object)
-        version: Any = content.get("schema_version") if isinstance(content, dict) else None
-        require(
-            type(version) is int and version == SCHEMA_VERSION,
-            f"schema_version={version!r} is not {SCHEMA_VERSION}, the only one that is read here. "
-            "Read the file with the version of dp_grape_hf that wrote it.",
-        )
-        require_keys(content, {"schema_version", "entries"}, "ledger")
-        entries = content["entries"]
-        require(isinstance(entries, list), f"entries={entries!r} must be a list.")
-        return tuple(_link(entry, number) for number, entry in enumerate(entries, 1))
+        content = Path(path).read_bytes()
+        first, *lines = content.split(b"\n")
+        if first != _FIRST_LINE:
+            return _of_version_1(_json(first if _is_json(first) else content))
+        require(bool(lines), "it ends after its first line.")
+        *whole, torn = lines
+        links: list[Link] = []
+        for number, line in enumerate(whole, 1):
+            link = _link(_json(line), number)
+            if links and counts_on(links[-1].entry, link.entry):
+                links.pop()
+            links.append(link)
+        return _with_torn(links, torn) if torn else tuple(links)
     except PrivacyError:
         raise
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise PrivacyError(f"{error}") from error
 
 
-def to_text(links: Sequence[Link], known: dict[str, str]) -> str:
-    """Returns the file that a chain is written as.
+def _json(text: bytes) -> Any:
+    """Returns what a text holds as strict JSON: NaN and Infinity become texts, for no number."""
+    return json.loads(text.decode("utf-8"), parse_constant=repr, object_pairs_hook=_object)
 
-    Texts of entries are ``known`` by their digests, and used again when the chain has grown.
-    """
-    *sealed, last = links
-    for link in sealed:
-        if link.digest not in known:
-            known[link.digest] = _text_of(link)
-    entries = ",\n".join([*(known[link.digest] for link in sealed), _text_of(last)])
-    return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "entries": [\n{entries}\n  ]\n}}\n'
+
+def _is_json(text: bytes) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    require(len(content) == len(pairs), f"a name occurs twice in {[name for name, _ in pairs]}.")
+    return content
+
+
+def _with_torn(links: Sequence[Link], torn: bytes) -> tuple[Link, ...]:
+    own = runs_of(link.entry for link in links)[-1].mechanism
+    extended = with_releases(links, Release(own.noise_multiplier, own.sample_rate, 1))
+    written = torn.rstrip(b"\0")  # which a file may end with after a power failure
+    require(
+        line_of(extended[-1]).encode().startswith(written),
+        f"its last line, {written[:80]!r}, is neither whole nor the beginning of a release.",
+    )
+    return extended
+
+
+def _of_version_1(content: Any) -> tuple[Link, ...]:
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    require(
+        type(version) is int and version == 1,
+        f"schema_version={version!r} is none that is read here (1 and {FILE_VERSION}). "
+        "Read the file with the version of dp_grape_hf that wrote it.",
+    )
+    require_keys(content, {"schema_version", "entries"}, "ledger")
+    entries = content["entries"]
+    require(isinstance(entries, list), f"entries={entries!r} must be a list.")
+    return tuple(_link(entry, number) for number, entry in enumerate(entries, 1))
+
+
+def _link(content: Any, number: int) -> Link:
+    digest = content.pop("digest", None) if isinstance(content, dict) else None
+    entry = decoded(content, number)
+    require(is_digest(digest), f"entry {number}: digest={digest!r} must be a SHA-256 in hex.")
+    return Link(entry, str(digest))
+
+
+# ---- Writing ----
+
+
+def line_of(link: Link) -> str:
+    """Returns the line of an entry."""
+    return json.dumps(encoded(link.entry) | {"digest": link.digest}, allow_nan=False) + "\n"
+
+
+def to_text(links: Sequence[Link]) -> str:
+    """Returns the file that a chain is written as."""
+    return "".join([f"{_FIRST_LINE.decode()}\n", *map(line_of, links)])
+
+
+class Written(NamedTuple):
+    """What a process wrote into a file last, by which it knows that nobody else did since."""
+
+    size: int
+    last: bytes  # the end of the file
+    more: bytes = b""  # what may follow in part, after an error
+
+    @classmethod
+    def of(cls, text: str) -> Written:
+        """Returns what the whole file is."""
+        content = text.encode()
+        return cls(len(content), content[-_COMPARED:])
+
+    def is_in(self, path: Path) -> bool:
+        """Returns whether a file ends with this."""
+        with open(path, "rb") as file:
+            file.seek(max(0, self.size - len(self.last)))
+            found = file.read()
+        last, more = found[: len(self.last)], found[len(self.last) :]
+        return last == self.last and self.more.startswith(more)
+
+    def and_line(self, line: str) -> Written:
+        """Returns what the file is after a line was added."""
+        content = (self.last + line.encode())[-_COMPARED:]
+        return Written(self.size + len(line.encode()), content)
+
+
+_COMPARED = 1024  # bytes of the end of a file: some lines, with their digests
+
+
+def append_line(path: Path, size: int, line: str) -> None:
+    """Adds a line to a file of a size, for good, even if the power fails."""
+    with open(path, "r+b") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -81,24 +188,6 @@ def write_text(path: Path, text: str) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-
-
-def _text_of(link: Link) -> str:
-    content = encoded(link.entry) | {"digest": link.digest}
-    return indent(json.dumps(content, indent=2, allow_nan=False), "    ")
-
-
-def _link(content: Any, number: int) -> Link:
-    digest = content.pop("digest", None) if isinstance(content, dict) else None
-    entry = decoded(content, number)
-    require(is_digest(digest), f"entry {number}: digest={digest!r} must be a SHA-256 in hex.")
-    return Link(entry, str(digest))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    require(len(content) == len(pairs), f"a name occurs twice in {[name for name, _ in pairs]}.")
-    return content
 
 
 # ---- The lock of a run ----

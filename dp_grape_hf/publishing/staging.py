@@ -209,7 +209,8 @@ def _check_weights(folder: Path, found: dict[str, Path]) -> None:
 
 
 def _is_text(name: str) -> bool:
-    return name.endswith((".json", ".txt", ".jinja")) and kind_of(name) != "weights"
+    loaded = kind_of(name) in ("weights", "ledger")  # which have a format of their own
+    return name.endswith((".json", ".txt", ".jinja")) and not loaded
 
 
 def _text(path: Path, on_hub: OnHub) -> bytes:

@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger.entries import encoded
 from dp_grape_hf.mechanism import noise_generator
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.mechanism.streams import derived_generator
@@ -105,7 +106,7 @@ def run(folder: Path, model: str, case: str, **changes: Any) -> dict[str, Any]:
 def entries(ledger: Path) -> list[dict[str, Any]]:
     """Returns what a ledger says, without what differs between two equal runs."""
     differs = {"run_id", "at", "versions", "digest"}
-    content = json.loads(ledger.read_text())["entries"]
+    content = [encoded(entry) for entry, _ in Ledger.load(ledger).links]
     return [{key: entry[key] for key in entry if key not in differs} for entry in content]
 
 

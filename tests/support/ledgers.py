@@ -40,11 +40,18 @@ def note_weights(folder: Path, ledger: Ledger | None = None) -> None:
     ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
 
 
+def content_of(path: Path) -> dict[str, Any]:
+    """Returns the content of a file: its version, and its entries as they are, in their lines."""
+    version, *entries = map(json.loads, path.read_text().splitlines())
+    return {**version, "entries": entries}
+
+
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes the content of a file, and leaves the digests."""
-    content = json.loads(path.read_text())
+    content = content_of(path)
     change(content)
-    path.write_text(json.dumps(content))
+    entries = content.pop("entries")
+    path.write_text("".join(json.dumps(line) + "\n" for line in (content, *entries)))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

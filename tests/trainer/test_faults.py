@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import ledger as ledger_module
 from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
     last_whole_checkpoint,
@@ -283,8 +284,11 @@ def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
 def test_a_release_that_cannot_be_recorded_is_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     releases = spy_releases(monkeypatch)
-    fill = At(4, lambda: _fill(tmp_path / LIVE))
+    fill = At(4, lambda: monkeypatch.setattr(ledger_module, "append_line", fail))
     trainer = make_trainer(tmp_path, callbacks=[fill], **SAVING)
     weights = weights_of(trainer.model)
     with pytest.raises((OSError, PrivacyError), match="No space left"):
