@@ -8,8 +8,6 @@ WHEELS := $(VENV)/transformers
 PIP_LOG := $(VENV)/pip.log
 IN_DEV := test recipes benchmark site
 
-RUFF := $(BIN)/ruff check --isolated --target-version py311 --line-length 100 \
-	--select E,F,I,B,UP,D100,D101,D103,PT,T20,RUF --per-file-ignores "tests/*:D1,*.ipynb:T20"
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 # --cpu keeps a personal accelerate configuration out of it, and the hidden devices keep the Trainer
 # off a GPU, so that the demo is the same run everywhere. One thread: its matrices are too small to
@@ -54,8 +52,8 @@ seams: $(VENV)/.installed-test  ## hold the overrides against the Trainer of eve
 	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/trainer/test_seams.py
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
-	$(RUFF) dp_grape_hf recipes tests
-	$(BIN)/ruff format --isolated --line-length 100 --check dp_grape_hf recipes tests
+	$(BIN)/ruff check dp_grape_hf recipes tests
+	$(BIN)/ruff format --check dp_grape_hf recipes tests
 	$(BIN)/mypy dp_grape_hf
 
 benchmark: $(VENV)/.installed-benchmark  ## time one private step next to its alternatives

@@ -54,6 +54,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml"}
 TOP_LEVEL = {
     *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
     *("pyproject.toml", "setup.cfg", "SECURITY.md", "CITATION.cff", ".github"),
+    ".pre-commit-config.yaml",
     *("dp_grape_hf", "model_cards", "recipes", "tests"),
 }
 # A path of one machine means nothing on the next; "facebook/opt-125m" is not one.
