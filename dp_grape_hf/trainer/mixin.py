@@ -527,24 +527,36 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Starts or resumes ledger and mechanism, before the optimizer is made."""
+        """Starts or resumes ledger and mechanism, and examines the model, before the first step."""
         self._require_as_planned(max_steps)
         moved = was_trained(self.model) or self.state.global_step > 0
-        before = self.private_run, self.publisher.adapter
-        self._make_ready()
-        for objection in self._objections():
-            logger.warning("%s", objection)
-        try:
-            self._start_ledger(resume_from_checkpoint)
-        except PrivacyError:
-            self.private_run, self.publisher.adapter = before  # what was trained can be saved
-            raise
+        self._make_ready_with_ledger(resume_from_checkpoint)
         self._start_run()
         if self._known_streams is None:
             forget_the_seed()
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
+        self._require_our_optimizer()
+        self._require_whole_adapter(moved)
+        self._examine_first(train_dataloader)
+        self.private_run.keep_updates_apart()
+        return prepared
+
+    def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
+        """Makes the run ready and opens its ledger; if that is refused, the run stays as it was."""
+        before = self.private_run, self.publisher.adapter
+        self._make_ready()
+        for objection in self._objections():
+            logger.warning("%s", objection)
+        try:
+            self._start_ledger(checkpoint)
+        except PrivacyError:
+            self.private_run, self.publisher.adapter = before  # what was trained can be saved
+            raise
+
+    def _require_our_optimizer(self) -> None:
+        """Refuses a schedule that follows the data, and an optimizer that is not the run's."""
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
         run = self.private_run
         if run.optimizer is None:
@@ -553,27 +565,35 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "private gradients, as it did not call super().create_optimizer(). Take it out, or "
                 "call that and return its optimizer."
             )
+        require_each_once(run.optimizer, self.model, run.trainable)
+
+    def _require_whole_adapter(self, moved: bool) -> None:
+        """Refuses to save an adapter that would miss a part of what was trained.
+
+        Args:
+            moved: Whether the weights were trained before this run.
+        """
         require(
-            self.publisher.adapter is None or not moved or bool(run.changes()),
+            self.publisher.adapter is None or not moved or bool(self.private_run.changes()),
             "save_as='adapter': the model was trained before, and what that added to its weights "
             "is not known, so an adapter would miss it. Save it and load it from there, as the "
             "base of this run; resume from a checkpoint that was made with save_as='adapter' and "
             "with optimizer.pt; or leave save_as at 'model'.",
         )
-        require_each_once(run.optimizer, self.model, run.trainable)
+
+    def _examine_first(self, loader: Any) -> None:
+        """Examines the model on the first examples of a loader, if there is one."""
         require(
-            train_dataloader is not None or not is_sharded(self.model),
+            loader is not None or not is_sharded(self.model),
             "With fsdp the model must be tried on examples before the first step. Pass "
             "trainer.start() the loader of trainer.get_train_dataloader().",
         )
-        if train_dataloader is not None:
+        if loader is not None:
             with (
                 self._handling_data("Trying the first examples"),
                 self._progress("Examining the model on the first examples"),
             ):
-                self._examine(train_dataloader)
-        run.keep_updates_apart()
-        return prepared
+                self._examine(loader)
 
     def _progress(self, doing: str) -> AbstractContextManager[None]:
         shown = not self.args.disable_tqdm and self.is_world_process_zero()
