@@ -98,8 +98,8 @@ def test_a_converted_script_trains_privately(
         [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()],
     )
     assert found == {"outcome": TRAINED, "reason": None, "warnings": [], "provided": ["metric"]}
-    ledger = json.loads((folder / "out" / "privacy_ledger.json").read_text())
-    assert ledger["entries"][0]["mechanism"]["num_samples"] == 240
+    ledger = Ledger.load(folder / "out" / LEDGER_NAME)
+    assert ledger.mechanism.num_samples == 240
     metrics = json.loads((folder / "out" / "all_results.json").read_text())
     assert 0 <= metrics["eval_accuracy"] <= 1
 

@@ -140,7 +140,7 @@ JSON = st.recursive(
 @st.composite
 def edited_ledgers(draw: st.DrawFn) -> str:
     """A ledger's file of which one to three values were replaced, taken out, copied or added."""
-    content = json.loads(written()[0])
+    content = [json.loads(line) for line in written()[0].splitlines()]
     for _ in range(draw(st.integers(1, 3))):
         if not (ways := list(places(content))):
             break
@@ -159,7 +159,7 @@ def edited_ledgers(draw: st.DrawFn) -> str:
                 parent[draw(st.text(max_size=5))] = draw(JSON)
             case _ if type(parent[key]) in (int, float):
                 parent[key] += draw(st.sampled_from([1, -1, 0.5, 1e300]))
-    return json.dumps(content)
+    return "".join(json.dumps(line) + "\n" for line in content)
 
 
 @pytest.mark.usefixtures("_written")
