@@ -11,14 +11,9 @@ from tqdm import tqdm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory import (
     COMPARED,
-    KNOBS,
     Card,
-    Comparison,
     ModelOfConfig,
-    Plan,
     Setting,
-    compare,
-    every_method,
     plan,
     read_config,
 )
@@ -32,17 +27,11 @@ def run(args: argparse.Namespace) -> str:
     names = {field.name for field in fields(Setting)}
     given = {name: value for name, value in vars(args).items() if name in names}
     setting = Setting(**given | {"dtype": getattr(torch, args.dtype)})
-    report: Plan | Comparison
-    if args.all_methods:
-        rows = every_method(setting)
-        with tqdm(disable=None, total=len(rows), desc="every method") as progress:
-            report = compare(model, setting, rows, progress.update)
-    else:
-        methods = list(dict.fromkeys(args.methods or COMPARED))
-        card = None if args.gpu_memory is None else Card(args.gpu_memory, args.reserve)
-        steps = len(methods) * (1 if card is None else 3) + len(KNOBS) * args.knobs
-        with tqdm(disable=None, total=steps, unit=" steps", desc="simulating") as progress:
-            report = plan(model, setting, methods, card, args.knobs, progress.update)
+    methods = list(dict.fromkeys(args.methods or COMPARED))
+    card = None if args.gpu_memory is None else Card(args.gpu_memory, args.reserve)
+    steps = len(methods) * (1 if card is None else 4)
+    with tqdm(disable=None, total=steps, unit=" steps", desc="simulating") as progress:
+        report = plan(model, setting, methods, card, progress.update)
     return report.as_json() if args.json else report.as_text()
 
 
@@ -52,9 +41,3 @@ def _refuse_combinations(args: argparse.Namespace) -> None:
             f"gpu_memory={args.gpu_memory:g} leaves no room beside reserve={args.reserve:g}; both "
             "are in GiB, and the reserve must be at least 0."
         )
-    for name in ("methods", "gpu_memory", "knobs"):
-        if args.all_methods and getattr(args, name):
-            raise PrivacyError(
-                f"all_methods=True and {name}={getattr(args, name)!r}: --all_methods compares "
-                "every method at one batch size, and searches for nothing. Leave one of them out."
-            )

@@ -191,21 +191,15 @@ and no weights are needed, only the model's config.
   DP-Adam         unprojected, of each weight the form of its gradients that takes least
   DP-Adam dense   unprojected, a gradient of every weight for every sample
 
---all_methods compares every method of the package instead, at one batch size.
-
 What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
 and temporary memory inside kernels. --reserve leaves room for it.
 """
 
 _MEMORY_EXAMPLES = """\
-What does RoBERTa-large take, what fits a card of 24 GiB, and what would make more fit?
+What does RoBERTa-large take, and what fits a card of 24 GiB?
 
   $ dp-grape memory --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
-      --gpu_memory 24 --knobs
-
-What do the methods take, beside the formulas of the paper?
-
-  $ dp-grape memory --model_name_or_path ./roberta-small --batch_size 16 --seq_len 64 --all_methods
+      --gpu_memory 24
 """
 
 
@@ -224,7 +218,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         help="of the package, or adamw, dp_adam_dense (default: adamw, dp_grape, dp_adam, "
         "dp_adam_dense)",
     )
-    add("--all_methods", action="store_true", help="compare every method")
     add(
         "--projection",
         choices=("principal", "gaussian"),
@@ -246,7 +239,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
-    add("--knobs", action="store_true", help="show what saves memory also where the batch fits")
     add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
 
 

@@ -9,21 +9,12 @@ from functools import cache
 from typing import NamedTuple
 
 from dp_grape_hf.arguments import METHODS
-from dp_grape_hf.memory.fit import (
-    MOST_SAMPLES,
-    Fit,
-    Turned,
-    largest_batch,
-    turn_each,
-    turn_until_it_fits,
-)
 from dp_grape_hf.memory.from_config import ModelOfConfig
 from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
     DP_ADAM,
     DP_ADAM_DENSE,
-    DP_GRAPE,
     Footprint,
     Setting,
     compared,
@@ -104,17 +95,11 @@ class Plan(Report):
         footprints: method -> what its step takes.
         card: what the step is to fit, if there is one.
         largest: method -> the largest batch that fits the card; empty without one.
-        chosen: the method that the knobs are turned for, if they are.
-        turned: what each knob does.
-        fit: what makes the chosen method fit, if it does not.
     """
 
     footprints: Mapping[str, Footprint]
     card: Card | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
-    chosen: str | None = None
-    turned: list[Turned] = field(default_factory=list)
-    fit: Fit | None = None
 
     def as_json(self) -> str:
         """Returns the figures."""
@@ -129,22 +114,10 @@ class Plan(Report):
             }
             for method, taken in self.footprints.items()
         }
-        knobs = [
-            {"name": t.knob.name, "option": t.option, "peak": t.peak.total, "cost": t.knob.cost}
-            for t in self.turned
-        ]
-        fit = self.fit and {
-            "options": self.fit.options,
-            "peak": self.fit.peak.total,
-            "fits": self.fit.fits,
-        }
         result = {
             **self.request(),
             "gpu_memory_and_reserve_gib": self.card,
             "methods": methods,
-            "knobs_for": self.chosen,
-            "knobs": knobs,
-            "fit": fit,
         }
         return json.dumps(result, indent=2) + "\n"
 
@@ -155,10 +128,6 @@ class Plan(Report):
             parts.append(self._sent())
         if self.card is not None:
             parts.append(self._card(self.card))
-        if self.chosen is not None:
-            parts.append(self._knobs(self.chosen))
-        if self.card and self.chosen and self.fit:
-            parts.append(self._way(self.card, self.chosen, self.fit))
         return "\n".join(parts)
 
     def _peaks(self) -> str:
@@ -184,43 +153,21 @@ class Plan(Report):
         heading = f"On a {card.memory:g} GiB card, {card.reserve:g} GiB of it left to CUDA:\n"
         return heading + table(rows)
 
-    def _knobs(self, chosen: str) -> str:
-        if not self.turned:
-            return f"Nothing is left to turn for {TITLES[chosen]}.\n"
-        before = self.footprints[chosen].total
-        rows = [["", "GiB", "saves", "", "costs"]]
-        rows += [
-            [t.knob.name, _gib(t.peak.total), _gib(before - t.peak.total), t.option, t.knob.cost]
-            for t in self.turned
-        ]
-        size = self.setting.batch_size
-        heading = f"What saves memory for {TITLES[chosen]} at B={size}, each alone:\n"
-        return heading + table(rows, "<>><")
-
-    def _way(self, card: Card, chosen: str, fit: Fit) -> str:
-        verb = "fits" if fit.fits else "still does not fit"
-        return (
-            f"{TITLES[chosen]} at B={self.setting.batch_size} {verb} a {card.memory:g} GiB card "
-            f"with: {' '.join(fit.options) or '(nothing helps)'} ({_gib(fit.peak.total)} GiB)\n"
-        )
-
 
 def plan(
     model: ModelOfConfig,
     setting: Setting,
     methods: Sequence[str] = COMPARED,
     card: Card | None = None,
-    knobs: bool = False,
     tick: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """Simulates a step by each of some methods, and what makes it fit a card.
+    """Simulates a step by each of some methods, and the largest batch that fits a card.
 
     Args:
         model: the model.
         setting: what to run, by whatever method.
         methods: names as ``compared`` takes them.
         card: also find the largest batch of each method that fits it.
-        knobs: also find what saves memory where the batch fits.
         tick: called after each simulation.
 
     Raises:
@@ -235,23 +182,47 @@ def plan(
 
     def largest(setting: Setting, limit: int) -> int:
         return largest_batch(
-            lambda size: simulated(replace(setting, batch_size=size)).trace,
+            lambda size: simulated(replace(setting, batch_size=size)).total,
             limit,
             setting.batch_size,
         )
 
     settings = {name: compared(name, setting) for name in methods}
     found = Plan(model, setting, {name: simulated(own) for name, own in settings.items()}, card)
-    name = DP_GRAPE if DP_GRAPE in settings else methods[0]
-    own, too_large = settings[name], False
     if card is not None:
         found.largest = {method: largest(own, card.limit) for method, own in settings.items()}
-        too_large = simulated(own).total > card.limit
-    if knobs or too_large:
-        found.chosen, found.turned = name, turn_each(simulated, own)
-    if card is not None and too_large:
-        found.fit = turn_until_it_fits(simulated, own, card.limit, found.turned)
     return found
+
+
+MOST_SAMPLES = 2**16
+
+
+def largest_batch(peak: Callable[[int], int], limit: int, start: int) -> int:
+    """Returns the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
+
+    A peak is nearly a constant and so many bytes for each sample. So sizes are tried where the line
+    through two known sizes meets the limit, just above the largest that fits, and in the middle.
+
+    Args:
+        peak: returns the peak of a batch size, which must not fall as the size grows.
+        limit: bytes.
+        start: the size to try first.
+    """
+    low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
+    peaks, turns = {0: 0}, 0
+    size = min(start, MOST_SAMPLES)
+    while high - low > 1:
+        peaks[size] = peak(size)
+        low, high = (size, high) if peaks[size] <= limit else (low, size)
+        if high not in peaks:
+            size = min(8 * low, MOST_SAMPLES)
+        elif low == 0:
+            size = max(1, high // 8)
+        else:
+            met = low + (limit - peaks[low]) * (high - low) // (peaks[high] - peaks[low])
+            size = (met, low + 1, (low + high) // 2)[turns % 3]
+            size, turns = min(max(size, low + 1), high - 1), turns + 1
+    return low
 
 
 def _gib(size: int) -> str:

@@ -41,7 +41,6 @@ from dp_grape_hf.memory.timeline import (
     WEIGHTS,
     Peak,
     Timeline,
-    Trace,
 )
 from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
@@ -308,7 +307,6 @@ class Footprint(Peak):
     projectors: int  # bytes kept from step to step
     flops: int  # of products, convolutions and attention
     sent: Mapping[str, int]  # collective -> bytes, as ``Timeline`` counts them
-    trace: Trace = field(compare=False, repr=False)
 
 
 def simulate(
@@ -349,5 +347,4 @@ def simulate(
             projectors=timeline.kept(PROJECTIONS),
             flops=timeline.flops,
             sent=timeline.sent,
-            trace=timeline.trace(),
         )

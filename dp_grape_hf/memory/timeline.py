@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,39 +56,6 @@ class Peak:
     def total(self) -> int:
         """The sum over the kinds, in bytes."""
         return sum(self.kinds.values())
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What was allocated and freed in a step, in order, in bytes as they were asked for."""
-
-    phases: tuple[str, ...]  # (E,) of each event
-    before: np.ndarray[Any, Any]  # (E,) int64, what the event changed
-    after: np.ndarray[Any, Any]  # (E,) int64, what it made of that
-
-    def total(self) -> int:
-        """Returns the most that was allocated at one time since the phase ``setup`` ended."""
-        now = (_blocks(self.after) - _blocks(self.before)).cumsum()
-        return int(now[[phase != "setup" for phase in self.phases]].max())
-
-
-def interpolated(some: tuple[int, Trace], other: tuple[int, Trace], size: int) -> Trace | None:
-    """Returns the trace of a batch size B from those of a smaller and a larger one, (B, trace).
-
-    It is None if these are not of the same events, or if the bytes of a tensor are not c + d B with
-    whole numbers c and d of 0 or more: so many for each sample, and so many for all.
-    """
-    (few, small), (many, large) = some, other
-    if small.phases != large.phases:
-        return None
-    numbers = []
-    for one, two in ((small.before, large.before), (small.after, large.after)):
-        slope, rest = np.divmod(two - one, many - few)
-        constant = one - slope * few
-        if rest.any() or slope.min() < 0 or constant.min() < 0:
-            return None
-        numbers.append(constant + slope * size)
-    return Trace(small.phases, *numbers)
 
 
 @dataclass(eq=False, slots=True)
@@ -150,12 +116,6 @@ class Timeline(TorchDispatchMode):
         allocation, size = self._allocation(tensor), tensor.untyped_storage().nbytes()
         self._events.append(_Event(allocation, allocation.size, size, self.phase))
         allocation.size, allocation.kind = size, TEMPORARY
-
-    def trace(self) -> Trace:
-        """Returns what was allocated and freed up to now."""
-        events = self._events
-        sizes = np.array([(event.before, event.after) for event in events], np.int64)
-        return Trace(tuple(event.phase for event in events), sizes[:, 0], sizes[:, 1])
 
     def peak(self) -> Peak:
         """Returns the most that was allocated since the phase ``setup`` ended."""
@@ -237,8 +197,8 @@ def _is_view(schema: Any) -> bool:
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
-def _blocks(size: Any) -> Any:
-    """Returns bytes, or an array of them, rounded up to whole blocks."""
+def _blocks(size: int) -> int:
+    """Returns bytes, rounded up to whole blocks."""
     return -(-size // _BLOCK) * _BLOCK
 
 

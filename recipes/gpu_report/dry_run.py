@@ -29,8 +29,9 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.memory import DP_GRAPE, Setting, Step, every_method, fake_tensors, prepared
+from dp_grape_hf.memory import DP_GRAPE, Setting, Step, fake_tensors, prepared
 from dp_grape_hf.projections import PRINCIPAL
+from recipes.paper.memory import every_method
 
 DEVICE = "absent"
 BATCH = 2

@@ -132,7 +132,7 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     yield ""
     yield from bullets(spec["notes"])
     yield (
-        "* What it takes of another model, `dp-grape memory --all_methods` shows, simulated, "
+        "* What it takes of another model, `python -m recipes.paper.memory` shows, simulated, "
         "beside these formulas."
     )
 

@@ -276,31 +276,19 @@ def test_memory_in_json_adds_up_and_names_what_fits(
         assert sum(method["kinds"].values()) == method["peak"]
         assert method["largest_batch"] > 0
     assert result["methods"]["dp_grape"]["largest_batch"] < 8
-    assert result["knobs_for"] == "dp_grape"
-    assert "--gradient_checkpointing" in [knob["option"] for knob in result["knobs"]]
-    assert result["fit"]["fits"]
-    assert result["fit"]["peak"] <= 0.98 * peak
-    again = found(f"{model} {card} {' '.join(result['fit']['options'])}", capsys)
-    assert again["methods"]["dp_grape"]["peak"] == result["fit"]["peak"]
-    assert again["methods"]["dp_grape"]["largest_batch"] >= 8
-    assert again["fit"] is None
 
 
 @pytest.mark.slow
-def test_memory_says_which_batch_fits_and_what_to_turn(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_says_which_batch_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
     text = run(f"{command} --seq_len 32 --gpu_memory 1.002 --reserve 1", capsys)
     assert text.startswith("RobertaForSequenceClassification, ")
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
     assert re.search(r"^DP-GRAPE  fits up to B=\d+$", text, re.M)
-    assert re.search(r"^bfloat16 weights .* --dtype bfloat16 +weights of 8", text, re.M)
-    assert re.search(r"^DP-GRAPE at B=64 (fits|still does not fit) a 1.002 GiB card", text, re.M)
     nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001 --reserve 1", capsys)
     assert "AdamW     does not fit, even B=1\n" in nothing
-    assert "DP-GRAPE at B=64 still does not fit" in nothing
+    assert "DP-GRAPE  does not fit, even B=1\n" in nothing
 
 
 @pytest.mark.parametrize(
@@ -312,9 +300,6 @@ def test_memory_says_which_batch_fits_and_what_to_turn(
         ("--head image-classification", "makes no AutoModelForImageClassification"),
         ("--methods sgd", "method='sgd'"),
         ("--head nothing", "head='nothing'"),
-        ("--all_methods --methods adamw", "all_methods=True and methods=['adamw']"),
-        ("--all_methods --gpu_memory 24", "all_methods=True and gpu_memory=24.0"),
-        ("--all_methods --knobs", "all_methods=True and knobs=True"),
     ],
 )
 def test_memory_refuses_what_it_cannot_simulate(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from recipes.scripts.__main__ import CASES, keep_ids, parse
 from recipes.scripts.convert import converted, diff_of, main
 from recipes.scripts.materials import MODELS, ROWS, save_images, save_model, save_rows, save_sounds

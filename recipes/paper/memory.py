@@ -1,23 +1,36 @@
-"""Every method beside every other: the memory of a step, simulated, next to the paper's formulas.
+"""The memory of a step of every method, simulated, next to the formulas of the paper's table.
+
+    python -m recipes.paper.memory --model_name_or_path FOLDER --batch_size 16 --seq_len 64
 
 Shapes: m_l x n_l a weight, m_l its dimension that is projected; r rank, B samples in the batch.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from dp_grape_hf.arguments import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import GradSampleMode
-from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.from_config import ModelOfConfig
-from dp_grape_hf.memory.planning import TITLES, Report
-from dp_grape_hf.memory.step import ADAMW, Footprint, Setting, simulate
+from dp_grape_hf.memory import (
+    ADAMW,
+    TITLES,
+    Footprint,
+    ModelOfConfig,
+    Report,
+    Setting,
+    fake_tensors,
+    read_config,
+    simulate,
+)
 from dp_grape_hf.projections import input_dimensions, placements, projection_targets
 from dp_grape_hf.tables import table
 
@@ -253,3 +266,25 @@ def compare(
             row.refused = str(error)
         tick()
     return Comparison(model, setting, rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Prints the comparison for the model of a config."""
+    parser = argparse.ArgumentParser(description="The memory of a step of every method.")
+    parser.add_argument("--model_name_or_path", required=True, help="folder or file of a config")
+    parser.add_argument("--batch_size", type=int, required=True, help="the physical batch")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--json", action="store_true", help="print JSON, memory in bytes")
+    args = parser.parse_args(words)
+    config = read_config("model_name_or_path", args.model_name_or_path, None)
+    model = ModelOfConfig(config, None, args.seq_len)
+    setting = Setting(batch_size=args.batch_size, rank=args.rank)
+    rows = every_method(setting)
+    with tqdm(disable=None, total=len(rows), desc="every method") as progress:
+        report = compare(model, setting, rows, progress.update)
+    sys.stdout.write(report.as_json() if args.json else report.as_text())
+
+
+if __name__ == "__main__":
+    main()

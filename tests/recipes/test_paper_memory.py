@@ -1,4 +1,4 @@
-"""``dp-grape memory --all_methods``: formulas by hand, and simulations held against real runs."""
+"""The paper's formulas of memory by hand, and simulations held against real runs."""
 
 import json
 from pathlib import Path
@@ -10,21 +10,26 @@ from torch import Tensor
 from transformers import RobertaConfig
 
 from dp_grape_hf.arguments import METHODS
-from dp_grape_hf.cli import memory
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import (
     ADAMW,
-    Comparison,
     ModelOfConfig,
     Setting,
-    compare,
-    every_method,
     prepared,
     simulate,
 )
-from dp_grape_hf.memory.comparison import FORMULAS, Compared, Sizes, sizes_of
 from recipes.benchmark.memory import messages
+from recipes.paper import memory
+from recipes.paper.memory import (
+    FORMULAS,
+    Compared,
+    Comparison,
+    Sizes,
+    compare,
+    every_method,
+    sizes_of,
+)
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -222,10 +227,7 @@ def test_the_command_prints_json(
         return [one(found, ADAMW), one(found, "dp_grape")]
 
     monkeypatch.setattr(memory, "every_method", few)
-    command = (
-        f"memory --model_name_or_path {config} --batch_size 4 --seq_len 8 --all_methods --json"
-    )
-    assert main(command.split()) == 0
+    memory.main(f"--model_name_or_path {config} --batch_size 4 --seq_len 8 --json".split())
     result = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in result["rows"]] == [ADAMW, "dp_grape"]
     for row in result["rows"]:
