@@ -196,7 +196,6 @@ class Step:
         timeline: records what is allocated.
         noise_slice: as in ``add_noise_``.
         recompute_activations: as ``LayerwiseEngine`` has it.
-        examines: whether the first step does what the engine does with the first batch only.
         redraws: whether each step makes P anew, which takes most memory.
 
     Attributes:
@@ -212,7 +211,6 @@ class Step:
     timeline: Timeline = field(default_factory=Timeline)
     noise_slice: int | None = None
     recompute_activations: bool | None = None
-    examines: bool = False
     redraws: bool = True
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -275,8 +273,7 @@ class Step:
             optimizer.step()
         if isinstance(run.mechanism, PrivateMechanism):
             timeline.label(OPTIMIZER, [*run.mechanism.kept_noise, *run.signal.kept])
-        if not self.examines:
-            run.per_sample.assume_probed(self.inputs)
+        run.per_sample.assume_probed(self.inputs)
         if is_sharded(self.model):
             run.idle = self.inputs
             reshard(self.model)

@@ -56,6 +56,7 @@ class Setting:
         dropout: of hidden states and, but for OPT, attention; Llama has none.
         dtype: of the weights, float32 or bfloat16.
         gradient_checkpointing: whether activations are computed again in the backward pass.
+        autocast: whether products have 16 bits, with weights of 32 (``bf16=True``).
     """
 
     model: str = ROBERTA
@@ -70,6 +71,7 @@ class Setting:
     dropout: float = 0.0
     dtype: str = "float32"
     gradient_checkpointing: bool = False
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         if self.model not in TITLES:
@@ -145,6 +147,7 @@ class Setting:
         parts += [f"B={self.batch_size}", f"T={self.length}", f"r={self.rank}"]
         parts += [] if self.dtype == "float32" else [f"{self.dtype} weights"]
         parts += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        parts += ["bf16 autocast"] if self.autocast else []
         return ", ".join(parts)
 
     @property

@@ -5,12 +5,11 @@
 Most of what fails when a program meets its first GPU is a tensor, or a generator, that is on the
 CPU. This needs no GPU and no build of torch for one: torch lets Python register a device, and fake
 tensors have one without contents. A step of every method, with each way to clip and to compute
-norms, is run on it for the models of ``recipes.models``, and one of DP-GRAPE with the examination
-of its first batch. The exit status is 1 if an operation was given tensors of two devices, or a
-generator of another device than its result.
+norms, is run on it for the models of ``recipes.models``. The exit status is 1 if an operation was
+given tensors of two devices, or a generator of another device than its result.
 
-What depends on contents, or on a kernel, is not seen; a CUDA device then runs
-``python -m recipes.gpu_report``.
+What depends on contents (the examination of a first batch), or on a kernel, is not seen; a CUDA
+device then runs ``python -m recipes.gpu_report``.
 """
 
 from __future__ import annotations
@@ -161,17 +160,15 @@ def settings() -> list[Setting]:
     ]
 
 
-def run(
-    build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting, examines: bool = False
-) -> str:
-    """Runs a step, that of a first batch if asked to; returns "" if all was on the device."""
+def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting) -> str:
+    """Runs a step; returns "" if all was on the device."""
     model = prepared(build().to(setting.dtype), setting)
     try:
         with ExitStack() as stack:
             stack.enter_context(fake_tensors())
             inputs = placed(model, batch)
             stack.enter_context(_Checks())
-            Step(model, inputs, setting, examines=examines).run()
+            Step(model, inputs, setting).run()
     except (PrivacyError, UnsupportedModelError) as error:
         return f"refused: {error}"
     except (RuntimeError, NotImplementedError) as error:
@@ -188,15 +185,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     register()
     vars(torch)["Generator"] = _Generator
-    every = [*((setting, False) for setting in settings()), (Setting(batch_size=BATCH), True)]
+    every = settings()
     chosen = [row for row in rows() if re.search(options.only, str(row))]
     counts, told = {"": 0, "refused": 0, "not simulated": 0, "WRONG": 0}, set()
     with tqdm(total=len(chosen) * len(every), disable=None) as bar:
         for row in chosen:
             batch = row.batch(BATCH)
-            for setting, examines in every:
+            for setting in every:
                 bar.set_postfix_str(f"{row}, {setting.method}")
-                found = run(row.model, batch, setting, examines)
+                found = run(row.model, batch, setting)
                 kind, _, text = found.partition(": ")
                 counts[kind] += 1
                 if found and (kind, text[:80]) not in told:

@@ -98,6 +98,7 @@ ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matri
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _of("benchmark/results/cpu.json", lambda run: timing.as_markdown(run["results"])),
     "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
+    "benchmark-launches": _times("launches", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
     "benchmark-correlated": _times("correlated", ADAMW, PRINCIPAL, CORRELATED),
     "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),
     "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),

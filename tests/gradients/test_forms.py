@@ -52,6 +52,16 @@ def test_inner_products_are_exact_and_symmetric(left: str, right: str) -> None:
 
 
 @each_combination
+def test_products_with_vectors_are_those_of_the_dense_gradients(names: tuple[str, ...]) -> None:
+    gradient = add([FORMS[name]() for name in names])
+    dense = materialised(gradient)
+    left, right = torch.randn(3, dense.shape[1]), torch.randn(3, dense.shape[2])
+    expected = torch.einsum("bmn,km,kn->bk", dense, left, right)
+    found = gradient.products([left, right])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@each_combination
 def test_selected_samples_keep_their_gradients(names: tuple[str, ...]) -> None:
     gradient = add([FORMS[name]() for name in names])
     samples = torch.tensor([2, 0, 2])

@@ -7,13 +7,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import PREFERENCES, make_engine
+from dp_grape_hf.gradients import PREFERENCES, functions, make_engine
 from dp_grape_hf.gradients.losses.pairs import by_halves, side_by_side
-from dp_grape_hf.gradients.rules import RULES
 from recipes.models.matrix import dense, projectors_for
 from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing
@@ -107,13 +106,8 @@ def test_a_pair_of_equal_texts_trains_wherever_it_stands(
 def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
     kind: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    right = type(RULES[nn.Linear]).gradients
-
-    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
-        square = layer.weight.shape[0] == layer.weight.shape[1]
-        return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
-
-    monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
+    right = functions.product
+    monkeypatch.setattr(functions, "product", lambda *factors: 1.1 * right(*factors))
     settings: dict[str, Any] = {"per_device_train_batch_size": size}
     trainer = on_pairs(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):

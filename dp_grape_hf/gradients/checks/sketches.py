@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dp_grape_hf.gradients.forms import PerSampleGradient
 from dp_grape_hf.projections import is_short, public_generator
@@ -80,10 +79,6 @@ class Prints:
 
     def __call__(self, gradients: Mapping[str, PerSampleGradient]) -> None:
         """Marks the gradients of some parameters."""
-        with _disable_current_modes():  # of who looks at the operations of the model
-            self._mark(gradients)
-
-    def _mark(self, gradients: Mapping[str, PerSampleGradient]) -> None:
         for name, found in gradients.items():
             device = found.squared_norm().device
             gradient = found if self._samples is None else found.select(self._samples.to(device))

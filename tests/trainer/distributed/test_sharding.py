@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import layerwise
+from dp_grape_hf.gradients import layerwise, replay
 from dp_grape_hf.gradients.definition import FunctorchEngine
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
@@ -249,6 +249,7 @@ def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch: pytest.Mon
     engine.stay_in_step(unmasked, {})
     engine(masked, {})  # which was tried
     monkeypatch.setattr(layerwise, "_with_masks", lambda inputs, padded: inputs)
+    monkeypatch.setattr(replay, "_of_other_lengths", lambda engine, batch: batch)
     engine = LayerwiseEngine(entry.model())
     engine(unmasked, {})
     engine.stay_in_step(unmasked, {})
