@@ -165,7 +165,7 @@ def _common(setting: Setting, batch: Batch, folder: Path) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "report_to": "none",
         "disable_tqdm": True,
-        "bf16": setting.autocast,
+        **({"bf16": True} if setting.autocast else {}),
         "use_cpu": next(iter(batch.values())).device.type == "cpu",
     }
 
