@@ -1,11 +1,11 @@
-"""Compare per-sample gradients with those of each example alone, before the first update.
+"""Compare per-sample gradients with the gradients of single examples, before the first update.
 
 A per-sample gradient is right if it is the gradient of that example's loss when nothing else is in
 the batch, with the random numbers that the example had. ``examine`` tests that on one batch, in the
 mode in which the model is:
 
-1. Some rows run alone, by plain autograd of the loss that the model itself returns. What they draw
-   from torch's global random streams is recorded.
+1. Some rows run alone, by plain autograd of the loss that the model itself returns. The numbers
+   that they draw from torch's global random streams are recorded.
 2. If they draw anything, three copies of one row run through the engine several times. Each time
    some copies get other numbers. The others must not change. Uniform numbers are set to their
    bounds as well, so that an event shows that is rare and that a bound brings about.
@@ -103,9 +103,9 @@ def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Pr
     Raises:
         PrivacyError: a row's loss depends on the others, rows share random numbers, or the model
             draws them from elsewhere than torch's global streams, or sets these.
-        UnsupportedModelError: gradients are not those of plain autograd, or change with the order
-            of the rows; a parameter takes no part in the loss; or the model's own loss of one row
-            is another one than the engine's.
+        UnsupportedModelError: gradients differ from plain autograd, or change with the order of
+            the rows; a parameter takes no part in the loss; or the model's own loss of one row
+            differs from the engine's.
     """
     count = batch_size_of(inputs)
     batch = rows_of(inputs, [row % count for row in range(max(2, count))])
@@ -189,7 +189,7 @@ class _NoRowsDraw(Exception):
 
 
 class _Shown(NamedTuple):
-    """What a pass shows of its rows."""
+    """Losses, gradients and draws of the rows of one pass."""
 
     losses: Tensor  # (B,)
     marks: Tensor  # (B, P, ...), of the gradients
@@ -199,7 +199,7 @@ class _Shown(NamedTuple):
 
     @property
     def tells(self) -> Tensor:
-        """Which rows have a finite loss, and gradients that are finite and not all zero, (B,)."""
+        """Whether a row has a finite loss, and gradients that are finite and not all zero, (B,)."""
         norms = self.marks[..., 0].norm(dim=1)
         return norms.isfinite() & (norms > 0) & self.losses.isfinite()
 
@@ -210,7 +210,7 @@ class _Shown(NamedTuple):
 
 @dataclass
 class _Examination:
-    """The passes over one batch, and what they say."""
+    """Makes the passes over one batch, and compares them."""
 
     engine: PerSampleEngine
     batch: Inputs
@@ -281,7 +281,7 @@ class _Examination:
         return self._watched(run, draws)
 
     def _couples_losses(self) -> bool:
-        """Returns whether the losses of a batch are not those of its rows alone."""
+        """Returns whether rows have other losses in the batch than alone."""
         with torch.no_grad(), WithoutDropout():
             together = self.engine.losses(self.batch).double().cpu()
             rows = [copies_of(self.batch, 1, row) for row in self.alone]
@@ -358,7 +358,7 @@ class _Examination:
     def _refuse_shared_draws(self, row: int) -> list[Owner]:
         """Refuses random numbers that rows share or have from each other; returns the owners.
 
-        Owners are those of a batch, of three copies of this row.
+        The owners are of a batch of three copies of this row.
         """
         batch, own, start = copies_of(self.batch, _COPIES, row), self.alone[row].draws, 0
         if not own:
@@ -417,9 +417,9 @@ class _Examination:
         return next(iter(unlike or fitting), drawn)
 
     def _compare_alone(self, owners: list[Owner]) -> tuple[_Shown, list[Owner]]:
-        """Refuses losses and gradients of rows in the batch that are not those of the rows alone.
+        """Refuses rows that have other losses or gradients in the batch than alone.
 
-        Returns what the batch showed, and whose its draws are.
+        Returns the pass over the batch, and the owners of its draws.
         """
         rows = list(self.alone)
         first = self.alone[rows[0]].draws
@@ -516,8 +516,8 @@ class _Examination:
     ) -> str:
         """Names the parameters of which a row's gradient differs, by more than rounding.
 
-        What rounding is plain autograd says, on one copy of the row and on two: the gradient of a
-        pair of equal texts is nothing else.
+        A gradient counts as rounding if plain autograd gives another one for two copies of the row
+        than for one. The gradient of a pair of equal texts is such a gradient.
         """
         losses = expected.losses
         telling = (losses.abs() > self.tolerance.loss) & losses.isfinite()
@@ -602,7 +602,7 @@ _STRICT = {
 def _of_other_lengths(engine: PerSampleEngine, batch: dict[str, Any]) -> dict[str, Any]:
     """Returns the batch with every second row shorter, each by another number of positions.
 
-    It stays as it is if the model has no masks of attention, or cannot run with these.
+    The batch is returned unchanged if it has no attention mask, or the model fails with these.
     """
     size, shorter = batch_size_of(batch), dict(batch)
     for name, mask in batch.items():

@@ -41,9 +41,10 @@ _FIRST_LINE = json.dumps({"schema_version": FILE_VERSION}).encode()
 def read_links(path: str | Path) -> tuple[Link, ...]:
     """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
 
-    The first line of a file holds its version, and each other line an entry. Where equal releases
-    follow each other, each line counts them all, and the last one is the entry. A last line that is
-    the beginning of a release's was torn by a crash while that was being recorded, and counts.
+    The first line of a file holds its version, and each other line an entry. Equal releases in a
+    row have several lines, each of which counts all of them up to there; the last line is the entry.
+    A last line without an end was torn by a crash while a release was recorded. It counts as that
+    release if it is the beginning of such a line.
 
     Raises:
         PrivacyError: The file is missing, is not JSON, has another version or holds no such
@@ -132,7 +133,7 @@ def to_text(links: Sequence[Link]) -> str:
 
 
 class Written(NamedTuple):
-    """What a process wrote into a file last, by which it knows that nobody else did since."""
+    """The end of a file after the last write of this process; another end means another writer."""
 
     size: int
     last: bytes  # the end of the file

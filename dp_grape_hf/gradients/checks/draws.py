@@ -39,7 +39,7 @@ SHARED = _UNIFORM
 
 
 class Draw(NamedTuple):
-    """What one operation drew."""
+    """The result of one operation that draws random numbers."""
 
     operation: str
     module: str  # the class of the module that ran
@@ -53,7 +53,7 @@ class Draw(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose the numbers of one draw of a batch are; all rows share them if both are None."""
+    """The rows that have the numbers of one draw of a batch; all share them if both are None."""
 
     number: int  # which of the draws of a row alone this is
     dims: tuple[int, ...] | None = None  # the dimension of each tensor in which rows follow rows
@@ -225,8 +225,8 @@ def owners_of(alone: Sequence[Draw], together: Sequence[Draw], size: int) -> lis
     """Returns whose the draws of a batch are, or a draw that is no row's and not always there.
 
     Args:
-        alone: the draws of one row.
-        together: those of ``size`` rows.
+        alone: the draws of a row that runs alone.
+        together: the draws of a batch.
         size: B.
     """
 
