@@ -42,7 +42,7 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
     """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
 
     The first line of a file holds its version, and each other line an entry. Equal releases in a
-    row have several lines, each of which counts all of them up to there; the last line is the entry.
+    row have several lines, each of which counts all of them up to there; the last is the entry.
     A last line without an end was torn by a crash while a release was recorded. It counts as that
     release if it is the beginning of such a line.
 
