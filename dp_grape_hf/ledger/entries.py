@@ -69,7 +69,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Start(Record):
-    """A run begins. ``schema`` is the version of the file that the mechanism is written in.
+    """A run begins. ``schema`` is the version of what a mechanism is written as.
 
     Its releases add up with those of all runs before it in the chain if ``continues`` is
     `SAME_DATA`, and with none if it is `OTHER_DATA`; the first run continues none.
@@ -359,11 +359,15 @@ def counts_on(before: Entry, entry: Entry) -> bool:
     )
 
 
-def with_releases(links: Sequence[Link], release: Release) -> tuple[Link, ...]:
+def with_releases(links: Sequence[Link], mechanism: Mechanism, steps: int = 1) -> tuple[Link, ...]:
     """Returns a chain with releases added, to the last entry if that counts the same."""
+    release = Release(mechanism.noise_multiplier, mechanism.sample_rate, steps)
     last = links[-1].entry
-    more = replace(release, count=getattr(last, "count", 0) + release.count)
-    return extended(links[:-1], more) if counts_on(last, more) else extended(links, release)
+    if isinstance(last, Release):
+        more = replace(release, count=last.count + steps)
+        if counts_on(last, more):
+            return extended(links[:-1], more)
+    return extended(links, release)
 
 
 def digest_of(entry: Entry, before: str) -> str:

@@ -54,7 +54,6 @@ from dp_grape_hf.ledger.entries import (
 from dp_grape_hf.ledger.record import (
     MAY_CHANGE_ON_RESUME,
     Mechanism,
-    Release,
     require_same_mechanism,
 )
 from dp_grape_hf.ledger.storage import (
@@ -402,10 +401,7 @@ class Ledger:
             When it returns, the file, if there is one, holds them. If it raises, do not release.
         """
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
-        own = self.mechanism
-        self.links = with_releases(
-            self.links, Release(own.noise_multiplier, own.sample_rate, steps)
-        )
+        self.links = with_releases(self.links, self.mechanism, steps)
         self.runs[-1].sessions[-1] += steps
         self._persist(line_of(self.links[-1]) if steps == 1 else None)
 
@@ -466,7 +462,7 @@ class Ledger:
         self._persist()
 
     def _persist(self, line: str | None = None) -> None:
-        """Writes the live file, unless somebody else did since this run last wrote it.
+        """Writes the live file; refuses one that changed since this run last wrote it.
 
         Args:
             line: What is new, if no more than that has to be added to the file.

@@ -23,7 +23,6 @@ from dp_grape_hf.ledger.entries import (
     runs_of,
     with_releases,
 )
-from dp_grape_hf.ledger.record import Release
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +88,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_torn(links: Sequence[Link], torn: bytes) -> tuple[Link, ...]:
-    own = runs_of(link.entry for link in links)[-1].mechanism
-    extended = with_releases(links, Release(own.noise_multiplier, own.sample_rate, 1))
+    extended = with_releases(links, runs_of(link.entry for link in links)[-1].mechanism)
     written = torn.rstrip(b"\0")  # which a file may end with after a power failure
     require(
         line_of(extended[-1]).encode().startswith(written),
