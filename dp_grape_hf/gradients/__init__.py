@@ -55,6 +55,7 @@ from dp_grape_hf.gradients.losses.pairs import (
     side_by_side,
 )
 from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss, examine_trainer_loss
+from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.gradients.units import UNIT_OF_ROW, UnitEngine
 from dp_grape_hf.gradients.zeroth_order import ZerothOrderEngine
 
@@ -85,6 +86,7 @@ __all__ = [
     "UnitEngine",
     "WatchedEngine",
     "ZerothOrderEngine",
+    "batch_size_of",
     "by_halves",
     "choice",
     "classification",
@@ -104,6 +106,7 @@ __all__ = [
     "per_sample_gradients",
     "refuse_modules",
     "refuse_reached",
+    "rows_of",
     "seed_all",
     "side_by_side",
     "tolerance_for",

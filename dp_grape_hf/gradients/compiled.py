@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.gradients.engine import rows_of
 from dp_grape_hf.gradients.layers import (
     Forward,
     Shapes,
@@ -37,6 +36,7 @@ from dp_grape_hf.gradients.layers import (
 )
 from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.gradients.plans import Plan, Plans
+from dp_grape_hf.gradients.rows import rows_of
 
 logger = logging.getLogger(__name__)
 

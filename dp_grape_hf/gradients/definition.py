@@ -28,14 +28,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.sketches import Prints
-from dp_grape_hf.gradients.engine import (
-    Gradients,
-    GradSampleMode,
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-)
+from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
+from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.gradients.stand_ins import (
     call_in_coordinates,
     outside_vmap,

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +32,7 @@ from dp_grape_hf.gradients.losses.losses import (
     loss_for,
     split,
 )
+from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
 from dp_grape_hf.projections import Projector
@@ -42,7 +41,6 @@ from dp_grape_hf.sharding import is_sharded, whole
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
 ROUNDING = 1e-4  # of a loss, absolute
-_NAMED = 5  # of parameters, at most, where an error or a warning lists them
 Consume = Callable[[Gradients], None]
 """Takes the gradients of one group of parameters, which are not kept afterwards."""
 
@@ -415,38 +413,6 @@ def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str
     return [tuple(group) for group in groups.values()]
 
 
-def batch_size_of(inputs: Inputs) -> int:
-    """Returns B, and refuses inputs that do not tell the samples apart.
-
-    Raises:
-        PrivacyError: if tensors disagree about B, or if there is a number or a container among
-            the inputs: computed from the batch, it would carry one sample into another's loss.
-    """
-    for name, value in inputs.items():
-        if not (value is None or isinstance(value, Tensor | bool | str)):
-            raise PrivacyError(
-                f"The batch holds {name!r} of type {type(value).__name__}, which has no dimension "
-                "of samples. Hand it to the model at construction, or make it a tensor with one "
-                "row per sample."
-            )
-    sizes = {k: v.shape[0] if v.dim() else 0 for k, v in inputs.items() if isinstance(v, Tensor)}
-    if not sizes:
-        raise PrivacyError("The batch holds no tensor, so it has no samples to tell apart.")
-    name, size = next(iter(sizes.items()))
-    if others := [other for other in sizes if sizes[other] != size]:
-        of_patches = ""
-        if {"image_grid_thw", "video_grid_thw"} & sizes.keys():
-            of_patches = (
-                " Patches go by example too: pixel_values (B, P, d), of images of one size, and "
-                "image_grid_thw (B, n, 3); in a batch of one example they may be of any size."
-            )
-        raise PrivacyError(
-            "All tensors of a batch must have the samples in dimension 0; "
-            f"{', '.join(map(repr, others))} and {name!r} have other leading sizes.{of_patches}"
-        )
-    return size
-
-
 def keep_laid_out_for_training(model: nn.Module) -> None:
     """Has 4-bit weights pass on gradients in evaluation mode.
 
@@ -460,44 +426,10 @@ def keep_laid_out_for_training(model: nn.Module) -> None:
         layer.state_dict()  # which undoes that layout
 
 
-# ---- Rows of a batch ----
+_NAMED = 5  # of parameters, at most, where an error or a warning lists them
 
 
 def listed(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def rows_of(inputs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
-    """Returns the batch of these rows of another: numbers, a slice or a mask."""
-    return {key: v[rows] if isinstance(v, Tensor) else v for key, v in inputs.items()}
-
-
-def copies_of(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str, Any]:
-    """Returns a batch of copies of one sample."""
-    return rows_of(inputs, [sample] * size)
-
-
-def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
-    """Returns a batch of two samples, the first two or those from ``first``; one is taken twice."""
-    size = batch_size_of(inputs)
-    return rows_of(inputs, [first, min(first + 1, size - 1)])
-
-
-_row_alone: ContextVar[int | None] = ContextVar("row_alone", default=None)
-
-
-def row_alone() -> int | None:
-    """Returns which row of a batch a module runs alone for, if one does."""
-    return _row_alone.get()
-
-
-@contextmanager
-def running_alone(row: int) -> Iterator[None]:
-    """Says that a module runs for one row of the batch inside."""
-    token = _row_alone.set(row)
-    try:
-        yield
-    finally:
-        _row_alone.reset(token)

@@ -309,8 +309,8 @@ class Sites:
     def __iter__(self) -> Iterator[Site]:
         return iter(self.all)
 
-    def learn(self, run_model: RunModel, shapes: Shapes) -> tuple[Tensor, Tensor]:
-        """Runs the model until every site is understood; returns losses of 2 and of 3 copies.
+    def learn(self, run_model: RunModel, shapes: Shapes) -> None:
+        """Runs the model until every site is understood.
 
         Args:
             run_model: runs the model on so many samples.
@@ -336,7 +336,7 @@ class Sites:
                 misfits = _misfits({site: site for site in self.all}, calls, shapes)
             if not misfits:
                 self._refuse_units_inside()
-                return losses[0], losses[1]
+                return
             for misfit in misfits:
                 first = plain[0].get(misfit.site.path, [])[:1]
                 if misfit.site.is_table and first and not first[0].leading:

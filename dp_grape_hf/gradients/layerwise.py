@@ -28,15 +28,7 @@ from dp_grape_hf.gradients.compiled import (
     NotCompiledError,
 )
 from dp_grape_hf.gradients.definition import NotVectorisedError
-from dp_grape_hf.gradients.engine import (
-    Consume,
-    Gradients,
-    GradSampleMode,
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-    rows_of,
-)
+from dp_grape_hf.gradients.engine import Consume, Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients, Layout, tables_of
 from dp_grape_hf.gradients.forms import PerSampleGradient
 from dp_grape_hf.gradients.layers import (
@@ -48,6 +40,7 @@ from dp_grape_hf.gradients.layers import (
 from dp_grape_hf.gradients.losses.losses import LossFunction
 from dp_grape_hf.gradients.passes import Pass, Stream
 from dp_grape_hf.gradients.plans import Branch, Plans
+from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.gradients.rules import RECOMPUTABLE
 from dp_grape_hf.phases import BACKWARD
 from dp_grape_hf.projections import Projector

@@ -32,7 +32,7 @@ from dp_grape_hf.gradients.definition import (
     refusing_dynamic_code,
     vmap_safe,
 )
-from dp_grape_hf.gradients.engine import Consume, running_alone
+from dp_grape_hf.gradients.engine import Consume
 from dp_grape_hf.gradients.flat import Piece
 from dp_grape_hf.gradients.forms import (
     Dense,
@@ -55,6 +55,7 @@ from dp_grape_hf.gradients.layers import (
     row_each,
 )
 from dp_grape_hf.gradients.plans import LinearPlan, Plan, Plans
+from dp_grape_hf.gradients.rows import running_alone
 from dp_grape_hf.gradients.stand_ins import (
     AtZero,
     call_for_one,

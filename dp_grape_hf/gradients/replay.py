@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -66,16 +67,10 @@ from dp_grape_hf.gradients.checks.sketches import (
     joint_error,
     tolerance_for,
 )
-from dp_grape_hf.gradients.engine import (
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-    copies_of,
-    listed,
-    rows_of,
-)
+from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine, listed
 from dp_grape_hf.gradients.forms import exact_products
 from dp_grape_hf.gradients.losses.losses import ModelLoss, checked, split
+from dp_grape_hf.gradients.rows import batch_size_of, copies_of, rows_of
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import local, reshard, rows_here
 
@@ -203,6 +198,10 @@ class _Shown(NamedTuple):
         norms = self.marks[..., 0].norm(dim=1)
         return norms.isfinite() & (norms > 0) & self.losses.isfinite()
 
+    def of(self, rows: list[int]) -> _Shown:
+        """Returns the same, of some rows."""
+        return self._replace(losses=self.losses[rows], marks=self.marks[rows])
+
     @property
     def values(self) -> list[Values]:
         return [draw.values for draw in self.draws]
@@ -233,7 +232,7 @@ class _Examination:
         for row in rows:
             if len(self.alone) >= _ROWS_ALONE and any(s.tells for s in self.alone.values()):
                 break
-            self.alone[row] = self._alone(row, start=(row + 1) * _PASS)
+            self.alone[row] = self._alone(row)
         self.silent = not any(shown.draws for shown in self.alone.values())
         telling = next((row for row, shown in self.alone.items() if shown.tells), None)
         owners: list[Owner] = []
@@ -254,12 +253,17 @@ class _Examination:
             self._refuse_unused(whole)
         return telling is not None
 
+    @cached_property
+    def rounding(self) -> float:
+        """The error of two computations of one loss, absolute."""
+        return self.engine.rounding_of_losses(self.batch)
+
     # ---- Passes ----
 
-    def _alone(self, row: int, start: int) -> _Shown:
+    def _alone(self, row: int) -> _Shown:
         """Runs one row by plain autograd of the model's own loss, and keeps what it draws."""
         try:
-            return self._by_autograd(copies_of(self.batch, 1, row), Draws(start, keep=True))
+            return self._by_autograd(copies_of(self.batch, 1, row), Draws(_start(row), keep=True))
         except PrivacyError:
             raise
         except ERRORS as error:
@@ -352,7 +356,7 @@ class _Examination:
             with torch.no_grad():
                 return self.engine.losses(one), Prints()
 
-        actual = self._watched(run, Draws((row + 1) * _PASS)).losses
+        actual = self._watched(run, Draws(_start(row))).losses
         refuse_other_loss(self.engine, one, actual, self.alone[row].losses)
 
     def _refuse_shared_draws(self, row: int) -> list[Owner]:
@@ -448,7 +452,7 @@ class _Examination:
             first,
             self.names,
         )
-        of_rows = _Shown(whole.losses[rows], whole.marks[rows], whole.draws, whole.names)
+        of_rows = whole.of(rows)
         coupled = self._other_losses(of_rows.losses, alone.losses)
         wrong = self._wrong(rows, of_rows, alone, owners)
         if coupled or wrong:
@@ -482,7 +486,7 @@ class _Examination:
         rows = order.tolist()
         draws = Draws(0, False, owners, self._given(rows), silent=self.silent)
         shown = self._together(rows_of(self.batch, rows), draws)
-        expected = _Shown(whole.losses[rows], whole.marks[rows], whole.draws, whole.names)
+        expected = whole.of(rows)
         coupled = self._other_losses(shown.losses, expected.losses)
         if wrong := self._wrong(rows, shown, expected, owners):
             raise UnsupportedModelError(
@@ -508,8 +512,8 @@ class _Examination:
         )
 
     def _other_losses(self, some: Tensor, others: Tensor) -> bool:
-        change, rounding = self.tolerance.change, self.engine.rounding_of_losses(self.batch)
-        return not torch.allclose(some, others, change, rounding, equal_nan=True)
+        change = self.tolerance.change
+        return not torch.allclose(some, others, change, self.rounding, equal_nan=True)
 
     def _wrong(
         self, rows: Sequence[int], shown: _Shown, expected: _Shown, owners: list[Owner]
@@ -525,9 +529,9 @@ class _Examination:
         for at in differ.any(1).nonzero().flatten().tolist():
             if any(owner.row is not None for owner in owners):
                 continue
-            row, start = rows[at], (rows[at] + 1) * _PASS
-            one = self.alone[row] if row in self.alone else self._alone(row, start)
-            draws = Draws(start, False, owners, [one.values] * 2)
+            row = rows[at]
+            one = self.alone[row] if row in self.alone else self._alone(row)
+            draws = Draws(_start(row), False, owners, [one.values] * 2)
             two = self._by_autograd(copies_of(self.batch, 2, row), draws)
             error, norm = joint_error(one.marks, two.marks)
             differ[at] &= bool(0 < norm and error <= self.tolerance.error * norm)
@@ -541,6 +545,11 @@ class _Examination:
         used |= {name for name, moves in zip(self.names, moved, strict=True) if moves}
         used |= self.engine.used_by_value()
         self.engine.refuse_unused(used)
+
+
+def _start(row: int) -> int:
+    """Returns the state of the streams with which a row begins that runs alone."""
+    return (row + 1) * _PASS
 
 
 def loss_alone(engine: PerSampleEngine, one: Inputs) -> Tensor:

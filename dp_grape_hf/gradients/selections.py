@@ -16,7 +16,7 @@ class Selections(TorchDispatchMode):
     """Follows what a pass computes of positions that it selects by their values.
 
     How many they are varies with the values, and so does what a row of such a tensor belongs to.
-    What is read from one as a number, or of its size, may have any influence afterwards.
+    Once the program reads a number or the size of such a tensor, it may use that anywhere.
     """
 
     def __init__(self) -> None:

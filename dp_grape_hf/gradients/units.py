@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine, batch_size_of
+from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine
 from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.forms import (
     Dense,
@@ -28,6 +28,7 @@ from dp_grape_hf.gradients.forms import (
     Single,
     SparseRows,
 )
+from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.projections import Projector
 
 UNIT_OF_ROW = "privacy_unit_of_row"

@@ -34,18 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
-from dp_grape_hf.gradients.engine import (
-    ROUNDING,
-    Gradients,
-    Inputs,
-    PerSampleEngine,
-    batch_size_of,
-    copies_of,
-    first_two,
-)
+from dp_grape_hf.gradients.engine import ROUNDING, Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense
 from dp_grape_hf.gradients.losses.losses import LossFunction, ModelLoss
 from dp_grape_hf.gradients.replay import COUPLED, refuse_other_loss, refuse_random
+from dp_grape_hf.gradients.rows import batch_size_of, copies_of, first_two
 from dp_grape_hf.gradients.stand_ins import METADATA
 from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections import DIRECTION, Directions, Projector

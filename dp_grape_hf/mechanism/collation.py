@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import keeping_random_state
+from dp_grape_hf.gradients import keeping_random_state, rows_of
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -114,7 +114,7 @@ def _first(batch: Any, count: int, of: int) -> Rows:
             f"with {'no row' if batch[others[0]].dim() == 0 else 'another number of rows'}. "
             f"{OTHER_ROWS}"
         )
-    return {name: v[:count] if isinstance(v, Tensor) else v for name, v in batch.items()}
+    return rows_of(batch, slice(count))
 
 
 OTHER_ROWS = (

@@ -1,7 +1,7 @@
 """The memory of a training step, before there is a GPU.
 
 ``step`` runs the step of the trainer on fake tensors, ``timeline`` says what was alive when;
-and ``planning`` sets methods beside each other and beside a card.
+and ``planning`` compares methods with each other and with a card.
 """
 
 from dp_grape_hf.memory.fakes import fake_tensors

@@ -1,4 +1,4 @@
-"""Whether an optimizer has what is trained."""
+"""Refuse an optimizer that lacks a trained parameter, or has one twice."""
 
 from __future__ import annotations
 

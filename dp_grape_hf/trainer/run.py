@@ -31,8 +31,10 @@ from dp_grape_hf.gradients import (
     UnitEngine,
     WatchedEngine,
     ZerothOrderEngine,
+    batch_size_of,
     evaluating,
     make_engine,
+    rows_of,
     tolerance_for,
 )
 from dp_grape_hf.ledger import Clipping, Ledger
@@ -161,9 +163,8 @@ class Run:
             UnsupportedModelError: as in ``PerSampleEngine.examine``.
         """
         self.per_sample.use(number)
-        count = next(len(value) for value in batch.values() if isinstance(value, Tensor))
-        rows = [row % count for row in range(max(size, count))]
-        batch = {n: v[rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        count = batch_size_of(batch)
+        batch = rows_of(batch, [row % count for row in range(max(size, count))])
         if not self.per_sample.examine(batch, self.projectors_at(number)):
             raise PrivacyError(
                 "No example that was tried has a gradient: all are zero, or hold NaN or infinite "
@@ -182,7 +183,7 @@ class Run:
         """
         self.per_sample.stay_in_step(batch, self.projectors_at(number))
         reshard(self.model)
-        self.idle = {n: v[:1] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        self.idle = rows_of(batch, slice(1))
 
     def start(
         self,

@@ -9,7 +9,7 @@ from torch import nn
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import ENGINES, make_engine
-from dp_grape_hf.gradients.engine import batch_size_of
+from dp_grape_hf.gradients.rows import batch_size_of
 from recipes.models.matrix import projectors_for
 from tests.gradients.functions import mean_output
 from tests.support.marks import slow_but

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import UNIT_OF_ROW, loss_for
-from dp_grape_hf.gradients.engine import batch_size_of
 from dp_grape_hf.gradients.losses.losses import checked
+from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.gradients.units import _split
 from dp_grape_hf.mechanism import (
     LogicalBatchCollator,

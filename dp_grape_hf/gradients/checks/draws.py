@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.gradients.checks.guards import TorchDraws, same_state, seed_torch, torch_streams
-from dp_grape_hf.gradients.engine import row_alone
+from dp_grape_hf.gradients.rows import row_alone
 from dp_grape_hf.projections import is_public
 
 Values = tuple[Tensor, ...]
@@ -103,8 +103,8 @@ class Draws(TorchDraws):
 
     def __enter__(self) -> Draws:
         seed_torch(self._start)
-        self._before = torch_streams()
         if self._silent:
+            self._before = torch_streams()
             return self
 
         def enter(module: nn.Module, args: Any) -> None:

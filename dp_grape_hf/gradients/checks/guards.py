@@ -160,7 +160,7 @@ def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Runs a model in training or evaluation mode, and restores that of each module afterwards.
+    """Runs a model in training or evaluation mode, and restores the mode of each module.
 
     Its configurations are restored as well.
     """

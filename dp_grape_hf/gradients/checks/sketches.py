@@ -2,9 +2,9 @@
 
 The mark of a gradient G is its norm and its inner products with a few fixed directions, for each
 parameter. A direction is a product of one Gaussian vector for each dimension, so that it takes
-little memory. What changes a gradient changes its mark, be it only its sign, and also where the
-rows of G are multiples of each other: those of a head with two classes are g and -g, and directions
-that are products of signs may add them up to zero.
+little memory. Another gradient has another mark, also if only its sign differs, or if its rows are
+multiples of each other: a head with two classes has the rows g and -g, and a direction of signs may
+add them up to zero.
 
 Shapes: B samples, P parameters, k directions.
 """

@@ -19,17 +19,11 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients.checks.draws import in_rows
 from dp_grape_hf.gradients.checks.guards import TorchDraws, keeping_random_state
 from dp_grape_hf.gradients.checks.sketches import Prints, Tolerance, joint_error
-from dp_grape_hf.gradients.engine import (
-    Consume,
-    Gradients,
-    Inputs,
-    OuterEngine,
-    PerSampleEngine,
-    batch_size_of,
-    rows_of,
-)
+from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine, PerSampleEngine
+from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
 
@@ -37,7 +31,6 @@ SHARE = 1 / 100
 """Of the physical batches, how many are watched, whatever is in them, as processes with sharded
 weights must run the model equally often. That takes a hundredth of the time where a batch has one
 row."""
-
 
 _ROUNDED = 1e-2  # error of a gradient, relative, where products are rounded to TF32
 
@@ -181,7 +174,7 @@ class NotedDraws(TorchDraws):
         """Notes the row's part, a block of the leading dimension."""
         values = _values(func, result)
         if values is not None and values.dim() and len(values) % self._size == 0:
-            values = values.unflatten(0, (self._size, -1))[self._row].clone()
+            values = in_rows(values, 0, self._size)[self._row].clone()
         elif self._size > 1:
             values = None  # of several rows, or of none
         self.made.append((func, values))

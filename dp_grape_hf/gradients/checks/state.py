@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
+from dp_grape_hf.gradients.rows import rows_of
 from dp_grape_hf.projections import on_inputs
 from dp_grape_hf.sharding import is_sharded, local, reshard
 
@@ -573,7 +574,7 @@ def warm_up(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
     some: dict[str, Any] = {}
     with suppress(Exception), in_mode(model, training=True), keeping_random_state():
         for batch in islice(batches, 8):
-            some = {name: v[:2] if isinstance(v, Tensor) else v for name, v in batch.items()}
+            some = rows_of(batch, slice(2))
             if any(isinstance(v, Tensor) and v.is_floating_point() for v in some.values()):
                 break
         with torch.no_grad():

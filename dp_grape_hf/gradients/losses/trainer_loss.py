@@ -25,6 +25,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import evaluating
 from dp_grape_hf.gradients.losses.heads import Inputs
 from dp_grape_hf.gradients.losses.losses import HeadLoss, ModelLoss, loss_for
+from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 
 OTHERWISE = (
     "Pass compute_loss_func=f to the trainer, where f(outputs, labels) returns one loss per "
@@ -199,9 +200,8 @@ def examine_trainer_loss(model: nn.Module, loss: TrainerLoss, inputs: Inputs) ->
     Raises:
         PrivacyError: it is a weighted mean, say, or divides by a count over the batch.
     """
-    size = next(len(value) for value in inputs.values() if isinstance(value, Tensor))
-    rows = [row % size for row in range(max(4, size))]
-    several = {n: v[rows] if isinstance(v, Tensor) else v for n, v in inputs.items()}
+    size = batch_size_of(inputs)
+    several = rows_of(inputs, [row % size for row in range(max(4, size))])
     with evaluating(model):
         with torch.no_grad():
             given, asked = loss.split(several)
