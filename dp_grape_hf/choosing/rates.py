@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.accounting import correlated
-from dp_grape_hf.optimizers import UPDATE_RULES, Term
+from dp_grape_hf.optimizers import UPDATE_RULES, moved_from_zero
 from dp_grape_hf.phases import advance
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
@@ -92,7 +92,8 @@ def walk_of_noise(
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(schedule), _NUMBERS, generator=generator) * std
     noise = torch.from_numpy(correlated(bands, drawn.numpy())).float()
-    return float(_moved(rule, settings, noise, schedule).square().mean().sqrt())
+    moved = moved_from_zero(UPDATE_RULES[rule], settings, noise, schedule)
+    return float(moved.square().mean().sqrt())
 
 
 def push_of_signal(
@@ -109,23 +110,7 @@ def push_of_signal(
     Returns:
         The distances, of the shape of ``sizes``.
     """
-    return -_moved(rule, settings, (sizes for _ in schedule), schedule)
-
-
-def _moved(
-    rule: str,
-    settings: Mapping[str, Any],
-    gradients: Iterable[Tensor],
-    schedule: Sequence[float],
-) -> Tensor:
-    """Returns where gradients move numbers that begin at 0."""
-    own, step = UPDATE_RULES[rule], torch.zeros(())
-    values = own.checked(settings)
-    state: tuple[Tensor, ...] = ()
-    for gradient, factor in zip(gradients, schedule, strict=True):
-        state = state or tuple(torch.zeros_like(gradient) for _ in range(1 + len(own.moments)))
-        own.apply([Term(state[0], gradient, state[1:], step)], values, factor, 0.0)
-    return state[0] if state else torch.zeros(1)
+    return -moved_from_zero(UPDATE_RULES[rule], settings, (sizes for _ in schedule), schedule)
 
 
 class Group(NamedTuple):
@@ -510,7 +495,7 @@ def _moved_by(moves: Iterable[tuple[str, Tensor]], noise: Mapping[str, Noise]) -
             if projector is None:
                 weight.add_(move.to(weight.dtype))
             else:
-                projector.add_lifted_(weight, move, 1.0)
+                projector.add_lifted_(weight, move)
         try:
             yield
         finally:

@@ -10,6 +10,7 @@ Shapes: B samples in the physical batch, D coordinates, m x n a weight as stored
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -57,9 +58,20 @@ class Place(NamedTuple):
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns this parameter's part of (..., D), as a view in the shape of its coordinates."""
+        if flat.dim() == 1 and flat.is_contiguous():  # one call for each of hundreds of parameters
+            shape, strides = _strided(self.stored, self.transposed)
+            return flat.as_strided(shape, strides, flat.storage_offset() + self.start)
         size = prod(self.stored)
         part = flat.narrow(-1, self.start, size).view((*flat.shape[:-1], *self.stored))
         return part.mT if self.transposed else part
+
+
+@cache
+def _strided(stored: tuple[int, ...], transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape and the strides of coordinates in memory."""
+    view = torch.empty(stored, device="meta")
+    view = view.mT if transposed else view
+    return tuple(view.shape), view.stride()
 
 
 class Layout:

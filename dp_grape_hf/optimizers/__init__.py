@@ -9,7 +9,7 @@ what is trained.
 from dp_grape_hf.optimizers.groups import require_each_once
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates
 from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, moved_from_zero
 from dp_grape_hf.optimizers.zeroth_order import ZerothOrderSGD
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "LowRankUpdates",
     "ProjectedAdam",
     "ProjectedOptimizer",
-    "Term",
     "ZerothOrderSGD",
+    "moved_from_zero",
     "require_each_once",
 ]

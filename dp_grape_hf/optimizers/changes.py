@@ -26,24 +26,21 @@ class LowRankChanges:
         """Returns whether anything was added to the weight."""
         return weight in self._terms
 
-    def add(
-        self, weight: nn.Parameter, projector: Projector, coordinates: Tensor, scale: float
-    ) -> None:
-        """Notes that ``scale * projector.lift(coordinates)`` is added to the weight.
+    def add(self, weight: nn.Parameter, projector: Projector, coordinates: Tensor) -> None:
+        """Notes that ``projector.lift(coordinates)`` is added to the weight.
 
         Args:
             weight: (m, n).
             projector: one that has the same P as an earlier one adds to what that one added.
             coordinates: (r, n) or (m, r).
-            scale: a factor.
         """
         terms = self._terms.setdefault(weight, [])
         for index in reversed(range(len(terms))):
             known, total = terms[index]
             if known is projector or _same(known, projector):
-                terms[index] = projector, total.add_(coordinates, alpha=scale)
+                terms[index] = projector, total.add_(coordinates)
                 return
-        terms.append((projector, coordinates.to(torch.float32, copy=True).mul_(scale)))
+        terms.append((projector, coordinates.to(torch.float32, copy=True)))
 
     def factors(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Returns (m, R) and (R, n), float32, whose product was added to the weight.

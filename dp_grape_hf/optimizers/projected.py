@@ -1,17 +1,17 @@
-"""An optimizer whose state lives in projected coordinates (paper, Algorithm 2).
+"""Torch's optimizers on projected coordinates (paper, Algorithm 2).
 
-For a projected weight the private gradient, the moments and the update have r x max(m, n) numbers;
-only the last step lifts the update onto the weight: for Adam, ``W -= lr * lift(m_hat /
-(sqrt(v_hat) + eps))``. Unprojected parameters get the rule as it is. Weight decay is decoupled, as
-in AdamW. The rules are in ``rules``.
+What torch's optimizer moves is Z: one flat vector in which the coordinates of all weights lie side
+by side, as their private gradients do. A step adds the update to Z, Z to the weights, and sets Z to
+zero: a projected weight gets ``W += lift(Z)``, any other ``W += Z``. So for a projected weight the
+private gradient, the moments and the update have r x max(m, n) numbers. Weight decay is decoupled,
+as in AdamW, and acts on W.
 
 A bfloat16 weight has 8 significant bits, so an update below 1/512 of it would be rounded away. Here
-it counts all the same. A weight may be kept as ``W + lift(Z)``: its updates go into Z, which is
-float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
+it counts all the same. A weight may be kept as ``W + lift(Z)``: then Z, which is float32, is not
+set to zero, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
 projection is redrawn, the sum is rounded to the weight's type at random, without bias. Of an
-unprojected weight whose gradient lies in a vector with others, a bias say, the state has the value
-in float32, of which the weight is the nearest number of its type. Other weights of fewer than 32
-bits are rounded at random at every step.
+unprojected weight in the vector, a bias say, Z is the value in float32, and the weight is the
+nearest number of its type. Other weights of fewer than 32 bits are rounded at random at every step.
 
 The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
 the coins of the rounding, which are public, so that all ranks round alike.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, Term, require_in_range
+from dp_grape_hf.optimizers.rules import UPDATE_RULES, require_in_range
 from dp_grape_hf.projections import (
     Projector,
     is_short,
@@ -38,19 +38,10 @@ from dp_grape_hf.projections import (
 )
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread, whole
 
-_BLOCK = 2**20  # numbers of a weight, or of coordinates, that have a float32 copy at once
+_BLOCK = 2**20  # numbers of a weight that have a float32 copy at once
 GPU_BLOCK = 2**24
 """The same on a GPU, where a kernel takes longer to launch than to run on fewer numbers."""
 _CHANGE, _VALUE = "change", "value"  # of a weight's state
-
-
-class _Block(NamedTuple):
-    """Rows of a weight that are written at once."""
-
-    number: int  # of the coins that round them
-    here: Any  # an index of what this process has of the weight
-    rows: Any  # an index of the weight
-    among: tuple[int, int] | None  # how many rows the coins are for, and the first of these here
 
 
 class Place(Protocol):
@@ -67,67 +58,58 @@ class Place(Protocol):
     def of(self, flat: Tensor) -> Tensor:
         """Returns them, as a view in the shape that coordinates have."""
 
-    def _replace(self, *, start: int) -> Place:
-        """Returns where they would be from there on."""
+
+class _Block(NamedTuple):
+    """Rows of a weight that are written at once."""
+
+    number: int  # of the coins that round them
+    here: Any  # an index of what this process has of the weight
+    rows: Any  # an index of the weight
+    among: tuple[int, int] | None  # how many rows the coins are for, and the first of these here
+
+
+class _Moved(NamedTuple):
+    """A tensor that torch's optimizer moves, and where its gradient comes from."""
+
+    numbers: nn.Parameter  # a part of Z; or a weight that is moved in place
+    part: slice | None  # of the vector
+    weight: nn.Parameter | None  # whose gradient comes by itself
+    in_place: bool = False
 
 
 @dataclass
-class _Part:
-    """Neighbours in the vector whose rule has the same settings, updated equally often."""
+class _Group:
+    """The weights of one parameter group, by what a step does with them."""
 
-    settings: dict[str, Any]
-    start: int
-    stop: int
-    count: float  # of updates, when it was made
-    step: Tensor  # of updates
-    weights: list[tuple[nn.Parameter, Place, int]] = field(default_factory=list)
-    """each with its place in the part, and the number of its group"""
-    moments: tuple[Tensor, ...] = ()
-    kept: Tensor | None = None
-    """float32: updates kept apart, and the values of other weights of fewer than 32 bits"""
-    rounded: Tensor | None = None  # the same in fewer bits
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
-    """of what is kept: from where to where, and the number of the group"""
-    kept_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-
-    def keep(self, weight: nn.Parameter, place: Place, number: int) -> Tensor:
-        """Returns what is kept of a weight, which is zero, from now on."""
-        if self.kept is None:
-            self.kept = torch.zeros(self.stop - self.start, device=self.step.device)
-            self.rounded = self.kept.to(weight.dtype)
-        start, stop = place.start, place.stop
-        if self.runs and self.runs[-1][1:] == (start, number):
-            start = self.runs.pop()[0]
-        self.runs.append((start, stop, number))
-        self.kept_of[weight] = place.of(self.kept)
-        return self.kept_of[weight]
-
-    def move_kept(self, update: Tensor, factors: list[tuple[float, float]]) -> None:
-        """Adds an update to the kept vector, by the rate and the decay of each group."""
-        if self.kept is None or self.rounded is None:
-            return
-        together: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
-        for start, stop, number in self.runs:
-            targets, updates = together.setdefault(factors[number], ([], []))
-            targets.append(self.kept[start:stop])
-            updates.append(update[start:stop])
-        for (rate, decay), (targets, updates) in together.items():
-            if decay != 1:
-                torch._foreach_mul_(targets, decay)
-            torch._foreach_add_(targets, updates, alpha=rate)
-        self.rounded.copy_(self.kept)
+    lifted: list[nn.Parameter] = field(default_factory=list)  # W += lift(Z)
+    added: list[nn.Parameter] = field(default_factory=list)  # W += Z
+    apart: list[nn.Parameter] = field(default_factory=list)  # updates stay in Z
+    valued: list[nn.Parameter] = field(default_factory=list)  # the value is Z
+    in_place: list[nn.Parameter] = field(default_factory=list)  # moved by torch's optimizer
+    by_rows: list[nn.Parameter] = field(default_factory=list)  # as well, a few rows at a time
 
 
 @dataclass
 class _LaidOut:
-    """The weights whose state lies side by side."""
+    """What torch's optimizer moves, and what that is to which weights.
 
-    places: Mapping[nn.Parameter, Place] = field(default_factory=dict)
-    weights: set[nn.Parameter] = field(default_factory=set)
-    parts: list[_Part] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)  # of the groups
-    rounded: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """updates that are kept apart, in the weight's type"""
+    It is laid out anew when one of the first four changes.
+    """
+
+    alike: list[list[int]]  # numbers of groups, together where their settings are the same
+    places: Mapping[nn.Parameter, Place]
+    alone: set[nn.Parameter]  # weights whose gradients come by themselves
+    projected: set[nn.Parameter]
+    groups: list[_Group]
+    moved: list[_Moved] = field(default_factory=list)
+    states: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
+    """of what is moved"""
+    z: Tensor | None = None
+    """(D,), if a part of it stays what it is after a step; else it is made for each step"""
+    z_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # parts of Z that stay
+    rounded: Tensor | None = None  # Z in the type of the weights whose updates stay in it
+    rounded_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    inner: torch.optim.Optimizer | None = None  # torch's
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -151,7 +133,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             what is added to the root of the second; ``momentum``.
 
     Raises:
-        ValueError: for an unknown rule, a setting it has not, or a value out of range.
+        ValueError: for an unknown rule, a setting it does not have, or a value out of range.
     """
 
     def __init__(
@@ -180,7 +162,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
         self._flat: Tensor | None = None  # private gradients side by side
-        self._laid_out = _LaidOut()
+        self._places: Mapping[nn.Parameter, Place] = {}
+        self._laid_out: _LaidOut | None = None
 
     def receive(
         self,
@@ -195,8 +178,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             private_grads: weight -> gradient, in coordinates where it has a projector.
             projectors: weight -> projector.
             flat: (D,), the gradients of other weights, side by side.
-            places: weight -> the position of its gradient in ``flat``. Pass the same object until
-                positions change.
+            places: weight -> the position of its gradient in ``flat``.
         """
         self._private_grads, self._projectors = private_grads, projectors or {}
         self._flat, self._places = flat, places or {}
@@ -213,218 +195,301 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise PrivacyError("A closure would differentiate without noise; it is not supported.")
         if self._private_grads is None:
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
-        self._refuse_strange(self._private_grads)
-        if self._flat is not None:
-            settings = [self._settings_of(group) for group in self.param_groups]
-            known = self._laid_out
-            if known.places is not self._places or known.settings != settings:
-                self._refuse_strange(self._places)
-                self._lay_out(self._places, settings, self._flat)
-            for part in self._laid_out.parts:
-                self._step_part(part, self._flat)
-            left = self._places.keys() - self._laid_out.weights
-            alone = {w: self._places[w].of(self._flat) for w in self._places if w in left}
-            self._private_grads = {**self._private_grads, **alone}
-        for group in self.param_groups:
-            given = [w for w in group["params"] if w in self._private_grads]
-            self._step_group(given, self._private_grads, group)
+        self._refuse_other_coordinates()
+        laid_out = self._lay_out(self._private_grads)
+        assert laid_out.inner is not None
+        z_of = self._prepare(laid_out, laid_out.inner, self._private_grads)
+        for group, own in zip(self.param_groups, laid_out.groups, strict=True):
+            self._decay_what_is_moved(group, own)
+        laid_out.inner.step()
+        if not self._rule.counts_steps:
+            for state in laid_out.states.values():
+                state["step"] += 1
+        for group, own in zip(self.param_groups, laid_out.groups, strict=True):
+            self._move_weights(group, own, z_of)
+            for weight in own.by_rows:
+                self._move_by_rows(weight, self._private_grads[weight], group)
+        self._clear(laid_out, z_of)
         self._private_grads, self._projectors, self._flat = None, {}, None
 
-    def _refuse_strange(self, given: Iterable[nn.Parameter]) -> None:
-        every = set(given)
-        strange = every.difference(*(group["params"] for group in self.param_groups))
+    def _refuse_strange(self, given: set[nn.Parameter]) -> None:
+        strange = given.difference(*(group["params"] for group in self.param_groups))
         if strange:
             raise PrivacyError(
-                f"{len(strange)} of {len(every)} private gradients are of parameters "
+                f"{len(strange)} of {len(given)} private gradients are of parameters "
                 "that the optimizer does not have, and would move nothing. Make it of the "
                 "parameters that the model has now."
             )
 
-    # ---- Weights side by side ----
-
-    def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: group[name] for name in self._rule.settings}
-
-    def _lay_out(
+    def _prepare(
         self,
-        places: Mapping[nn.Parameter, Place],
-        settings: list[dict[str, Any]],
-        flat: Tensor,
-    ) -> None:
-        """Puts the state of weights side by side, as their gradients are."""
-        for weight in self._laid_out.weights - places.keys():
-            self._take_out(weight)
-        group_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
-        parts: list[_Part] = []
-        for weight, place in places.items():
-            here = local(weight)
-            plain = here is weight and here.dtype is torch.float32 and here.is_contiguous()
-            if not (plain or weight in self._projectors or is_short(weight)):
-                continue
-            group, count = group_of[weight], float(self.state[weight].get("step", 0.0))
-            last = parts[-1] if parts else None
-            same = last is not None and (last.stop, last.count) == (place.start, count)
-            if last is None or not same or last.settings != settings[group]:
-                step = torch.full((), count, device=flat.device)
-                parts.append(last := _Part(settings[group], place.start, place.stop, count, step))
-            last.stop = place.stop
-            last.weights.append((weight, place._replace(start=place.start - last.start), group))
-        for part in parts:
-            vectors = {key: flat.new_zeros(part.stop - part.start) for key in self._rule.moments}
-            for weight, place, _ in part.weights:
-                state = self.state[weight]
-                for key, vector in vectors.items():
-                    own = place.of(vector)
-                    if key in state:
-                        _check_shape(state[key], own.shape)
-                        own.copy_(whole(state[key]))
-                    state[key] = own
-                state["step"] = part.step
-            part.moments = tuple(vectors.values())
-            self._lay_out_kept(part)
-        laid_out = {weight for part in parts for weight, *_ in part.weights}
-        rounded = {
-            weight: place.of(part.rounded)
-            for part in parts
-            for weight, place, _ in part.weights
-            if part.rounded is not None
-            and (weight in self._apart and weight.dtype is part.rounded.dtype)
-        }
-        self._laid_out = _LaidOut(places, laid_out, parts, settings, rounded)
-
-    def _lay_out_kept(self, part: _Part) -> None:
-        """Puts updates and values that are kept in float32 into one vector."""
-        for weight, place, number in part.weights:
-            state = self.state[weight]
-            if weight in self._apart:
-                state["update"].set_(part.keep(weight, place, number).copy_(state["update"]))
-            elif weight not in self._projectors and is_short(weight):
-                value, now = state.get(_VALUE), whole(weight.detach())
-                if value is None or not torch.equal(value.to(weight.dtype), now):
-                    value = now  # of a run that kept none, or it was changed
-                state[_VALUE] = part.keep(weight, place, number).copy_(value)
-        if part.kept is not None and part.rounded is not None:
-            part.rounded.copy_(part.kept)
-
-    def _take_out(self, weight: nn.Parameter) -> None:
-        """Copies the state of one weight out of the vectors; the next step lays out the others."""
-        state = self.state[weight]
-        keys = [key for key in (*self._rule.moments, "step", _VALUE) if key in state]
-        state |= {key: state[key].clone().contiguous() for key in keys}
-        if "update" in state:  # which a branch has
-            state["update"].set_(state["update"].clone().contiguous())
-        self._laid_out.weights.discard(weight)
-        self._laid_out.rounded.pop(weight, None)
-        self._laid_out.places = {}
-
-    def _step_part(self, part: _Part, flat: Tensor) -> None:
-        """Updates the weights of a part: the rule runs once for all of them."""
-        gradient = flat[part.start : part.stop]
-        update = torch.zeros_like(gradient)
-        term = Term(update, gradient, part.moments, part.step)
-        self._rule.apply([term], part.settings, 1.0, 0.0)
-        rates = [float(group["lr"]) for group in self.param_groups]
-        pairs = zip(rates, self.param_groups, strict=True)
-        decays = [1 - rate * group["weight_decay"] for rate, group in pairs]
-        part.move_kept(update, list(zip(rates, decays, strict=True)))
-        plain: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        short: tuple[list[Tensor], list[Tensor]] = [], []
-        for weight, place, number in part.weights:
-            projector = self._projectors.get(weight)
-            if weight in self._apart:
-                self._refuse_other_coordinates(weight)
-                self.state[weight]["decay"] *= decays[number]
-            elif projector is not None:
-                own = place.of(update)
-                self._add_lifted(weight, own, projector, decays[number], rates[number])
-            elif weight in part.kept_of:
-                short[0].append(local(weight))
-                short[1].append(rows_here(part.kept_of[weight], weight))
-            else:
-                targets, updates = plain.setdefault(number, ([], []))
-                targets.append(weight)
-                updates.append(place.of(update))
-        if short[0]:
-            torch._foreach_copy_(*short)
-        for number, (targets, updates) in plain.items():
-            if decays[number] != 1:
-                torch._foreach_mul_(targets, decays[number])
-            torch._foreach_add_(targets, updates, alpha=rates[number])
-
-    def _step_group(
-        self,
-        weights: list[nn.Parameter],
+        laid_out: _LaidOut,
+        inner: torch.optim.Optimizer,
         private_grads: Mapping[nn.Parameter, Tensor],
-        group: dict[str, Any],
-    ) -> None:
-        decay = 1 - float(group["lr"]) * group["weight_decay"]
-        at_once: list[Term] = []
-        lifted: list[tuple[nn.Parameter, Term]] = []
-        for weight in weights:
+    ) -> dict[nn.Parameter, Tensor]:
+        """Gives torch's optimizer the private gradients and the rates of now.
+
+        Returns:
+            Weight -> its part of Z.
+        """
+        for own, (first, *_) in zip(inner.param_groups, laid_out.alike, strict=True):
+            own.update(self._settings_of(self.param_groups[first]))
+        z, z_of = laid_out.z, dict(laid_out.z_of)
+        if z is None and self._flat is not None:
+            z = torch.zeros_like(self._flat)
+            z_of |= {weight: place.of(z) for weight, place in self._places.items()}
+        for numbers, part, weight, in_place in laid_out.moved:
+            if weight is None:
+                assert self._flat is not None
+                assert z is not None
+                numbers.data, numbers.grad = z[part], self._flat[part]
+                continue
             gradient = private_grads[weight]
             if weight not in self._projectors:
                 gradient = rows_here(gradient, weight)
-            gradient = gradient.contiguous()  # as torch's kernel takes for granted
-            state, here = self._checked_state(weight, gradient), local(weight)
-            moments = tuple(local(state[key]) for key in self._rule.moments)
-            term = Term(here, gradient, moments, state["step"])
-            if weight in self._apart:
-                at_once.append(term._replace(target=state["update"]))
-                state["decay"] *= decay
-            elif weight in self._projectors:
-                lifted.append((weight, term))
-            elif here.dtype is torch.float32 and here.is_contiguous():
-                at_once.append(term)
-            else:
-                self._step_in_blocks(weight, term, decay, group)
-        self._rule.apply(at_once, group, float(group["lr"]), group["weight_decay"])
-        for part in _in_parts(lifted):
-            terms = [term._replace(target=torch.zeros_like(term.gradient)) for _, term in part]
-            self._rule.apply(terms, group, 1.0, 0.0)
-            for (weight, _), (update, *_) in zip(part, terms, strict=True):
-                projector = self._projectors[weight]
-                self._add_lifted(weight, update, projector, decay, float(group["lr"]))
+            if in_place:
+                numbers.data = local(weight).detach()  # which something may have replaced
+            elif weight not in z_of:
+                numbers.data = z_of[weight] = torch.zeros(gradient.shape, device=numbers.device)
+            _check_shape(numbers, gradient.shape)
+            numbers.grad = gradient.contiguous()  # as torch's kernel takes for granted
+        return z_of
 
-    def _step_in_blocks(
-        self, weight: nn.Parameter, term: Term, decay: float, group: dict[str, Any]
+    def _decay_what_is_moved(self, group: dict[str, Any], own: _Group) -> None:
+        """Multiplies what torch's optimizer is about to move by ``1 - lr * weight_decay``."""
+        decay = _decay_of(group)
+        if decay == 1:
+            return
+        kept = [self.state[w]["update"] for w in own.apart]
+        kept += [self.state[w][_VALUE] for w in own.valued]
+        if targets := [*kept, *(local(weight) for weight in own.in_place)]:
+            torch._foreach_mul_(targets, decay)
+        for weight in own.apart:
+            self.state[weight]["decay"] *= decay
+
+    def _move_weights(
+        self, group: dict[str, Any], own: _Group, z_of: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Updates an unprojected weight that is not float32, or not contiguous."""
-        here = term.target
-        for part in self._blocks(weight):
-            rows = part.here
-            gradient, moments = term.gradient[rows], tuple(m[rows] for m in term.moments)
-            update = torch.zeros_like(gradient)
-            block = Term(update, gradient, moments, term.step.clone())
-            self._rule.apply([block], group, 1.0, 0.0)
-            if is_short(weight):
-                total = here[rows].float().mul_(decay).add_(update, alpha=float(group["lr"]))
-                self._write(here, part, total)
-            else:
-                kept = here[rows] if decay == 1 else here[rows].mul_(decay)
-                kept.add_(update, alpha=float(group["lr"]))
-        term.step.add_(1)
+        """Moves weights by Z, but for those whose updates stay in it."""
+        decay = _decay_of(group)
+        for weight in own.lifted:
+            self._add_lifted(weight, z_of[weight], self._projectors[weight], decay)
+        if own.added:
+            targets = [local(weight) for weight in own.added]
+            if decay != 1:
+                torch._foreach_mul_(targets, decay)
+            torch._foreach_add_(targets, [_here(z_of[weight], weight) for weight in own.added])
+        if own.valued:
+            targets = [local(weight) for weight in own.valued]
+            torch._foreach_copy_(targets, [_here(z_of[weight], weight) for weight in own.valued])
+
+    def _move_by_rows(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Moves an unprojected weight of fewer than 32 bits, of which few rows are float32 at once.
+
+        The optimizer of torch is given one block of rows after another, with their moments.
+        """
+        here, gradient, decay = local(weight), rows_here(gradient, weight), _decay_of(group)
+        state = self.state[weight]
+        rows = nn.Parameter(torch.zeros(0, device=here.device))
+        inner = self._rule.make([{"params": [rows], **self._settings_of(group)}], {})
+        for block in self._blocks(weight):
+            rows.data = here[block.here].float().contiguous().mul_(decay)
+            rows.grad = gradient[block.here].contiguous()
+            moments = {key: local(state[key])[block.here] for key in self._rule.moments}
+            inner.state[rows] = {"step": state["step"].clone(), **moments}
+            inner.step()
+            self._write(here, block, rows.data)
+            rows.grad = None
+        state["step"] += 1
+
+    def _clear(self, laid_out: _LaidOut, z_of: Mapping[nn.Parameter, Tensor]) -> None:
+        """Frees what was made for the step, and sets to zero what moved weights of what stays."""
+        for moved in laid_out.moved:
+            moved.numbers.grad = None
+            stays = (
+                laid_out.z is not None if moved.weight is None else moved.weight in laid_out.z_of
+            )
+            if not stays:
+                moved.numbers.data = moved.numbers.new_empty(0)
+        passed_on = [w for own in laid_out.groups for w in (*own.lifted, *own.added)]
+        if stale := [z_of[weight] for weight in passed_on if weight in laid_out.z_of]:
+            torch._foreach_zero_(stale)
+        if laid_out.rounded is not None and laid_out.z is not None:
+            laid_out.rounded.copy_(laid_out.z)
+
+    # ---- What torch's optimizer moves ----
+
+    def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in ("lr", *self._rule.settings)}
+
+    def _alike(self) -> list[list[int]]:
+        """Returns the numbers of the groups, together where their settings are the same now."""
+        found: dict[str, list[int]] = {}
+        for number, group in enumerate(self.param_groups):
+            found.setdefault(repr(self._settings_of(group)), []).append(number)
+        return list(found.values())
+
+    def _lay_out(self, private_grads: Mapping[nn.Parameter, Tensor]) -> _LaidOut:
+        """Returns Z, laid out anew if it is for other weights than at the last step."""
+        known, alike = self._laid_out, self._alike()
+        if (
+            known is not None
+            and known.alike == alike
+            and (known.places is self._places or known.places == self._places)
+            and known.alone == private_grads.keys()
+            and known.projected == self._projectors.keys()
+        ):
+            return known
+        self._refuse_strange({*self._places, *private_grads})
+        new = _LaidOut(
+            *(alike, self._places, {*private_grads}, {*self._projectors}),
+            groups=[_Group() for _ in self.param_groups],
+        )
+        number_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
+        inner_of = {number: i for i, numbers in enumerate(alike) for number in numbers}
+        inner_groups = [self._settings_of(self.param_groups[first]) for first, *_ in alike]
+        for group in inner_groups:
+            group["params"] = []
+        for weight, moved, state in (
+            *self._lay_side_by_side(new, number_of, inner_of),
+            *self._lay_by_themselves(new, number_of, private_grads),
+        ):
+            new.moved.append(moved)
+            new.states[moved.numbers] = state
+            inner_groups[inner_of[number_of[weight]]]["params"].append(moved.numbers)
+        new.inner = self._rule.make(inner_groups, new.states)
+        self._laid_out = new
+        return new
+
+    def _lay_side_by_side(
+        self, new: _LaidOut, number_of: Mapping[nn.Parameter, int], inner_of: Mapping[int, int]
+    ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
+        """Puts the state of the weights in the vector side by side, as their gradients are.
+
+        Yields:
+            Neighbours of one setting that were updated equally often: the first of them, their
+            part of Z and its state.
+        """
+        if self._flat is None:
+            return
+        kinds = {weight: self._kind(weight) for weight in self._places}
+        if not {"apart", "valued"}.isdisjoint(kinds.values()):
+            new.z = torch.zeros_like(self._flat)
+            new.z_of = {weight: place.of(new.z) for weight, place in self._places.items()}
+        vectors = {key: torch.zeros_like(self._flat) for key in self._rule.moments}
+        runs: list[tuple[nn.Parameter, slice, dict[str, Tensor]]] = []
+        last: tuple[Any, ...] = ()
+        for weight, place in self._places.items():
+            getattr(new.groups[number_of[weight]], kinds[weight]).append(weight)
+            count = float(self.state[weight].get("step", 0.0))
+            own = inner_of[number_of[weight]], count
+            if last != (place.start, *own):
+                step = torch.full((), count, device=self._flat.device)
+                runs.append((weight, slice(place.start, place.start), {"step": step}))
+            first, part, state = runs[-1]
+            runs[-1] = first, slice(part.start, place.stop), state
+            last = place.stop, *own
+            views = {key: place.of(vector) for key, vector in vectors.items()}
+            self._take_over(weight, views | {"step": state["step"]})
+            self._keep(new, weight, kinds[weight])
+        self._round_apart(new)
+        for first, part, state in runs:
+            numbers = nn.Parameter(self._flat.new_empty(0))
+            moments = {key: vector[part] for key, vector in vectors.items()}
+            yield first, _Moved(numbers, part, None), state | moments
+
+    def _lay_by_themselves(
+        self,
+        new: _LaidOut,
+        number_of: Mapping[nn.Parameter, int],
+        private_grads: Mapping[nn.Parameter, Tensor],
+    ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
+        """Makes the state of the weights whose gradients are not in the vector.
+
+        Yields:
+            Each that torch's optimizer moves at once, with its part of Z, or itself, and its state.
+        """
+        for weight, gradient in private_grads.items():
+            state, here, kind = self.state[weight], local(weight), self._kind(weight)
+            if kind == "valued":
+                kind = "by_rows"
+            elif kind == "added" and here.dtype is torch.float32 and here.is_contiguous():
+                kind = "in_place"
+            getattr(new.groups[number_of[weight]], kind).append(weight)
+            like = gradient if weight in self._projectors else weight  # may be spread
+            step = torch.full((), float(state.get("step", 0.0)), device=here.device)
+            moments = {key: self._moment(state.get(key), like) for key in self._rule.moments}
+            self._take_over(weight, moments | {"step": step})
+            state.pop(_VALUE, None)
+            if kind == "by_rows":
+                continue
+            numbers = nn.Parameter(here.new_empty(0, dtype=torch.float32))
+            if kind == "apart":
+                new.z_of[weight] = numbers.data = torch.zeros_like(gradient)
+                self._keep(new, weight, kind)
+            own = {key: local(moment) for key, moment in moments.items()}
+            yield weight, _Moved(numbers, None, weight, kind == "in_place"), own | {"step": step}
+
+    def _moment(self, known: Tensor | None, like: Tensor) -> Tensor:
+        """Returns a float32 tensor with contiguous numbers: the known one, if that will do."""
+        if known is not None and known.shape == like.shape and known.is_contiguous():
+            return spread(known, like)
+        options: Any = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+        return torch.zeros_like(like, **options)
+
+    def _kind(self, weight: nn.Parameter) -> str:
+        """Returns which list of its group a weight is in, if its gradient is in the vector."""
+        if weight in self._apart:
+            return "apart"
+        if weight in self._projectors:
+            return "lifted"
+        return "valued" if is_short(weight) else "added"
+
+    def _take_over(self, weight: nn.Parameter, places: Mapping[str, Tensor]) -> None:
+        """Copies the state of a weight to where it is from now on."""
+        state = self.state[weight]
+        for key, place in places.items():
+            if key in state and key != "step" and state[key] is not place:
+                _check_shape(state[key], place.shape)
+                local(place).copy_(local(spread(state[key], place)))
+            state[key] = place
+
+    def _keep(self, new: _LaidOut, weight: nn.Parameter, kind: str) -> None:
+        """Moves what Z already has of a weight to where it is from now on."""
+        state = self.state[weight]
+        if kind == "apart":
+            z = new.z_of[weight].copy_(state["update"])
+            state["update"].set_(z)  # which a branch has
+        elif kind == "valued":
+            value, now = state.get(_VALUE), whole(weight.detach())
+            if value is None or not torch.equal(value.to(weight.dtype), now):
+                value = now  # of a run that kept none, or it was changed
+            state[_VALUE] = new.z_of[weight].copy_(value)
+
+    def _round_apart(self, new: _LaidOut) -> None:
+        """Makes a copy of Z in the type of the weights whose updates stay in it."""
+        apart = [weight for weight in new.places if weight in self._apart]
+        if apart and new.z is not None:
+            new.rounded = z = new.z.to(apart[0].dtype)
+            same = [weight for weight in apart if weight.dtype is z.dtype]
+            new.rounded_of = {weight: new.places[weight].of(z) for weight in same}
+
+    # ---- What is added to weights ----
 
     def _add_lifted(
-        self,
-        weight: nn.Parameter,
-        update: Tensor,
-        projector: Projector,
-        decay: float,
-        scale: float,
+        self, weight: nn.Parameter, z: Tensor, projector: Projector, decay: float
     ) -> None:
-        """Makes the weight ``decay * W + scale * lift(update)``, without an m x n temporary."""
+        """Makes the weight ``decay * W + lift(z)``, without an m x n temporary."""
         if self.changes is not None:
-            self.changes.add(weight, projector, update, scale)
+            self.changes.add(weight, projector, z)
         here = local(weight)
         if not is_short(weight):
-            if decay != 1:
-                here.mul_(decay)
-            projector.add_lifted_(here, update, scale, local_rows(weight))
+            projector.add_lifted_(here, z, decay, local_rows(weight))
             return
-        for part in self._blocks(weight):
-            total = here[part.here].float().mul_(decay)
-            projector.add_lifted_(total, update, scale, part.rows)
-            self._write(here, part, total)
+        for block in self._blocks(weight):
+            total = here[block.here].float()
+            projector.add_lifted_(total, z, decay, block.rows)
+            self._write(here, block, total)
 
     # ---- Weights of fewer than 32 bits ----
 
@@ -471,8 +536,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self._apart.get(weight, projector) is not projector:
             self._merge(weight)
         state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
-        if weight not in self._apart and weight in self._laid_out.weights:
-            self._take_out(weight)
+        if weight not in self._apart:
+            self._laid_out = None
         if "update" not in state:
             state["update"] = torch.zeros(shape, device=weight.device)
             state["decay"] = 1.0
@@ -482,7 +547,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def kept_apart(self, weight: nn.Parameter) -> Tensor:
         """Returns Z of a weight that is kept apart, in the weight's type, until the next step."""
-        rounded = self._laid_out.rounded.get(weight)
+        rounded = None if self._laid_out is None else self._laid_out.rounded_of.get(weight)
         return self.state[weight]["update"].to(weight.dtype) if rounded is None else rounded
 
     @torch.no_grad()
@@ -498,35 +563,21 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         state = self.state[weight]
         if state["decay"] != 1 or state["update"].any():
             projector = self._apart[weight]
-            self._add_lifted(weight, state["update"], projector, state["decay"], 1.0)
+            self._add_lifted(weight, state["update"], projector, state["decay"])
             state["update"].zero_()
             state["decay"] = 1.0
-            if weight in self._laid_out.rounded:
-                self._laid_out.rounded[weight].zero_()
+            if self._laid_out is not None and weight in self._laid_out.rounded_of:
+                self._laid_out.rounded_of[weight].zero_()
 
     # ---- State ----
 
-    def _checked_state(self, weight: nn.Parameter, gradient: Tensor) -> dict[str, Any]:
-        state, projected = self.state[weight], weight in self._projectors
-        if weight in self._laid_out.weights:
-            self._take_out(weight)
-        if "step" not in state:  # torch's kernel wants the step count where the weight is
-            state["step"] = torch.zeros((), device=weight.device)
-            for key in self._rule.moments:
-                state[key] = torch.zeros_like(
-                    gradient if projected else weight,
-                    dtype=torch.float32,
-                    memory_format=torch.contiguous_format,
-                )
-        for key in self._rule.moments:
-            if not projected:
-                state[key] = spread(state[key], weight)  # what was loaded is whole
-            _check_shape(local(state[key]), gradient.shape)
-        self._refuse_other_coordinates(weight)
-        return state
-
-    def _refuse_other_coordinates(self, weight: nn.Parameter) -> None:
-        if weight in self._apart and self._apart[weight] is not self._projectors.get(weight):
+    def _refuse_other_coordinates(self) -> None:
+        given = {*self._places, *(self._private_grads or {})}
+        if any(
+            projector is not self._projectors.get(weight)
+            for weight, projector in self._apart.items()
+            if weight in given
+        ):
             raise PrivacyError(
                 "A gradient was received in other coordinates than the updates of its weight are "
                 "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
@@ -567,7 +618,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k not in own} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._laid_out = {}, _LaidOut()
+        self._apart, self._laid_out = {}, None
         for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
             values = [_VALUE] if is_short(weight) else []
@@ -617,20 +668,13 @@ class ProjectedAdam(ProjectedOptimizer):
         super().__init__(params, lr, rule="adam", weight_decay=weight_decay, **options)
 
 
-def _in_parts(
-    lifted: list[tuple[nn.Parameter, Term]],
-) -> Iterator[list[tuple[nn.Parameter, Term]]]:
-    """Yields parts of a list that have at most ``_BLOCK`` coordinates, or one weight."""
-    part: list[tuple[nn.Parameter, Term]] = []
-    size = 0
-    for item in lifted:
-        if part and size + item[1].gradient.numel() > _BLOCK:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += item[1].gradient.numel()
-    if part:
-        yield part
+def _decay_of(group: Mapping[str, Any]) -> float:
+    return 1 - float(group["lr"]) * float(group["weight_decay"])
+
+
+def _here(z: Tensor, weight: nn.Parameter) -> Tensor:
+    """Returns the rows of Z that this process has of an unprojected weight."""
+    return z if z.shape == local(weight).shape else rows_here(z, weight)
 
 
 def _check_shape(kept: Tensor, shape: tuple[int, ...]) -> None:

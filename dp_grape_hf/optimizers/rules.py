@@ -1,29 +1,18 @@
-"""What an optimizer does with private gradients in coordinates.
+"""The update rules: optimizers of torch, and which of their settings a user may choose.
 
-A rule moves targets, which are weights or the coordinates of an update, by gradients and moments
-of the same shape. It knows no projection: the optimizer lifts what it computes. All of it is
-post-processing of private gradients and costs no privacy.
+A rule moves coordinates by private gradients. That is post-processing and costs no privacy.
 
-To add a rule, subclass ``UpdateRule``, and name it in ``UPDATE_RULES``.
+To add a rule, add a row to ``UPDATE_RULES``. The optimizer has to move each number by itself,
+because it is given a vector in which many weights lie side by side.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.optim.adamw import adamw
-
-
-class Term(NamedTuple):
-    """What a rule moves, by which gradient and with which state."""
-
-    target: Tensor
-    gradient: Tensor
-    moments: tuple[Tensor, ...]  # in the order of UpdateRule.moments
-    step: Tensor  # (), the steps before this one
+import torch
+from torch import Tensor, nn
 
 
 class Setting(NamedTuple):
@@ -33,20 +22,31 @@ class Setting(NamedTuple):
     good: Callable[[Any], bool]
 
 
-class UpdateRule(ABC):
-    """How a step follows from gradients and state; the same for weights and coordinates."""
+class UpdateRule(NamedTuple):
+    """How a step follows from gradients and state.
 
-    name: ClassVar[str]
-    moments: ClassVar[Mapping[str, int]] = {}
-    """Names of the tensors it keeps, and the power of the gradient that they are averages of."""
-    settings: ClassVar[Mapping[str, Setting]] = {}
-    """What a parameter group may set for itself."""
+    Args:
+        name: what arguments call it.
+        optimizer: the class in torch.
+        counts_steps: whether that counts the steps in its state.
+        fixed: arguments of it that nobody chooses.
+        moments: the tensors that it keeps of each parameter, and the power of the gradient that
+            they are averages of.
+        settings: arguments of it that a parameter group may set for itself, beside ``lr``.
+    """
+
+    name: str
+    optimizer: type[torch.optim.Optimizer]
+    counts_steps: bool
+    fixed: Mapping[str, Any]
+    moments: Mapping[str, int]
+    settings: Mapping[str, Setting]
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a value for every setting.
 
         Raises:
-            ValueError: for a setting that the rule has not, or a value out of range.
+            ValueError: for a setting that the rule does not have, or a value out of range.
         """
         for name in given:
             if name not in self.settings:
@@ -59,18 +59,18 @@ class UpdateRule(ABC):
             require_in_range(name, value, self.settings[name].good(value))
         return values
 
-    @abstractmethod
-    def apply(
-        self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
-    ) -> None:
-        """Moves targets, moments and step counts in place, by one step.
+    def make(
+        self, groups: list[dict[str, Any]], states: Mapping[Any, dict[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        """Returns torch's optimizer of parameter groups, without weight decay.
 
         Args:
-            terms: contiguous float32 tensors; those of a term have one shape.
-            settings: has a value for each setting of the rule.
-            lr: what the update is multiplied by.
-            weight_decay: targets are first multiplied by ``1 - lr * weight_decay``.
+            groups: each with ``params``, ``lr`` and a value for every setting.
+            states: parameter -> its count of steps, ``step``, and its moments.
         """
+        made = self.optimizer(groups, **self.fixed)
+        made.state.update(states)
+        return made
 
 
 def require_in_range(name: str, value: Any, good: bool) -> None:
@@ -79,72 +79,50 @@ def require_in_range(name: str, value: Any, good: bool) -> None:
         raise ValueError(f"{name}={value} is out of range.")
 
 
-# ---- The rules ----
+def moved_from_zero(
+    rule: UpdateRule,
+    settings: Mapping[str, Any],
+    gradients: Iterable[Tensor],
+    rates: Iterable[float],
+) -> Tensor:
+    """Returns where gradients move numbers that begin at 0.
+
+    Args:
+        rule: the rule.
+        settings: those of its settings that are not the default.
+        gradients: of one shape, for one step after another.
+        rates: as many learning rates.
+    """
+    optimizer, numbers = None, nn.Parameter(torch.zeros(1))
+    for gradient, rate in zip(gradients, rates, strict=True):
+        if optimizer is None:
+            numbers = nn.Parameter(torch.zeros_like(gradient))
+            group = {"params": [numbers], "lr": rate, **rule.checked(settings)}
+            optimizer = rule.make([group], {})
+        optimizer.param_groups[0]["lr"], numbers.grad = rate, gradient
+        optimizer.step()
+    return numbers.detach()
 
 
-class Adam(UpdateRule):
-    """``m_hat / (sqrt(v_hat) + eps)`` (Kingma & Ba 2015), by torch's fused kernel."""
-
-    name = "adam"
-    moments: ClassVar = {"exp_avg": 1, "exp_avg_sq": 2}
-    settings: ClassVar = {
+_ADAM = UpdateRule(
+    "adam",
+    torch.optim.AdamW,
+    counts_steps=True,
+    fixed={"fused": True, "weight_decay": 0.0},
+    moments={"exp_avg": 1, "exp_avg_sq": 2},
+    settings={
         "betas": Setting((0.9, 0.999), lambda betas: all(0 <= beta < 1 for beta in betas)),
         "eps": Setting(1e-8, lambda eps: eps >= 0),
-    }
-
-    def apply(
-        self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
-    ) -> None:
-        """Takes ``lr * m_hat / (sqrt(v_hat) + eps)`` off each target: one pass over memory."""
-        beta1, beta2 = settings["betas"]
-        adamw(
-            [term.target for term in terms],
-            [term.gradient for term in terms],
-            [term.moments[0] for term in terms],
-            [term.moments[1] for term in terms],
-            [],
-            [term.step for term in terms],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=settings["eps"],
-            maximize=False,
-        )
-
-
-class SGD(UpdateRule):
-    """The gradient itself."""
-
-    name = "sgd"
-
-    def apply(
-        self, terms: list[Term], settings: Mapping[str, Any], lr: float, weight_decay: float
-    ) -> None:
-        """Takes ``lr`` times the direction off each target."""
-        for term in terms:
-            term.step.add_(1)
-            if weight_decay:
-                term.target.mul_(1 - lr * weight_decay)
-            term.target.add_(self._direction(term, settings), alpha=-lr)
-
-    def _direction(self, term: Term, settings: Mapping[str, Any]) -> Tensor:
-        return term.gradient
-
-
-class Momentum(SGD):
-    """``u = momentum * u + gradient``, as ``torch.optim.SGD`` has it: a sum and not an average."""
-
-    name = "momentum"
-    moments: ClassVar = {"momentum_buffer": 1}
-    settings: ClassVar = {"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)}
-
-    def _direction(self, term: Term, settings: Mapping[str, Any]) -> Tensor:
-        (buffer,) = term.moments
-        return buffer.mul_(settings["momentum"]).add_(term.gradient)
-
-
-UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (Adam(), SGD(), Momentum())}
+    },
+)
+_SGD = UpdateRule("sgd", torch.optim.SGD, counts_steps=False, fixed={}, moments={}, settings={})
+_MOMENTUM = UpdateRule(
+    "momentum",
+    torch.optim.SGD,
+    counts_steps=False,
+    fixed={},
+    moments={"momentum_buffer": 1},
+    settings={"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)},
+)
+UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _SGD, _MOMENTUM)}
 """By the names that arguments use."""

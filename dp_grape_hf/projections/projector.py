@@ -82,18 +82,18 @@ class Projector:
         return (matrix, coordinates) if self.side is Side.LEFT else (coordinates, matrix.T)
 
     def add_lifted_(
-        self, weight: Tensor, coordinates: Tensor, scale: float, rows: slice = _ALL_ROWS
+        self, weight: Tensor, coordinates: Tensor, decay: float = 1.0, rows: slice = _ALL_ROWS
     ) -> None:
-        """Adds ``scale * lift(coordinates)`` in place, without an m x n temporary.
+        """Makes a weight ``decay * W + lift(coordinates)`` in place, without an m x n temporary.
 
         Args:
             weight: (m, n), or those of its rows that ``rows`` selects.
             coordinates: of the whole weight, (r, n) or (m, r).
-            scale: a factor.
+            decay: what the weight is multiplied by.
             rows: which rows of the lifted coordinates are added.
         """
         left, right = self.factors(coordinates.to(weight.dtype))
-        weight.addmm_(left[rows], right, alpha=scale)
+        weight.addmm_(left[rows], right, beta=decay)
 
     def coordinate_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Returns the shape of the projected gradient of an m x n weight."""

@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial, wraps
@@ -160,6 +160,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _prefixes: tuple[str, ...] = ()  # of metrics, while an evaluation runs
     _public_dataset: Any = None
     _private_norm: Tensor = torch.zeros(())
+    _every_module: tuple[nn.Module, ...] = ()  # the model, and those in it
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
     _noted: bool = False  # whether the model's config says that it was trained privately
@@ -735,7 +736,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
                 "Take out the callback that resets control.should_training_stop.",
             )
-            model.train()
+            if not all(module.training for module in self._modules_of(model)):
+                model.train()
             if self._known_streams is None:
                 forget_the_seed()  # that a callback may have set
             done = self.private_run.step(self.state.global_step, inputs, self._on_device)
@@ -746,6 +748,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.args.private:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
+
+    def _modules_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Returns all modules of a model; to walk through them takes as long as a layer."""
+        if not self._every_module or self._every_module[0] is not model:
+            self._every_module = tuple(model.modules())
+        return self._every_module
 
     def _on_device(self, physical: Any) -> Any:
         """Moves a physical batch, whose memory is pinned, without waiting for a GPU."""
