@@ -26,7 +26,8 @@ _HAS_OUT_DTYPE = "out_dtype" in (torch.bmm.__doc__ or "")  # torch 2.8 and later
 class Projected(torch.autograd.Function):
     """``y = x W^T + b + (x P) Z_i`` at Z_i = 0: the usual case of ``Linear``, with less to do.
 
-    Args of ``apply``: the first of ``Linear``, none of which is None but for the bias.
+    Args of ``apply``: the first of ``Linear``, none of which is None but for the bias and what is
+    projected.
     """
 
     @staticmethod
@@ -38,8 +39,11 @@ class Projected(torch.autograd.Function):
         before: Tensor,
         constant: Tensor | None,
         z: Tensor,
+        projected: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(weight, functional.linear(x, before, constant))
+        if projected is None:
+            projected = functional.linear(x, before, constant)
+        ctx.save_for_backward(weight, projected)
         ctx.batch_size = z.shape[0]
         return functional.linear(x, weight, bias).detach()  # no view, which none may change
 
@@ -49,7 +53,7 @@ class Projected(torch.autograd.Function):
         weight, projected = ctx.saved_tensors
         of_input = grad @ weight if ctx.needs_input_grad[0] else None
         rows, columns = (by_sample(x, ctx.batch_size) for x in (grad, projected))
-        return of_input, None, None, None, None, product(columns, rows)
+        return of_input, None, None, None, None, product(columns, rows), None
 
 
 class Linear(torch.autograd.Function):
@@ -63,6 +67,7 @@ class Linear(torch.autograd.Function):
             bias is the last row of Z; None if Z meets the input itself.
         constant: (k,), which is added to that: zeros, and 1 for the bias.
         z: (B, k, m), (B, r, n) or (B, m, n), or None if the weight is not trained.
+        projected: what Z meets, (..., k), if it is there already.
         z_bias: (B, m), or None.
         after: P, (m, r), if it is on the side of the output.
         swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
@@ -80,6 +85,7 @@ class Linear(torch.autograd.Function):
         before: Tensor | None,
         constant: Tensor | None,
         z: Tensor | None,
+        projected: Tensor | None,
         z_bias: Tensor | None,
         after: Tensor | None,
         swapped: bool,
@@ -88,8 +94,8 @@ class Linear(torch.autograd.Function):
         argument: Tensor | None,
     ) -> Tensor:
         output = functional.linear(x, weight, bias).detach()  # no view, which none may change
-        saved = None
-        if z is not None:
+        saved = projected
+        if z is not None and saved is None:
             saved = x if before is None else functional.linear(x, before, constant)
         if shared is not None and before is not None:
             assert saved is not None
@@ -133,7 +139,7 @@ class Linear(torch.autograd.Function):
                 of_z = product(columns, rows)
         if ctx.trained[1]:
             of_bias = rows.sum(1, dtype=torch.float32)
-        return of_input, None, None, None, None, of_z, of_bias, None, None, None, None, None
+        return of_input, *(None,) * 4, of_z, None, of_bias, *(None,) * 5
 
 
 class LayerNorm(torch.autograd.Function):

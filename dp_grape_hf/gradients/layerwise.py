@@ -275,10 +275,12 @@ class LayerwiseEngine(PerSampleEngine):
 
     @contextmanager
     def _with_branches(self) -> Iterator[None]:
-        """Lets layers take their branches; after an error none is left taken."""
+        """Lets layers take their branches; afterwards none is left taken, and no input kept."""
         try:
             yield
         finally:
+            if self._plans is not None:
+                self._plans.shared.forget()
             for branch in self._branches.values():
                 branch.leave()
 

@@ -5,9 +5,11 @@ Shapes: B samples, m x n a weight as stored, r rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +36,80 @@ class Branch(Protocol):
         """Ends the pass in which layers may take it."""
 
 
+class Shared:
+    """What layers with the same P share: P as functions take it, and the input.
+
+    Queries, keys and values are computed of one tensor, and with principal directions they have one
+    P. So that tensor is cast and projected once, if they run one after another.
+
+    Args:
+        projectors: name -> projector, of all that is trained.
+    """
+
+    def __init__(self, projectors: Mapping[str, Projector]) -> None:
+        self._users = Counter(id(projector.matrix) for projector in projectors.values())
+        self._made: dict[Any, tuple[Tensor | None, ...]] = {}
+        self._input: tuple[ref[Tensor], int, torch.dtype] | None = None
+        self._cast: Tensor | None = None
+        self._before: Tensor | None = None
+        self._projected: Tensor | None = None
+
+    def matrices(
+        self, projector: Projector, on_input: bool, folded: bool, dtype: torch.dtype
+    ) -> tuple[Tensor | None, ...]:
+        """Returns ``before``, ``constant`` and ``after`` as ``functions.Linear`` takes them."""
+        key = id(projector.matrix), on_input, folded, dtype
+        if key not in self._made:
+            matrix = projector.matrix.to(dtype)
+            if not on_input:
+                self._made[key] = None, None, matrix
+            elif folded:
+                rows = torch.cat([matrix.T, matrix.new_zeros(1, len(matrix))])
+                one = torch.zeros(len(rows), dtype=dtype, device=matrix.device)
+                one[-1] = 1
+                self._made[key] = rows, one, None
+            else:
+                self._made[key] = matrix.T, None, None
+        return self._made[key]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """P as it was made for passes."""
+        return [matrix for made in self._made.values() for matrix in made if matrix is not None]
+
+    def by_several(self, projector: Projector | None) -> bool:
+        """Returns whether several layers have this P."""
+        return projector is not None and self._users[id(projector.matrix)] > 1
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns an input in another type: the same tensor for the same input."""
+        key = self._input
+        if key is None or key[0]() is not x or key[1:] != (x._version, dtype):
+            self.forget()
+            self._input, self._cast = (ref(x), x._version, dtype), x.to(dtype)
+        assert self._cast is not None
+        return self._cast
+
+    def projected(self, cast: Tensor, before: Tensor, constant: Tensor | None) -> Tensor:
+        """Returns ``x P`` of what ``cast`` returned: the same tensor for the same P."""
+        if self._projected is None or self._before is not before:
+            with torch.no_grad():
+                self._projected = nn.functional.linear(cast, before, constant)
+            self._before = before
+        return self._projected
+
+    def forget(self) -> None:
+        """Forgets the last input."""
+        self._input = self._cast = self._before = self._projected = None
+
+
 @dataclass(eq=False)
 class LinearPlan:
     """Runs ``nn.Linear`` and ``Conv1D`` by ``functions.Linear``.
 
     Args:
         layer: the layer.
+        shared: by the plans of one model.
         piece: the coordinates of its weight, with those of the bias if ``folded``; or None.
         bias: those of its bias, if they lie by themselves.
         projector: of the weight, or None.
@@ -47,6 +117,7 @@ class LinearPlan:
     """
 
     layer: Any
+    shared: Shared
     piece: Piece | None
     bias: Piece | None
     projector: Projector | None
@@ -55,6 +126,9 @@ class LinearPlan:
     bias_tap: Tensor | None = None
     branch: Branch | None = None
     _matrices: dict[torch.dtype, tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.several = self.shared.by_several(self.projector)
 
     @property
     def conv1d(self) -> bool:
@@ -72,27 +146,27 @@ class LinearPlan:
 
     def run(self, x: Tensor, again: Any = None, argument: Any = None) -> Tensor:
         """Returns the layer's output."""
-        weight, bias = self.layer.weight, self.layer.bias
+        weight, bias, dtype = self.layer.weight, self.layer.bias, x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        before, constant, after = self._matrices_as(x.dtype)
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        before, constant, after = self._matrices_as(dtype)
+        projected = None
+        if before is None or not self.several or torch.compiler.is_compiling():
+            x = x.to(dtype)  # compiled code computes by itself only once what is the same
+        else:
+            x = self.shared.cast(x, dtype)
+            projected = self.shared.projected(x, before, constant)
         shared = None
         if self.branch is not None and self.projector is not None:
             shared = self.branch.take().to(x.dtype)
             shared = shared.mT if self.projector.side is Side.RIGHT else shared
         usual = x, weight.T if self.conv1d else weight, bias, before, constant, self.tap
         if before is not None and self.bias_tap is None and shared is None:
-            return functions.Projected.apply(*usual)
+            return functions.Projected.apply(*usual, projected)
         swapped = self.projector is None and not self.conv1d
         rest = self.bias_tap, after, swapped, shared, again, argument
-        return functions.Linear.apply(*usual, *rest)
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """P as it was made for passes."""
-        return [x for found in self._matrices.values() for x in found if x is not None]
+        return functions.Linear.apply(*usual, projected, *rest)
 
     def prepare_like(self, other: Plan) -> None:
         """Makes what ``other`` has, so that compiled code that ran ``other`` can run this one."""
@@ -104,16 +178,8 @@ class LinearPlan:
         if dtype not in self._matrices:
             found: tuple[Tensor | None, ...] = None, None, None
             if self.projector is not None and self.piece is not None:
-                matrix = self.projector.matrix.to(dtype)
-                if not self._on_input():
-                    found = None, None, matrix
-                elif self.folded:
-                    rows = torch.cat([matrix.T, matrix.new_zeros(1, len(matrix))])
-                    one = torch.zeros(len(rows), dtype=dtype, device=matrix.device)
-                    one[-1] = 1
-                    found = rows, one, None
-                else:
-                    found = matrix.T, None, None
+                options = self.projector, self._on_input(), self.folded, dtype
+                found = self.shared.matrices(*options)
             self._matrices[dtype] = found
         return self._matrices[dtype]
 
@@ -202,6 +268,7 @@ class Plans:
         branches: Mapping[nn.Module, Branch],
     ) -> None:
         self.layout, self.projectors, self._branches = layout, projectors, branches
+        self.shared = Shared(projectors)
         self._plans: dict[Site, Plan | None] = {}
         self._taps: dict[int, dict[Piece, Tensor]] = {}  # B -> the coordinates
         self._zero: Tensor | None = None
@@ -250,8 +317,7 @@ class Plans:
     @property
     def copies(self) -> list[Tensor]:
         """The tensors that were made of the projections."""
-        plans = [plan for plan in self._plans.values() if isinstance(plan, LinearPlan)]
-        return [copy for plan in plans for copy in plan.copies]
+        return self.shared.copies
 
     def _connect(self, plan: Plan | None) -> None:
         if plan is not None:
@@ -278,9 +344,9 @@ class Plans:
             return None if offset is None else RMSNormPlan(layer, weight, site.rule, offset)
         if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):
             return None
-        plan = LinearPlan(layer, weight, bias, projector, folded=False)
+        plan = LinearPlan(layer, self.shared, weight, bias, projector, folded=False)
         if weight is None or bias is None or plan.keeps_input or bias.start != weight.stop:
             return plan
         rows, columns = weight.shape
         folded = Piece(weight.start, (rows + 1, columns))
-        return LinearPlan(layer, folded, None, projector, folded=True)
+        return LinearPlan(layer, self.shared, folded, None, projector, folded=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,9 @@ def principal_directions(
     """Returns the principal directions of what linear layers are given, and embeddings return.
 
     The rows of a weight's gradient lie in their span (its columns, in ``Conv1D``). A weight that
-    several modules share has those of all of them together. A layer that no input reaches gets
-    random orthonormal directions.
+    several modules share has those of all of them together. Layers that are given the same tensor,
+    as the queries, keys and values of attention are, have the same directions: one tensor, measured
+    once. A layer that no input reaches gets random orthonormal directions.
 
     Args:
         model: in evaluation mode. Of a model of transformers the body alone runs, if it has all the
@@ -96,8 +98,9 @@ def principal_directions(
             readers.append((module, blocks[name], embeds))
     body = _body(model, [module for module, _, _ in readers])
     mask: list[Tensor | None] = [None]
+    sharing = _Sharing()
     hooks = [
-        module.register_forward_hook(_reader(block, embeds, mask), with_kwargs=True)
+        module.register_forward_hook(_reader(block, embeds, mask, sharing), with_kwargs=True)
         for module, block, embeds in readers
     ]
     count = 0
@@ -105,7 +108,7 @@ def principal_directions(
         with progress("Measuring input directions"):
             for number in range(_PASSES):
                 if number > 0:
-                    for block in blocks.values():
+                    for block in {sharing.leader(block) for block in blocks.values()}:
                         block.turn()
                 for batch in batches():
                     mask[0] = batch.get("attention_mask")
@@ -115,7 +118,8 @@ def principal_directions(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: blocks[name].principal() for name in ranks}
+    found = {block: block.principal() for block in {sharing.leader(b) for b in blocks.values()}}
+    return {name: found[sharing.leader(blocks[name])] for name in ranks}
 
 
 def _width(module: Any) -> int:
@@ -137,9 +141,43 @@ def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
     return body if inside.issuperset(modules) else model
 
 
-def _reader(block: _Block, embeds: bool, mask: list[Tensor | None]) -> Callable[..., None]:
+class _Sharing:
+    """Which blocks stand for others, because their layers are given the same tensor.
+
+    That is decided when a layer runs for the first time.
+    """
+
+    def __init__(self) -> None:
+        self._leaders: dict[_Block, _Block] = {}
+        self._readers: dict[int, tuple[ref[Tensor], int, _Block]] = {}
+        """The id of a tensor -> the tensor, its version, and the block of its first reader."""
+
+    def leader(self, block: _Block) -> _Block:
+        """Returns the block that stands for another, or that itself."""
+        return self._leaders.get(block, block)
+
+    def reads(self, block: _Block, given: Tensor) -> bool:
+        """Returns whether a block takes into account what its layer is given."""
+        if block in self._leaders:
+            return False
+        known = self._readers.get(id(given))
+        if known is not None and known[0]() is given and known[1] == given._version:
+            other = known[2]
+            if block.untouched and other is not block and other.rank == block.rank:
+                self._leaders[block] = other
+                return False
+        else:
+            self._readers[id(given)] = ref(given), given._version, block
+        return True
+
+
+def _reader(
+    block: _Block, embeds: bool, mask: list[Tensor | None], sharing: _Sharing
+) -> Callable[..., None]:
     def read(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if not embeds and not sharing.reads(block, given):
+            return
         features: Tensor = output if embeds else given
         counted = mask[0]
         if counted is not None and counted.shape == features.shape[:-1]:
@@ -153,7 +191,8 @@ class _Block:
     """A block of directions of one layer, and what the second moment does to it."""
 
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
-        self._rank, self._device = rank, device
+        self.rank, self._device = rank, device
+        self.untouched = True  # by any input
         self._whole = rank == width  # the block is the whole space, and M is formed
         if self._whole:
             self._begin(torch.eye(width, dtype=torch.float64))
@@ -175,6 +214,7 @@ class _Block:
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""
+        self.untouched = False
         features = features.to(self._used.dtype)
         self._image.addmm_(features.T, features @ self._used)
         self._total += features.square().sum()
@@ -198,7 +238,7 @@ class _Block:
         factor = torch.linalg.cholesky((inner + inner.T) / 2)
         root = torch.linalg.solve_triangular(factor, image.T, upper=False).T
         left, scales, _ = torch.linalg.svd(root, full_matrices=False)
-        return left[:, : self._rank], scales[: self._rank].square() - shift
+        return left[:, : self.rank], scales[: self.rank].square() - shift
 
     def principal(self) -> Principal:
         """Returns the first r directions, with a sign that nothing else depends on."""

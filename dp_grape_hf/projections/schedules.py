@@ -71,13 +71,17 @@ class _Redrawn:
                 f"the projection in force at {step=} is that of step {step - late}. Load the state "
                 "that was saved with the checkpoint to resume between two redraws.",
             )
-            matrices = make(refresh)
-            self._projectors = {
-                name: Projector(matrices[name].to(self._device), place.side)
-                for name, place in self.placements.items()
-            }
+            self._projectors = self._on_device(make(refresh))
             self._refresh = refresh
         return self._projectors
+
+    def _on_device(self, matrices: Mapping[str, Tensor]) -> dict[str, Projector]:
+        """Returns the projectors of matrices; where two are one tensor, they stay one."""
+        moved = {id(matrix): matrix.to(self._device) for matrix in matrices.values()}
+        return {
+            name: Projector(moved[id(matrix)], self.placements[name].side)
+            for name, matrix in matrices.items()
+        }
 
 
 class _Saved(_Redrawn):
@@ -109,10 +113,9 @@ class _Saved(_Redrawn):
         )
         if state:
             self._refresh = state["refresh"]
-            self._projectors = {
-                name: Projector(matrix.to(self._device, copy=True), self.placements[name].side)
-                for name, matrix in state["matrices"].items()
-            }
+            copies = {matrix.data_ptr(): matrix.clone() for matrix in state["matrices"].values()}
+            matrices = {n: copies[m.data_ptr()] for n, m in state["matrices"].items()}
+            self._projectors = self._on_device(matrices)
 
 
 # ---- At capture ----

@@ -1,0 +1,89 @@
+"""Layers that are given the same tensor have one P, and that tensor is projected once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.gradients import make_engine
+from dp_grape_hf.memory.timeline import Timeline
+from dp_grape_hf.projections import Projector, Side, principal_directions
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of one tensor, and an output of another."""
+
+    def __init__(self, changed: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+        self.changed = changed
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.q(x)
+        if self.changed:
+            x = x.clone()
+            keys = self.k(x)
+            x.mul_(2)
+        else:
+            keys = self.k(x)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, self.v(x))
+        return self.o(mixed)
+
+
+def squared(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.float().square().sum((1, 2)) * labels
+
+
+def batches() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(5, 4, 6, generator=generator)} for _ in range(3)]
+
+
+def test_layers_that_read_one_tensor_have_one_tensor_of_directions() -> None:
+    ranks = {f"{name}.weight": 2 for name in "qkvo"}
+    found = principal_directions(Attention(), ranks, batches)
+    of = {name: found[f"{name}.weight"].directions for name in "qkvo"}
+    assert of["q"] is of["k"] is of["v"]
+    assert of["o"] is not of["q"]
+    alone = principal_directions(Attention(), {"k.weight": 2}, batches)["k.weight"]
+    overlap = (of["k"].T @ alone.directions).svd().S
+    torch.testing.assert_close(overlap, torch.ones(2), atol=1e-3, rtol=0)
+
+
+def test_a_tensor_that_was_changed_in_between_is_another_one() -> None:
+    ranks = {f"{name}.weight": 2 for name in "qkv"}
+    found = principal_directions(Attention(changed=True), ranks, batches)
+    assert len({id(own.directions) for own in found.values()}) == 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_layers_with_one_projection_are_exact(bias: bool) -> None:
+    model = Attention()
+    for layer in (model.q, model.k, model.v, model.o):
+        layer.bias.requires_grad_(bias)
+    matrix = torch.linalg.qr(torch.randn(6, 2))[0]
+    shared = Projector(matrix, Side.RIGHT)
+    projectors = {f"{name}.weight": shared for name in "qkvo"}
+    inputs = {"x": torch.randn(3, 4, 6), "labels": torch.ones(3)}
+    losses, gradients = make_engine("layerwise", model, squared)(inputs, projectors)
+    expected_losses, expected = single_sample_gradients(model, inputs, projectors, squared)
+    torch.testing.assert_close(losses, expected_losses)
+    assert_gradients_equal(gradients, expected, tolerance=1e-5)
+
+
+def test_one_tensor_is_projected_once_and_not_kept_afterwards() -> None:
+    model = Attention()
+    matrix = torch.linalg.qr(torch.randn(6, 2))[0]
+    one = {f"{name}.weight": Projector(matrix, Side.RIGHT) for name in "qkvo"}
+    each = {f"{name}.weight": Projector(matrix.clone(), Side.RIGHT) for name in "qkvo"}
+    inputs = {"x": torch.randn(3, 4, 6), "labels": torch.ones(3)}
+    counts = []
+    for projectors in (one, each):
+        engine = make_engine("layerwise", model, squared)
+        engine(inputs, projectors)
+        with (timeline := Timeline()):
+            engine(inputs, projectors)
+        counts.append(timeline.kernels["setup", "addmm"])
+    assert counts[1] - counts[0] == 2
