@@ -8,9 +8,10 @@ columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
 
 The second moment M of a layer (n x n) is formed only where all n directions are wanted. Elsewhere
 it acts on a block of directions while the model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes
-turn a random block towards the first eigenvectors, and a third finds them by the Nystroem
-approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al. 2011; Tropp et al. 2017). That is 4 n k
-operations for each token and pass, and n x k numbers of memory for each layer.
+over a quarter of the inputs turn a random block towards the first eigenvectors. A third pass, over
+all inputs, finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al.
+2011; Tropp et al. 2017). That is 4 n k operations for each token and pass, and n x k numbers of
+memory for each layer.
 
 Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 are followed.
 """
@@ -18,6 +19,7 @@ Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -33,7 +35,7 @@ from dp_grape_hf.sharding import is_sharded
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes the inputs of a model, the same ones whenever it is called."""
 
-_PASSES = 3
+_TURNS = 2  # passes over a quarter of the inputs each, before the last one over all
 _SHIFT = 1e-7  # of the trace: keeps a block that is hardly reached from being singular
 _LEAST = 0.1  # of the mean energy: directions that public inputs hardly reach are not blown up
 
@@ -103,18 +105,19 @@ def principal_directions(
         module.register_forward_hook(_reader(block, embeds, mask, sharing), with_kwargs=True)
         for module, block, embeds in readers
     ]
-    count = 0
+    every = list(batches())
+    quarters = [every[first::4] or every for first in (2, 3)]
+    passes = [*islice(cycle(quarters), _TURNS), every]
     try:
         with progress("Measuring input directions"):
-            for number in range(_PASSES):
+            for number, some in enumerate(passes):
                 if number > 0:
                     for block in {sharing.leader(block) for block in blocks.values()}:
                         block.turn()
-                for batch in batches():
+                for batch in some:
                     mask[0] = batch.get("attention_mask")
                     on_inputs(body, batch)
-                    count += number == 0
-                    advance(of=_PASSES * count if number > 0 else None)
+                    advance(of=sum(map(len, passes)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -387,7 +387,7 @@ def test_a_step_of_signal_alone_changes_features_by_no_more_than_is_said(tmp_pat
     assert trainer.rates.body.limit == "stability"
     model, rates = trainer.model.eval(), trainer.rates
     projectors = trainer.private_run.projectors_at(0)
-    inputs = list(islice(trainer._public_inputs()(), 5))
+    inputs = list(islice(trainer._public_inputs()(), 0, 5, 2))
     read: list[Tensor] = []
     model.classifier.register_forward_pre_hook(lambda module, args: read.append(args[0]))
 

@@ -34,7 +34,7 @@ def llama() -> Any:
 @pytest.mark.slow
 def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same weights trained, no noise and no clipping."""
-    monkeypatch.setattr(principal, "_PASSES", 100)  # random weights have no few directions
+    monkeypatch.setattr(principal, "_TURNS", 100)  # random weights have no few directions
     data, adapted, plain = examples_of("llama", 24), principal_adapter(llama(), 2), llama()
     moved = {
         name.removeprefix("base_model.model.").replace(".lora_B.default", "")
