@@ -38,7 +38,7 @@ from dp_grape_hf.projections import PRINCIPAL, Projector
 from dp_grape_hf.sharding import whole
 from dp_grape_hf.trainer import DPGrapeTrainer
 
-AUDITED_METHODS = ("dp_grape", "dp_sgd", "dp_jl")
+AUDITED_METHODS = ("dp_grape", "dp_sgd")
 """Methods whose release is linear in the gradients of the canaries, with SGD as update rule."""
 _WIDTH = 4  # d
 _LENGTH = 30.0  # of a canary's gradient in each tensor, in units of C

@@ -10,9 +10,6 @@ Guarantee:
     *sum* of the contributions. Two datasets are adjacent if one has a single example more than
     the other, so the sum has sensitivity C. A step counts even when nobody was drawn.
 
-    With ``norm_directions`` the contributions are clipped by estimates of their norms, which may
-    be too small; `estimated_norms` says by how much how often.
-
     With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
     in a single example. Its contribution then moves by up to 2C; see `replace_one`.
 
@@ -57,11 +54,11 @@ def compute_epsilon(
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
-        variant: ``norm_directions``, ``adjacency`` and ``bands``, as `Releases` says.
+        variant: ``adjacency`` and ``bands``, as `Releases` says.
 
     Raises:
-        PrivacyError: An argument is out of range, or two of estimated norms, replace-one
-            neighbours and bands are asked for together.
+        PrivacyError: An argument is out of range, or replace-one neighbours and bands are asked
+            for together.
 
     >>> compute_epsilon(noise_multiplier=0.0, sample_rate=0.01, steps=10, delta=1e-5)
     inf

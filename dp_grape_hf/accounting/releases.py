@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dp_grape_hf.accounting.accountants import ONCE, Block
-from dp_grape_hf.accounting.estimated_norms import sensitivities
+from dp_grape_hf.accounting.accountants import Block
 from dp_grape_hf.errors import Choice, require
 
 _ROUNDING = 1e-9
@@ -24,7 +23,6 @@ class Releases:
     """Equal releases, so many ``steps`` of them, and in what they differ from the plain ones.
 
     Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
-    ``norm_directions`` is the number of random directions that norms are estimated from.
     ``adjacency`` is one of `Adjacency`. ``bands`` is that of noise which is correlated over so many
     steps, in each of which another group of the examples takes part: see `banded`.
     """
@@ -32,7 +30,6 @@ class Releases:
     noise_multiplier: float
     sample_rate: float
     steps: int
-    norm_directions: int | None = None
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
     bands: int = 1
 
@@ -66,24 +63,19 @@ class Releases:
             _is_whole(self.steps, 0),
             f"steps={self.steps!r} must be a whole number, not negative.",
         )
-        for name in ("norm_directions", "bands"):
-            value = getattr(self, name)
-            require(
-                value is None or _is_whole(value, 1),
-                f"{name}={value!r} must be a whole number, at least 1.",
-            )
+        require(
+            _is_whole(self.bands, 1),
+            f"bands={self.bands!r} must be a whole number, at least 1.",
+        )
         require(
             self.adjacency in Adjacency,
             f"adjacency={self.adjacency!r} must be one of {list(Adjacency)}.",
         )
         replaces = self.adjacency == Adjacency.REPLACE_ONE
-        k = self.norm_directions
-        given = {"norm_directions": k is not None, "adjacency": replaces, "bands": self.bands > 1}
-        unusual = [f"{name}={getattr(self, name)!r}" for name in given if given[name]]
         require(
-            len(unusual) <= 1,
-            f"{' and '.join(unusual)} have no joint analysis: use at most one of estimated norms "
-            "(method='dp_jl'), adjacency='replace_one' and bands (noise='banded').",
+            not (replaces and self.bands > 1),
+            f"adjacency={self.adjacency!r} and bands={self.bands!r} have no joint analysis: use "
+            "adjacency='replace_one' or bands (noise='banded'), not both.",
         )
         sigma = float(self.noise_multiplier)
         require(
@@ -91,8 +83,7 @@ class Releases:
             f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
             f"most 1/{self.bands}; got {self.sample_rate!r}.",
         )
-        law = ONCE if k is None else sensitivities(int(k), sigma)
-        return Block(sigma, self.counted_rate, law, replaces)
+        return Block(sigma, self.counted_rate, replaces=replaces)
 
 
 def _is_whole(number: object, least: int) -> bool:

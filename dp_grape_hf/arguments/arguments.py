@@ -39,7 +39,6 @@ ALIASES = {
     "r": "projection_rank",
     "F": "projection_update_steps",
 }
-NORM_DIRECTIONS = 64
 UPDATE_STEPS = 100
 RANK = 16
 HOST_RATE = 5e-5  # the default of transformers
@@ -283,13 +282,6 @@ class DPGrapeArguments(_Host):
         default=1,
         metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
     )
-    norm_directions: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "Of dp_jl: from how many random directions the norm of a sample's gradient is "
-            f"estimated. Fewer take more noise. Default: {NORM_DIRECTIONS}."
-        },
-    )
     # ---- The projection ----
     projection: str | None = field(
         default=None,
@@ -508,12 +500,10 @@ class DPGrapeArguments(_Host):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.clipping is None:
-            scaled = self.chooses and self.max_grad_norm is None and not row.norm_estimates
+            scaled = self.chooses and self.max_grad_norm is None
             self.clipping = (Clipping.AUTOMATIC if scaled else Clipping.FLAT).value
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0
-        if row.norm_estimates and self.norm_directions is None:
-            self.norm_directions = NORM_DIRECTIONS
         self._read_factors()
         if not row.private:
             self._set_not_private()

@@ -42,7 +42,6 @@ class Method:
         update_rule: the one that is used unless another is asked for.
         adapter: whether it trains a low-rank adapter, which PEFT has put into the model.
         zeroth_order: whether gradients are replaced by finite differences along random directions.
-        norm_estimates: whether samples are clipped by estimates of their norms.
     """
 
     title: str
@@ -53,7 +52,6 @@ class Method:
     update_rule: str = "adam"
     adapter: bool = False
     zeroth_order: bool = False
-    norm_estimates: bool = False
 
 
 METHODS: Mapping[str, Method] = {
@@ -83,7 +81,6 @@ METHODS: Mapping[str, Method] = {
         "DPZero", "Zhang et al. 2024, Algorithm 2", update_rule="sgd", zeroth_order=True
     ),
     "dp_zo": Method("DP-ZO", "Tang et al. 2024", update_rule="sgd", zeroth_order=True),
-    "dp_jl": Method("DP-JL", "Bu et al. 2021", projected=Projected.AT_CAPTURE, norm_estimates=True),
     "adam": Method("Adam", "Kingma and Ba 2014", private=False),
     "lora": Method("LoRA", "Hu et al. 2021", private=False, adapter=True),
     "galore": Method(

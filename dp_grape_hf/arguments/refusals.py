@@ -38,7 +38,6 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     ),
     "perturbation": ("finite differences", lambda row: row.zeroth_order),
     "n_directions": ("finite differences", lambda row: row.zeroth_order),
-    "norm_directions": ("estimates of norms", lambda row: row.norm_estimates),
 }
 
 
@@ -195,12 +194,8 @@ def reason_against_bands(args: Any) -> str | None:
             f"method={args.method!r}: each step has a direction of its own, along which no later "
             "noise takes anything back. Leave noise out."
         )
-    for name, value, plain in (
-        ("adjacency", args.adjacency, Adjacency.ADD_OR_REMOVE_ONE),
-        ("norm_directions", args.norm_directions, None),
-    ):
-        if value != plain:
-            return f"{name}={value!r} have no joint analysis. Leave out one of them."
+    if args.adjacency != Adjacency.ADD_OR_REMOVE_ONE:
+        return f"adjacency={args.adjacency!r} have no joint analysis. Leave out one of them."
     if args.secure_noise:
         return (
             "secure_noise=True: the noise of a step is a function of all before it, and its low "

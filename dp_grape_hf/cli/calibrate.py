@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> str:
     """Returns the table, or JSON."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
     plan: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
-    variant: dict[str, Any] = {"adjacency": args.adjacency, "norm_directions": args.norm_directions}
+    variant: dict[str, Any] = {"adjacency": args.adjacency}
     workload = _workload(args, steps)
     budget = {
         "target_delta": args.target_delta,
@@ -76,11 +76,9 @@ def run(args: argparse.Namespace) -> str:
         own = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
         rows.append(_Row(*own, coefficients, left, releases.counted, releases.counted_rate))
     if not args.json:
-        directions = args.norm_directions
-        estimated = "" if directions is None else f", norms from {directions} directions"
         return (
             f"sample rate {sample_rate:.6g}, steps {steps}, delta {args.target_delta:g}, "
-            f"adjacency {args.adjacency}{estimated}\n\n{_table(rows)}"
+            f"adjacency {args.adjacency}\n\n{_table(rows)}"
             f"{'' if workload is None else _CYCLIC}"
         )
     # JSON has no infinity; Python, R and JavaScript all read the string back.

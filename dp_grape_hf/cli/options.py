@@ -68,16 +68,6 @@ What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
               2            4.0520            1.9994                0.06331         pld
               6            1.6953            5.9985                0.02649         pld
 
-And if norms are estimated from 64 random directions, as dp_jl does?
-
-  $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --max_steps 1000 --delta 1e-5 --eps 2 6 --norm_directions 64
-  sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one, norms from 64 directions
-
-  epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.1239            1.9994                0.06444         pld
-              6            1.7315            5.9980                0.02705         pld
-
 What does a given noise spend, over 3 epochs of the same data?
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
@@ -155,12 +145,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         default="add_or_remove_one",
         metavar="name",
         help="add_or_remove_one or replace_one: which datasets are neighbours (default: the first)",
-    )
-    add(
-        "--norm_directions",
-        type=int,
-        metavar="k",
-        help="random directions that dp_jl estimates norms from (default: norms are exact)",
     )
     add(
         "--noise",
@@ -313,7 +297,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape audit``: an attack on a run. What is not given, ``AuditSettings`` decides."""
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("--method", choices=("dp_grape", "dp_sgd", "dp_jl"))
+    parser.add_argument("--method", choices=("dp_grape", "dp_sgd"))
     parser.add_argument("--clipping", choices=("flat", "automatic"))
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(

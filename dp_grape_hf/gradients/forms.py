@@ -1,8 +1,7 @@
 """The per-sample gradients of a weight: their forms, all of them exact, and what clipping needs.
 
-Clipping asks of a gradient only its squared norm per sample, or inner products with random
-directions that estimate it, and a weighted sum over samples, so a gradient need not be stored as
-one dense tensor per sample:
+Clipping asks of a gradient only its squared norm per sample and a weighted sum over samples, so a
+gradient need not be stored as one dense tensor per sample:
 
 * ``Dense``: the gradient itself. Small or projected parameters.
 * ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al.
@@ -13,7 +12,7 @@ A weight with several uses (tied, or in a module that runs twice) has the sum of
 gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
 
 Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
-matrix, k directions. All results are float32, whatever the dtype of the factors.
+matrix. All results are float32, whatever the dtype of the factors.
 """
 
 from __future__ import annotations
@@ -56,20 +55,12 @@ class PerSampleGradient(ABC):
         """Adds ``sum_b factors[b] * gradient_b`` to ``total``, float32, contiguous."""
 
     @abstractmethod
-    def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products with directions (k, *shape), float32, as (B, k)."""
-
-    @abstractmethod
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns inner products with k products of vectors, as (B, k).
 
         Args:
             factors: for each dimension, its vectors (k, size).
         """
-
-    @abstractmethod
-    def rounding(self) -> Tensor:
-        """Returns the rounding error of an inner product with a direction of N(0, I), (B,)."""
 
     @abstractmethod
     def select(self, samples: Tensor | slice) -> PerSampleGradient:
@@ -114,10 +105,6 @@ class Dense(PerSampleGradient):
         else:
             total.view(-1).addmv_(flat.T, factors)
 
-    def inner_products(self, directions: Tensor) -> Tensor:
-        directions = directions.mT if self._is_transposed() else directions
-        return self._flat() @ directions.reshape(len(directions), self.shape.numel()).T
-
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         values = self.values.float()
         if not factors:
@@ -126,9 +113,6 @@ class Dense(PerSampleGradient):
         for vectors in reversed(factors[:-1]):
             found = (found * vectors.T).sum(-2)
         return found
-
-    def rounding(self) -> Tensor:
-        return _dot_rounding(self.shape.numel()) * self.magnitude()
 
     def cheapest(self) -> Dense:
         return self
@@ -199,25 +183,9 @@ class Factored(PerSampleGradient):
         for some_rows, some_cols in zip(rows.split(step), cols.split(step), strict=True):
             matrix.addmm_(some_rows.float().flatten(0, 1).T, some_cols.float().flatten(0, 1))
 
-    def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products with directions (k, m, n), as (B, k).
-
-        A few samples at a time are materialised, which takes no more than one direction does.
-        Their factors need k times as many operations.
-        """
-        step = max(1, _LARGE // self.shape.numel())
-        flat, found = directions.flatten(1), []
-        for rows, cols in zip(self.rows.split(step), self.cols.split(step), strict=True):
-            found.append(torch.bmm(rows.float().mT, cols.float()).flatten(1) @ flat.T)
-        return torch.cat(found)
-
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         left, right = factors
         return ((self.rows.float() @ left.T) * (self.cols.float() @ right.T)).sum(1)
-
-    def rounding(self) -> Tensor:
-        terms = _rounding(self.rows.shape[1]) + _dot_rounding(self.shape.numel())
-        return terms * self.magnitude()
 
     def select(self, samples: Tensor | slice) -> Factored:
         return Factored(self.rows[samples], self.cols[samples])
@@ -296,31 +264,9 @@ class SparseRows(PerSampleGradient):
         values = self.values.float() * factors[:, None, None]
         total.index_add_(0, self.indices.flatten(), values.flatten(0, 1))
 
-    def inner_products(self, directions: Tensor) -> Tensor:
-        """Returns the inner products with directions (k, m, n), of which rows are picked, (B, k).
-
-        A table with fewer rows than a sample has positions is materialised instead.
-        """
-        positions, n = self.values.shape[1:]
-        if self.num_rows <= positions:
-            return self.dense().inner_products(directions)
-        step = max(1, _LARGE // max(1, len(directions) * positions * n))
-        found = [
-            torch.einsum("kbtn,btn->bk", directions[:, indices], values.float())
-            for indices, values in zip(
-                self.indices.split(step), self.values.split(step), strict=True
-            )
-        ]
-        return torch.cat(found)
-
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         left, right = factors
         return (left.T[self.indices] * (self.values.float() @ right.T)).sum(1)
-
-    def rounding(self) -> Tensor:
-        positions = self.indices.shape[1]
-        terms = 2**-24 * positions + _dot_rounding(self.values.shape[1:].numel())
-        return terms * self.magnitude()
 
     def select(self, samples: Tensor | slice) -> SparseRows:
         return SparseRows(self.indices[samples], self.values[samples], self.num_rows)
@@ -384,14 +330,6 @@ def _matmuls() -> list[tuple[Any, list[str]]]:
             both = torch.backends, backend
             found.append((matmul, [getattr(x, "fp32_precision", "none") for x in both]))
     return found
-
-
-def _dot_rounding(terms: int) -> float:
-    """Returns the error of ``<g, v>`` relative to ``|g|``, for v of that many numbers of N(0, 1).
-
-    The factors are rounded to what matrix products take, independently of v; sums are float32.
-    """
-    return _rounding(1) + 2**-24 * terms**0.5
 
 
 def _number_of_terms(part: Single) -> int:
@@ -480,14 +418,8 @@ class GradientSum(PerSampleGradient):
         for part in self.parts:
             part.add_weighted_sum_(total, factors)
 
-    def inner_products(self, directions: Tensor) -> Tensor:
-        return reduce(torch.add, (part.inner_products(directions) for part in self.parts))
-
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         return reduce(torch.add, (part.products(factors) for part in self.parts))
-
-    def rounding(self) -> Tensor:
-        return reduce(torch.add, (part.rounding() for part in self.parts))
 
     def select(self, samples: Tensor | slice) -> GradientSum:
         return GradientSum(tuple(part.select(samples) for part in self.parts))

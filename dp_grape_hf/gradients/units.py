@@ -59,14 +59,8 @@ class UnitSum(PerSampleGradient):
         of_examples = factors.repeat_interleave(sizes, output_size=sum(self.sizes))
         self.examples.add_weighted_sum_(total, of_examples)
 
-    def inner_products(self, directions: Tensor) -> Tensor:
-        return torch.cat([summed.inner_products(directions) for summed in self._sums()])
-
     def products(self, factors: Sequence[Tensor]) -> Tensor:
         return torch.cat([summed.products(factors) for summed in self._sums()])
-
-    def rounding(self) -> Tensor:
-        return torch.cat([summed.rounding() for summed in self._sums()])
 
     def select(self, samples: Tensor | slice) -> UnitSum:
         """Returns the gradients of the units that a mask or a slice chooses."""

@@ -186,8 +186,6 @@ class Run:
             f"{of.counted} releases at sampling rate {of.counted_rate:.6g} "
             f"with sigma {of.noise_multiplier:.6g}"
         )
-        if of.norm_directions is not None:
-            said += f", norms from {of.norm_directions} directions"
         if of.bands > 1:
             terms = " + ".join(f"ceil({steps} / {of.bands})" for steps in self.sessions)
             said += f", ceil(steps / bands) of each session: {terms}"

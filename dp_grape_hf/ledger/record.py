@@ -111,6 +111,13 @@ _NO_CAP = {
         lambda x: False,
     )
 }
+_NO_ESTIMATES = {
+    "valid": (
+        "None: what clipping by estimated norms (method='dp_jl') costs is no longer known here. "
+        "Read the ledger with the version of dp_grape_hf that wrote it",
+        lambda x: False,
+    )
+}
 _CLIPPING = {
     "valid": (
         f"one of {', '.join(Clipping)}; clipping per layer is gone, and a ledger with it is read "
@@ -159,7 +166,7 @@ class Mechanism(Record):
     ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
     ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
     ``max_examples_per_unit`` examples enter a step.
-    ``norm_directions`` is the number of random directions that norms are estimated from, if any.
+    ``norm_directions`` is None: version 0.1 could clip by norms estimated from random directions.
     ``noise`` is ``secure`` where its low bits hide what it was added to, and ``banded`` where it is
     correlated over steps: ``coefficients`` are then those of its bands, as text
     (``accounting.banded``), and at each step one group of the examples is drawn from.
@@ -196,7 +203,7 @@ class Mechanism(Record):
     projection_side: str = "smaller"
     projection_ranks: str | None = None
     max_batch_size: int | None = field(default=None, metadata=_NO_CAP)
-    norm_directions: int | None = field(default=None, metadata=_COUNT)
+    norm_directions: int | None = field(default=None, metadata=_NO_ESTIMATES)
     max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
@@ -210,11 +217,6 @@ class Mechanism(Record):
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",
-        )
-        require(
-            None in (self.clipped_apart, self.norm_directions),
-            f"clipped_apart={self.clipped_apart!r} contradicts norm_directions="
-            f"{self.norm_directions!r}: norms are estimated of all parameters jointly.",
         )
 
     @property
@@ -275,7 +277,6 @@ class Mechanism(Record):
             self.noise_multiplier,
             self.sample_rate,
             steps,
-            norm_directions=self.norm_directions,
             adjacency=self.adjacency,
             bands=len(self.bands),
         )

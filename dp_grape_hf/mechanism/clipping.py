@@ -1,15 +1,7 @@
-"""Clips gradients to C: their norms, measured or estimated, their factors, and the clipped sum.
+"""Clips gradients to C: their norms, their factors, and the clipped sum.
 
 A norm runs over all parameters of a sample jointly, and gradients may arrive one group of
-parameters after another. Both kinds of norms add up over groups: squares, or inner products.
-
-An estimate (Bu et al. 2021, DP-SGD-JL) takes the place of a norm:
-
-    M_i = sqrt(1/k sum_j <R_i, v_j>^2),    v_j ~ N(0, I) over all parameters, j = 1 ... k
-
-``k M_i^2 / |R_i|^2`` is chi-squared with k degrees of freedom. A sample that is clipped by M_i
-contributes at most ``C |R_i| / M_i``, which exceeds C where M_i came out too small. The accountant
-knows that distribution, as long as the directions are independent of the data.
+parameters after another: squares of norms add up over groups.
 
 A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient ``g_i``. Norms are
 those of ``f g_i``; what is added up is ``g_i``, and the release multiplies the sum.
@@ -17,29 +9,23 @@ those of ``f g_i``; what is added up is ``g_i``, and the release multiplies the 
 The parameters of one module may be clipped apart from all others, each part to ``C / sqrt(2)``, so
 that neither takes C from the other (group-wise clipping; McMahan et al. 2018, He et al. 2023).
 
-Shapes: B samples in the physical batch, k directions.
+Shapes: B samples in the physical batch.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dp_grape_hf.distributed import from_first
 from dp_grape_hf.gradients import Dense, FlatGradients, Gradients, PerSampleGradient
-from dp_grape_hf.mechanism.streams import SecretGenerator, derived_generator
 from dp_grape_hf.projections import first_matches
 
 _SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
-_KEY_BYTES = 32
-_AT_ONCE = 2**23  # numbers of directions in memory, unless a single one has more
 _NONE: Mapping[str, float] = {}
 _T = TypeVar("_T")
 
@@ -166,83 +152,6 @@ class ExactNorms:
     def by_part(self) -> ByPart:
         """Returns the norms over all groups of each part, float32; not finite for NaN and Inf."""
         return {part: squared.sqrt() for part, squared in self._squared.items()}
-
-
-class NormDirections:
-    """Random directions over all parameters, the same for a whole logical batch on all ranks.
-
-    They are drawn when they are used, a few at a time, and again for the next physical batch: no
-    more than ``2**23`` numbers, or one direction of one parameter, is in memory.
-
-    Args:
-        count: k.
-        source: the secret stream of the noise, on the device of the gradients. If it is a
-            ``SecretGenerator``, the key of the directions is entropy of the operating system; if
-            it is any other, a test's, the key is drawn from it.
-        shared: whether the ranks of the default process group share the first one's key; making
-            it is then a collective call.
-
-    Guarantee:
-        To who does not know the key, which never leaves the processes, directions of different
-        logical batches and parameters are independent of each other and of the data. On all ranks
-        they are the same: one sample more may move others to another rank, and their factors must
-        not change by that.
-    """
-
-    def __init__(self, count: int, source: torch.Generator, shared: bool = False) -> None:
-        self.count = count
-        self._device = source.device
-        self._key = from_first(partial(_fresh_key, source)) if shared else _fresh_key(source)
-        self._drawn = 0  # logical batches
-
-    def redraw(self) -> None:
-        """Begins a logical batch, whose directions are independent of all before."""
-        self._drawn += 1
-
-    def of(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
-        """Yields the directions of a parameter, (some of k, *shape), all k together."""
-        generator = derived_generator(self._key, f"{self._drawn} {name}", self._device)
-        most = max(1, _AT_ONCE // max(1, shape.numel()))
-        for first in range(0, self.count, most):
-            some = min(most, self.count - first)
-            yield torch.randn(some, *shape, generator=generator, device=self._device)
-
-
-def _fresh_key(source: torch.Generator) -> bytes:
-    if isinstance(source, SecretGenerator):
-        return os.urandom(_KEY_BYTES)
-    numbers = torch.randint(256, (_KEY_BYTES,), generator=source, device=source.device)
-    return bytes(numbers.tolist())
-
-
-class EstimatedNorms:
-    """Estimates M_i of the norms, from k random directions, in the place of ``ExactNorms``.
-
-    Guarantee:
-        Not too small by rounding: the error of the inner products is added.
-    """
-
-    def __init__(
-        self, directions: NormDirections, gradient_factors: Mapping[str, float] = _NONE
-    ) -> None:
-        self._gradient_factors, self._directions = gradient_factors, directions
-        self._products: Tensor | float = 0.0  # (B, k)
-        self._squared_rounding: Tensor | float = 0.0  # (B,)
-
-    def add(self, per_sample_grads: Gradients) -> None:
-        """Adds the inner products of a group."""
-        for name, gradient in per_sample_grads.items():
-            drawn = self._directions.of(name, gradient.shape)
-            factor = self._gradient_factors.get(name, 1.0)
-            products = torch.cat([gradient.inner_products(some) for some in drawn], 1)
-            self._products = self._products + _scaled(products, factor)
-            squared = _scaled(gradient.rounding().square(), factor**2)
-            self._squared_rounding = self._squared_rounding + squared
-
-    def by_part(self) -> ByPart:
-        """Returns the estimates, of all parameters jointly."""
-        products, rounding = map(torch.as_tensor, (self._products, self._squared_rounding))
-        return {False: products.square().mean(1).sqrt() + rounding.sqrt()}
 
 
 # ---- Factors, and the sum ----

@@ -8,8 +8,7 @@ where R_i is sample i's gradient over all trainable parameters jointly, the proj
 coordinates. A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient
 ``g_i``, and its release is divided by f: a larger f gives it more of C, and noise of std
 ``sigma C / f`` on the sum of its gradients. There is nothing to extend in this module: neither clip
-nor noise has a variant. What ``clipping`` estimates may stand in for ``|R_i|``; the accountant is
-then told so.
+nor noise has a variant.
 
 Methods that are not private have ``BatchGradient``, the gradient of the batch, in the mechanism's
 place. Its surface is the same, so that a private method and its counterpart share sampler,
@@ -45,11 +44,9 @@ from dp_grape_hf.gradients import (
 from dp_grape_hf.ledger import BANDED, Clipping, Ledger
 from dp_grape_hf.mechanism.banded import BandedNoise, Turns
 from dp_grape_hf.mechanism.clipping import (
-    EstimatedNorms,
     ExactNorms,
     Factors,
     Gathered,
-    NormDirections,
     add_clipped_sum_,
     add_weighted_sum_,
     factors_by_name,
@@ -78,8 +75,7 @@ class PrivateMechanism:
         per_sample: computes losses and per-sample gradients.
         ledger: where each release is recorded before it is made. What it records is what is done:
             sigma, C, the constant q N that sums are divided by, the clipping, the module that is
-            clipped apart, the gradient factors and the number of directions that norms are
-            estimated from are those of ``ledger.mechanism``.
+            clipped apart and the gradient factors are those of ``ledger.mechanism``.
         noise_generator: the secret stream of the noise, on the parameters' device.
         distributed: whether the batch is spread over the ranks of the default process group.
         noise_slice: as in ``add_noise_``.
@@ -97,9 +93,8 @@ class PrivateMechanism:
     Sensitivity:
         Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
         all parameters jointly, whatever the clipping. That sum has the gradient factors in it, as
-        the norms have; to divide by them afterwards is post-processing. Where norms are estimated,
-        a sample moves the sum by ``C |R_i| / M_i``, of which ``clipping`` tells the distribution.
-        A sample whose norm is NaN or Inf contributes exactly zero.
+        the norms have; to divide by them afterwards is post-processing. A sample whose norm is NaN
+        or Inf contributes exactly zero.
 
     Noise:
         That of each step by itself, or correlated over steps where ``ledger.mechanism`` has bands
@@ -132,11 +127,6 @@ class PrivateMechanism:
         self._noise_generator, self._noise_slice = noise_generator, noise_slice
         self._banded = BandedNoise(own.bands) if own.noise == BANDED else None
         self.turns = Turns(1 if self._banded is None else len(own.bands))
-        self._directions = (
-            None
-            if own.norm_directions is None
-            else NormDirections(own.norm_directions, noise_generator, distributed)
-        )
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
         self._layout: Layout | None = None
@@ -170,8 +160,7 @@ class PrivateMechanism:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
         self._clipped_sum = {}
-        if self._directions is None:  # those are of parameters by themselves
-            self._layout = self.per_sample.layout(projectors)
+        self._layout = self.per_sample.layout(projectors)
         if self._layout is not None:
             self._flat = torch.zeros(self._layout.size, device=self.per_sample.device)
             parts = self._runs.of(self._layout)
@@ -179,8 +168,6 @@ class PrivateMechanism:
         # Tensors of a simulation have no numbers.
         thorough = not (self._watched or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
-        if self._directions is not None:
-            self._directions.redraw()
 
     def accumulate(self, inputs: Inputs) -> Tensor:
         """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
@@ -205,7 +192,7 @@ class PrivateMechanism:
         gives other gradients the second time. One that adds in no fixed order rounds otherwise:
         factors are of norms as large as the second ones may be, so that none exceeds C.
         """
-        norms, again = self._norms(), self._norms()
+        norms, again = (ExactNorms(self.gradient_factors, self._apart) for _ in range(2))
         cpu = self.per_sample.device.type == "cpu"
         grown = 1 + (_REPEATED_ON_CPU if cpu else _REPEATED)
 
@@ -215,12 +202,14 @@ class PrivateMechanism:
 
         @cache
         def factors() -> dict[bool, Factors]:
-            return self._factors(norms, grown)
+            found = {part: grown * own for part, own in norms.by_part().items()}
+            return factors_of_parts(found, self.max_grad_norm, self._automatic, self._apart)
 
         def add(per_sample_grads: Gradients) -> None:
             with self._clipping(per_sample_grads):
                 again.add(per_sample_grads)
-                self._add_weighted(total, per_sample_grads, factors())
+                for part, some in in_parts(take(per_sample_grads), self._apart).items():
+                    add_weighted_sum_(total, Gathered.of(some), factors()[part])
 
         losses = self.per_sample.stream(inputs, self.projectors, measure, add)
         first, second = norms.by_part(), again.by_part()
@@ -237,36 +226,14 @@ class PrivateMechanism:
             )
         return losses
 
-    def _norms(self) -> ExactNorms | EstimatedNorms:
-        if self._directions is None:
-            return ExactNorms(self.gradient_factors, self._apart)
-        return EstimatedNorms(self._directions, self.gradient_factors)
-
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
         bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
             if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
                 every, per_sample_grads = per_sample_grads, per_sample_grads.in_runs(self._runs)
                 every.others.clear()  # each is freed once it is added up
-            if self._directions is None:
-                factors = self.gradient_factors
-                add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
-                return
-            norms = self._norms()
-            norms.add(per_sample_grads)
-            self._add_weighted(total, per_sample_grads, self._factors(norms))
-
-    def _add_weighted(
-        self, total: dict[str, Tensor], per_sample_grads: Gradients, factors: dict[bool, Factors]
-    ) -> None:
-        for part, some in in_parts(take(per_sample_grads), self._apart).items():
-            add_weighted_sum_(total, Gathered.of(some), factors[part])
-
-    def _factors(
-        self, norms: ExactNorms | EstimatedNorms, grown: float = 1.0
-    ) -> dict[bool, Factors]:
-        found = {part: grown * own for part, own in norms.by_part().items()}
-        return factors_of_parts(found, self.max_grad_norm, self._automatic, self._apart)
+            factors = self.gradient_factors
+            add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
 
     @contextlib.contextmanager
     def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:

@@ -8,7 +8,6 @@ rounding, has its streams in ``projections.seeds``.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import struct
@@ -111,25 +110,6 @@ def _refill_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):  # there are no forks on Windows
     os.register_at_fork(after_in_child=_refill_after_fork)
-
-
-def derived_generator(key: bytes, name: str, device: str | torch.device) -> torch.Generator:
-    """Returns the stream that a secret key has for a name: the same wherever both are the same.
-
-    Streams of different names or keys are as good as independent to who does not know the key.
-
-    Args:
-        key: at least 16 bytes of entropy, ``os.urandom``.
-        name: what the stream is for.
-        device: where it draws.
-    """
-    generator = torch.Generator(device)
-    digest = hashlib.shake_256(key + name.encode()).digest(4 * _TWISTER_WORDS)
-    if generator.device.type == "cpu":
-        generator.set_state(_twister_state(digest))
-    else:
-        generator.manual_seed(int.from_bytes(digest[:8], "little"))
-    return generator
 
 
 def forget_the_seed() -> None:

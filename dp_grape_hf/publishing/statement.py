@@ -82,7 +82,6 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     """Returns the table: name -> cell."""
     mechanism = ledger.mechanism
     seed = mechanism.projection_seed
-    known = mechanism.norm_directions
     most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
@@ -99,7 +98,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
         "Noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
         "Clipping norm C": f"{mechanism.max_grad_norm:g}{scaled}",
-        "Norms": "exact" if known is None else f"estimated from {known} random directions",
+        "Norms": "exact",
         "Releases": f"{ledger.steps}",
         **accounted,
         "Projection": mechanism.projection_in_words,

@@ -162,7 +162,7 @@ def use_parts(
     for name, parameter in model.named_parameters():
         if name in before ^ after:  # what you froze or unfroze since stays
             parameter.requires_grad_(name in before)
-    if args.gradient_factors is None and args.norm_directions is None:
+    if args.gradient_factors is None:
         args.clipped_apart = parts.clipped_apart
 
 

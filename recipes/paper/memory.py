@@ -152,7 +152,7 @@ def every_method(setting: Setting) -> list[Compared]:
 
 def _has_modes(row: Method) -> bool:
     """Whether the full gradient of every weight is clipped."""
-    other = row.projected or row.adapter or row.zeroth_order or row.norm_estimates
+    other = row.projected or row.adapter or row.zeroth_order
     return row.private and not other
 
 

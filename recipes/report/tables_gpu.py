@@ -164,7 +164,7 @@ def comparison(findings: Findings, spec: Spec) -> Iterator[str]:
     yield from (f"## {spec['title']}", "", f"The paper's `{spec['label']}`.", "")
     yield from header(["Method", *spec["columns"], "here", "what was run"])
     for line in spec["rows"]:
-        here = ", ".join(f"`{option}`" for option in _options(line))
+        here = ", ".join(f"`{option}`" for option in _options(line)) or "-"
         values = [shown(value, "none") for value in line["values"]]
         yield row([line["name"], *values, here, _run_of(findings, line) or NOT_RUN])
 

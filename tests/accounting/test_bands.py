@@ -152,7 +152,6 @@ def test_bands_compose_with_what_was_released_before() -> None:
         ({"bands": 0}, "bands=0"),
         ({"bands": 60}, "at most 1/60"),
         ({"bands": 4, "adjacency": "replace_one"}, "no joint analysis"),
-        ({"bands": 4, "norm_directions": 8}, "no joint analysis"),
     ],
 )
 def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) -> None:

@@ -120,7 +120,6 @@ def test_calibration_is_within_a_percent_above_the_tight_noise(
     "changes",
     [
         *({"accountant": name, "sample_rate": 0.025, "steps": 1000} for name in ACCOUNTANTS),
-        {"norm_directions": 16},
         {"adjacency": "replace_one"},
     ],
     ids=str,

@@ -412,14 +412,12 @@ def neighbour(num_samples: int) -> dict[str, Any]:
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With norms estimated from 64 directions, by up to 1.6 C in all but 3e-6 of cases."""
-    most = 0.1 * (1.6 if METHODS[method].norm_estimates else 1 + 1e-4)
     releases = spy_releases(monkeypatch)
     for number in (24, 23):
         settings = neighbour(number) | {"max_grad_norm": 0.1, "clipping": clipping}
         run(tmp_path / str(number), method, **settings)
     moved = torch.cat([(releases[0][n] - releases[1][n]).flatten() for n in releases[0]]) * 24
-    assert 0 < moved.norm() <= most
+    assert 0 < moved.norm() <= 0.1 * (1 + 1e-4)
 
 
 @each_method
@@ -509,7 +507,6 @@ def test_an_empty_draw_releases_noise(
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
-        ({"norm_directions": 8}, "norm_directions=8 is about estimates of norms, and"),
         ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
         ({"privacy_unit_column": "example"}, "a column other than 'example'"),
         ({"privacy_unit_column": "id", "method": "adam"}, "protects nobody"),
@@ -520,7 +517,6 @@ def test_an_empty_draw_releases_noise(
         ({"grad_sample_mode": "ghost", "torch_compile": True}, "two backward passes"),
         ({"method": "dpzero", "torch_compile_mode": "default"}, "torch_compile_mode='default'"),
         ({"method": "adam", "torch_compile_backend": "eager"}, "no per-sample gradients"),
-        ({"method": "dp_jl", "adjacency": "replace_one"}, "have no joint analysis"),
         ({"adjacency": "replace"}, "adjacency='replace' must be one of"),
         ({"grad_sample_mode": "hooks"}, "grad_sample_mode='hooks' must be one of"),
     ],
@@ -647,7 +643,7 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"method": method} for method in ("dp_grape", "dp_lora", "dp_jl")),
+        *({"method": method} for method in ("dp_grape", "dp_lora")),
         {"method": "dp_adam", "grad_sample_mode": "ghost"},
         {"method": "dp_adam", "engine": "functorch"},
         {"privacy_unit_column": "user", "expected_batch_size": 4},

@@ -241,7 +241,6 @@ def test_principal_directions_keep_all_of_a_canary(monkeypatch: pytest.MonkeyPat
 
 ATTACKED: list[dict[str, Any]] = [
     {"method": "dp_grape", "steps": 2},
-    {"method": "dp_jl", "steps": 1},
     {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
     {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
     {"projection": "principal", "steps": 2, "gradient_factors": FACTORS},

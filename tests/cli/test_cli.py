@@ -143,7 +143,7 @@ def test_json_carries_the_table_and_the_two_directions_agree(
     assert all(row["target_epsilon"] is None for row in back["rows"])
 
 
-@pytest.mark.parametrize("option", ["--adjacency replace_one", "--norm_directions 16"])
+@pytest.mark.parametrize("option", ["--adjacency replace_one"])
 def test_calibrate_says_what_is_unusual(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, value = option.removeprefix("--").split()
     plain = json.loads(run(f"{RDP} --target_epsilon 2 --json", capsys))

@@ -24,7 +24,6 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.ledger.entries import encoded
 from dp_grape_hf.mechanism import noise_generator
 from dp_grape_hf.mechanism.noise import add_noise_
-from dp_grape_hf.mechanism.streams import derived_generator
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
 from tests.support.models import only
@@ -146,7 +145,6 @@ def streams() -> dict[str, Tensor]:
             drawn = schedule.at(step)
             made |= {f"{family} {name} {step}": p.matrix for name, p in drawn.items()}
     made["rounding"] = torch.randn(4, generator=rounding_generator(5, 1))
-    made["dropout"] = torch.randn(4, generator=derived_generator(bytes(16), "mask", "cpu"))
     for kind in ("known", "secret", "secure"):
         generator = (
             torch.Generator() if kind == "known" else noise_generator("cpu", kind != "secret")

@@ -278,13 +278,8 @@ def test_a_units_gradient_is_the_sum_of_its_examples(
     torch.testing.assert_close(found_losses, losses)
     assert_gradients_equal(found, expected)
     for parameter, gradient in found.items():
-        directions = torch.randn(3, *gradient.shape)
-        products = gradient.inner_products(directions)
-        exact = expected[parameter].double().flatten(1) @ directions.double().flatten(1).T
-        torch.testing.assert_close(products.double(), exact, atol=1e-4, rtol=1e-4)
-        unit_roundings = gradient.rounding() / gradient.squared_norm().sqrt().clamp(min=1e-30)
-        assert unit_roundings.shape == (len(OF_ROWS),)
-        assert (unit_roundings > 2**-24).all()
+        squared = expected[parameter].double().flatten(1).square().sum(1)
+        torch.testing.assert_close(gradient.squared_norm().double(), squared, atol=1e-4, rtol=1e-4)
     streamed: dict[str, Any] = {}
     torch.testing.assert_close(unit_engine.stream(batch, projectors, streamed.update), losses)
     assert_gradients_equal({name: streamed[name] for name in expected}, expected)

@@ -160,7 +160,6 @@ NO_PROJECTION |= {"projection": "identity"}
         ({"clipping": "automatic"}, "Clipping norm C", "0.375, to which all are scaled"),
         (NO_PROJECTION, "Projection", "identity"),
         (NO_PROJECTION, "Projection seed (public)", "-"),
-        ({"norm_directions": 64}, "Norms", "estimated from 64 random directions"),
         ({"privacy_unit": "author"}, "Privacy unit", "`author` with all its examples"),
         (
             {"privacy_unit": "author", "max_examples_per_unit": 4},

@@ -24,7 +24,7 @@ SETTINGS = {
     **{"lr_scheduler_type": "constant", "weight_decay": 0.0, "per_device_train_batch_size": 64},
     **{"num_train_epochs": 3.0, "gradient_checkpointing": False, "bf16": False},
 }
-PROJECTED = ("dp_grape", "dp_galore", "galore", "flora", "d2p2", "dp_jl")
+PROJECTED = ("dp_grape", "dp_galore", "galore", "flora", "d2p2")
 
 
 def made_up(score: float, family: str = "roberta", **changes: Any) -> dict[str, Any]:

@@ -312,7 +312,6 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
         ({"target_epsilon": None, "noise_multiplier": 1.0}, "Give target_epsilon"),
         ({"method": "dpzero"}, "a direction of its own"),
         ({"adjacency": "replace_one"}, "no joint analysis"),
-        ({"method": "dp_jl"}, "no joint analysis"),
         ({"secure_noise": True}, "secure_noise"),
         ({"noise": "correlated"}, "one of"),
     ],
