@@ -49,11 +49,12 @@ from transformers import (
     training_args,
 )
 
-from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST
 from dp_grape_hf.cli.main import COMMANDS, main
 from tests.support.hub_server import TOKEN, serve_as_the_hub
 from tests.support.marks import slow_but
+from tests.support.methods import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -478,7 +479,7 @@ def test_a_table_of_options_names_arguments(page: str, header: str) -> None:
 
 def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
     methods = first_column("dp_grape_hf/arguments/README.md", "`method`")
-    assert methods == METHODS.keys(), "add a line to the page of arguments"
+    assert methods == {*OURS}, "add a line to the page of arguments"
     accountants = first_column("dp_grape_hf/accounting/README.md", "`accountant`")
     assert accountants == {LEAST, *ACCOUNTANTS}, "add a line to the page of accounting"
     commands = {name.split()[1] for name in first_column("dp_grape_hf/cli/README.md", "Command")}

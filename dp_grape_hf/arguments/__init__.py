@@ -1,7 +1,8 @@
 """What is promised: options, methods, what they mean for N examples, and what is refused.
 
-``arguments`` has the options with their ranges, ``methods`` the table of methods, ``refusals`` the
-combinations that would void the promise, and ``plan`` works out noise, steps and sampling rate.
+``arguments`` has the options with their ranges, ``methods`` the table of methods, which plug-ins
+can extend, ``refusals`` the combinations that would void the promise, and ``plan`` works out noise,
+steps and sampling rate.
 """
 
 from dp_grape_hf.arguments.arguments import (
@@ -9,7 +10,14 @@ from dp_grape_hf.arguments.arguments import (
     DPGrapeTrainingArguments,
     accepts_short_names,
 )
-from dp_grape_hf.arguments.methods import METHODS, Method, Projected, refuse_model
+from dp_grape_hf.arguments.methods import (
+    METHODS,
+    Method,
+    OptimizerAndOptions,
+    Update,
+    refuse_model,
+    register_method,
+)
 from dp_grape_hf.arguments.plan import PrivacyPlan, PrivacySpent, check_dataset, schedule_of
 
 __all__ = [
@@ -17,11 +25,13 @@ __all__ = [
     "DPGrapeArguments",
     "DPGrapeTrainingArguments",
     "Method",
+    "OptimizerAndOptions",
     "PrivacyPlan",
     "PrivacySpent",
-    "Projected",
+    "Update",
     "accepts_short_names",
     "check_dataset",
     "refuse_model",
+    "register_method",
     "schedule_of",
 ]

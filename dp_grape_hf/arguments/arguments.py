@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
-from dp_grape_hf.arguments.methods import METHODS
+from dp_grape_hf.arguments.methods import METHODS, row_of
 from dp_grape_hf.arguments.refusals import (
     REFUSED_IF_SET,
     reason_against_bands,
@@ -225,12 +225,11 @@ class DPGrapeArguments(_Host):
     )
 
     # ---- The method ----
-    method: Annotated[str, one_of(sorted(METHODS))] = field(
+    method: str = field(
         default="dp_grape",
         metadata={
-            "help": f"Which method trains: {', '.join(METHODS)}. Of these "
-            f"{', '.join(name for name, row in METHODS.items() if not row.private)} are not "
-            "private: they are for comparison, on data that may be seen."
+            "help": f"Which method trains: {', '.join(METHODS)}, or a plug-in's. The recipes have "
+            "the paper's comparisons as plug-ins (recipes.paper.methods)."
         },
     )
     learning_rate: Annotated[float | None, NOT_NEGATIVE] = field(  # type: ignore[assignment]
@@ -271,16 +270,6 @@ class DPGrapeArguments(_Host):
             'command line), such as {"classifier": 4}. Such a head has more of max_grad_norm, and '
             "a quarter of the noise. Costs no privacy."
         },
-    )
-    perturbation: Annotated[float, POSITIVE] = field(
-        default=1e-3,
-        metadata={
-            "help": "mu: how far from the weights the losses of a zeroth-order method are taken."
-        },
-    )
-    n_directions: Annotated[int, AT_LEAST_1] = field(
-        default=1,
-        metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
     )
     # ---- The projection ----
     projection: str | None = field(
@@ -360,6 +349,8 @@ class DPGrapeArguments(_Host):
         self._keep_to_examined_devices()
         super().__post_init__()
         refuse_machine(self)
+        if (refuse := METHODS[self.method].refuse) is not None:
+            refuse(self)
         if self.noise != INDEPENDENT:
             self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
         if self.private:  # the losses that it filters are withheld, and it has a GPU waited for
@@ -470,7 +461,7 @@ class DPGrapeArguments(_Host):
 
     def _fill_in(self) -> None:
         """Fills in what the method implies."""
-        row = METHODS[self.method]
+        row = row_of(self.method)
         if self.projection is None:
             self.projection = row.projection
         principal = self.projection == PRINCIPAL
@@ -480,7 +471,7 @@ class DPGrapeArguments(_Host):
         self.chooses = (
             self.learning_rate is None
             and row.private
-            and not row.zeroth_order
+            and row.query is None
             and self.noise_multiplier != 0
         )
         # A module whose parameters are clipped apart from all others.

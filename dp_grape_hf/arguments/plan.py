@@ -182,7 +182,7 @@ class PrivacyPlan:
         assert args.update_rule is not None
         averages = 1 in UPDATE_RULES[args.update_rule].moments.values()
         every = None
-        if METHODS[args.method].projected is not None:
+        if METHODS[args.method].projected:
             every = self._mechanism.projection_update_steps
         if every is not None and every < self.steps:
             logger.warning(

@@ -16,28 +16,18 @@ from transformers.trainer_utils import SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from dp_grape_hf.accounting import Adjacency
-from dp_grape_hf.arguments.methods import METHODS, Method, Projected
+from dp_grape_hf.arguments.methods import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
-from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS, SVD
-
-LEAST_PERTURBATION = 1e-4
-
 
 # ---- Ours, among each other ----
 
 
 # Options that mean nothing in some methods: what they are about, and the methods that do that.
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
-    "optim_target_modules": ("a projection", lambda row: row.projected is not None),
-    "learning_rate_factors": ("gradients by parameter", lambda row: not row.zeroth_order),
-    "gradient_factors": (
-        "gradients that are clipped",
-        lambda row: row.private and not row.zeroth_order,
-    ),
-    "perturbation": ("finite differences", lambda row: row.zeroth_order),
-    "n_directions": ("finite differences", lambda row: row.zeroth_order),
+    "optim_target_modules": ("a projection", lambda row: row.projected),
+    "gradient_factors": ("gradients that are clipped", lambda row: row.query is None),
 }
 
 
@@ -82,7 +72,7 @@ def _refuse_promise(args: Any) -> None:
 def _refuse_method(args: Any) -> None:
     """Refuses what the method does not do, or does otherwise."""
     row = METHODS[args.method]
-    families = sorted(_families_of(row))
+    families = sorted(row.projections)
     if args.projection not in families:
         raise PrivacyError(
             f"projection={args.projection!r} must be one of {families} with "
@@ -96,26 +86,6 @@ def _refuse_method(args: Any) -> None:
                 f"{name}={value!r} is about {what}, and method={args.method!r} makes none. "
                 "Leave it out."
             )
-    if row.zeroth_order and row.private and args.perturbation < LEAST_PERTURBATION:
-        raise PrivacyError(
-            f"perturbation={args.perturbation!r} is below {LEAST_PERTURBATION:g}: the rounding "
-            "of a loss, which batch-mates have an influence on, is divided by it and would "
-            "count for more than the clip allows."
-        )
-    if row.zeroth_order and args.update_rule != row.update_rule:
-        raise PrivacyError(
-            f"update_rule={args.update_rule!r} needs gradients, which method={args.method!r} "
-            "has not. Leave it out."
-        )
-
-
-def _families_of(method: Method) -> set[str]:
-    """Returns the families of projections that a method may use."""
-    if method.projected is None:
-        return {"identity"}
-    if method.projected == Projected.AT_CAPTURE:
-        return {PRINCIPAL, *PROJECTIONS}
-    return set(PROJECTIONS) - {"identity"} | {SVD}
 
 
 def _refuse_modes(args: Any) -> None:
@@ -123,7 +93,7 @@ def _refuse_modes(args: Any) -> None:
     mode, row = args.grad_sample_mode, METHODS[args.method]
     if mode == GradSampleMode.AUTO:
         return
-    if row.zeroth_order or not row.private:
+    if row.query is not None:
         raise PrivacyError(
             f"grad_sample_mode={mode!r} is about gradients of samples, which "
             f"method={args.method!r} does not compute. Leave it out."
@@ -143,8 +113,7 @@ def _refuse_compilation(args: Any) -> None:
         return
     row = METHODS[args.method]
     reasons = {
-        f"method={args.method!r} computes no per-sample gradients": row.zeroth_order
-        or not row.private,
+        f"method={args.method!r} computes no per-sample gradients": row.query is not None,
         f"engine={args.engine!r} runs the model under torch.func, which is not compiled": (
             args.engine != "layerwise"
         ),
@@ -160,7 +129,7 @@ def _refuse_compilation(args: Any) -> None:
 def _refuse_adapter(args: Any) -> None:
     """Refuses an adapter of a run whose change of the weights has no low rank, or is not kept."""
     row, instead = METHODS[args.method], "or leave save_as at 'model'."
-    if row.projected != Projected.AT_CAPTURE or args.projection == "identity":
+    if not row.projected_at_capture or args.projection == "identity":
         raise PrivacyError(
             f"save_as='adapter' with method={args.method!r} and projection={args.projection!r}: "
             "only where gradients are projected at capture has every update of a weight low rank. "
@@ -189,10 +158,10 @@ def reason_against_bands(args: Any) -> str | None:
             f"noise_multiplier={args.noise_multiplier!r}: the number of bands is found for a "
             "budget, and so is the noise. Give target_epsilon instead."
         )
-    if METHODS[args.method].zeroth_order:
+    if METHODS[args.method].query is not None:
         return (
-            f"method={args.method!r}: each step has a direction of its own, along which no later "
-            "noise takes anything back. Leave noise out."
+            f"method={args.method!r}: its private updates are no gradients, of which later noise "
+            "could take a part back. Leave noise out."
         )
     if args.adjacency != Adjacency.ADD_OR_REMOVE_ONE:
         return f"adjacency={args.adjacency!r} have no joint analysis. Leave out one of them."
@@ -309,13 +278,6 @@ def refuse_machine(args: Any) -> None:
         raise PrivacyError(
             "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "
             "steps on Inf, which depends on the data. Use --mixed_precision bf16."
-        )
-    row = METHODS[args.method]
-    if row.zeroth_order and row.private and args.mixed_precision != "no":
-        raise PrivacyError(
-            f"mixed_precision={args.mixed_precision!r} with method={args.method!r} is refused: "
-            "a finite difference magnifies the rounding of a loss, which depends on "
-            "batch-mates, beyond what clipping bounds. Leave bf16 out."
         )
     if args.secure_noise and args.world_size > 1:
         raise PrivacyError(

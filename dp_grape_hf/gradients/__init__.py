@@ -2,7 +2,7 @@
 
 What is computed here is sensitive: nothing is clipped and nothing has noise. ``engine`` says what
 an engine is. ``layerwise`` is the fast one (one pass, a function or a rule for each layer type),
-``definition`` the one that is the definition, and ``zeroth_order`` needs no backward pass.
+``definition`` the one that is the definition, and ``query`` the base of those of plug-ins.
 ``losses`` knows the loss of one example, ``forms`` the forms that its gradient may have, and
 ``flat`` the layout of most gradients as one matrix. ``replay`` compares gradients of a first batch
 with those of each example alone, and ``checks`` watches the model during the run.
@@ -55,13 +55,16 @@ from dp_grape_hf.gradients.losses.pairs import (
     side_by_side,
 )
 from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss, examine_trainer_loss
+from dp_grape_hf.gradients.query import ANSWERS, QueryEngine
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
+from dp_grape_hf.gradients.stand_ins import METADATA
 from dp_grape_hf.gradients.units import UNIT_OF_ROW, UnitEngine
-from dp_grape_hf.gradients.zeroth_order import ZerothOrderEngine
 
 __all__ = [
+    "ANSWERS",
     "ENGINES",
     "IGNORE_INDEX",
+    "METADATA",
     "PREFERENCES",
     "REFERENCE",
     "UNIT_OF_ROW",
@@ -79,13 +82,13 @@ __all__ = [
     "PerSampleEngine",
     "PerSampleGradient",
     "PreferenceLoss",
+    "QueryEngine",
     "RewardLoss",
     "Runs",
     "StateGuard",
     "TrainerLoss",
     "UnitEngine",
     "WatchedEngine",
-    "ZerothOrderEngine",
     "batch_size_of",
     "by_halves",
     "choice",

@@ -17,7 +17,7 @@ from dp_grape_hf.mechanism.clipping import (
 )
 from dp_grape_hf.mechanism.collation import Grid, OwnRows, repeatable_seeds, secret_seeds
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
-from dp_grape_hf.mechanism.release import BatchGradient, PrivateMechanism
+from dp_grape_hf.mechanism.release import PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
     EmptyDrawDataset,
     LogicalBatch,
@@ -44,7 +44,6 @@ from dp_grape_hf.mechanism.units import (
 __all__ = [
     "NOISE_SLICE",
     "STABILITY",
-    "BatchGradient",
     "EmptyDrawDataset",
     "Grid",
     "LogicalBatch",

@@ -9,10 +9,6 @@ coordinates. A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for 
 ``g_i``, and its release is divided by f: a larger f gives it more of C, and noise of std
 ``sigma C / f`` on the sum of its gradients. There is nothing to extend in this module: neither clip
 nor noise has a variant.
-
-Methods that are not private have ``BatchGradient``, the gradient of the batch, in the mechanism's
-place. Its surface is the same, so that a private method and its counterpart share sampler,
-optimizer and ledger; the ledger of such a run says that epsilon is infinite.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ from dp_grape_hf.mechanism.clipping import (
     take,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
-from dp_grape_hf.phases import BACKWARD, CLIP, PER_SAMPLE, RECORD
+from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded
 
@@ -301,74 +297,4 @@ class PrivateMechanism:
         if self._distributed and is_sharded(self.per_sample.model):
             hang_up()  # what the others wait for may be a weight
         elif self._distributed:
-            give_up(self.per_sample.device)
-
-
-# ---- Without privacy ----
-
-
-class BatchGradient:
-    """Turns the physical batches of a draw into the gradient of their mean loss.
-
-    Args:
-        per_sample: computes losses; its trainable parameters are differentiated.
-        ledger: where each step is recorded, of a mechanism without noise.
-        distributed: whether the batch is spread over the ranks of the default process group.
-
-    Raises:
-        PrivacyError: if the ledger would claim a guarantee.
-    """
-
-    independent_std = 0.0
-
-    def __init__(
-        self, per_sample: PerSampleEngine, *, ledger: Ledger, distributed: bool = False
-    ) -> None:
-        if ledger.private:
-            raise PrivacyError("A ledger that claims privacy cannot record releases without noise.")
-        self.per_sample = per_sample
-        self.ledger = ledger
-        self._distributed = distributed
-        self._sum: dict[str, Tensor] = {}
-        self._count = 0
-
-    def begin(self, projectors: Mapping[str, Projector]) -> None:
-        """Starts a logical batch; nothing is projected before the release, so there are none."""
-        self._sum, self._count = {}, 0
-
-    def accumulate(self, inputs: Inputs) -> Tensor:
-        """Adds the gradients of a physical batch; returns its losses (B,)."""
-        losses = self.per_sample.losses(inputs)
-        trainable = self.per_sample.trainable
-        with self.per_sample.observer.phase(BACKWARD):
-            found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
-            for name, gradient in zip(trainable, found, strict=True):
-                if gradient is not None:
-                    known = self._sum.get(name)
-                    self._sum[name] = gradient.float() if known is None else known + gradient
-        self._count += len(losses)
-        return losses.detach()
-
-    def release(self) -> dict[str, Tensor]:
-        """Records the step, and returns mean gradients by parameter name; zero if none was drawn.
-
-        A collective call where the batch is spread over several processes.
-        """
-        total, self._sum = self._sum, {}
-        with self.per_sample.observer.phase(RECORD):
-            self.ledger.record()
-        count = torch.tensor([float(self._count)], device=self.per_sample.device)
-        for name, weight in self.per_sample.trainable.items():
-            if name not in total:
-                total[name] = torch.zeros_like(weight, dtype=torch.float32)
-        gradients = {name: total.pop(name).contiguous() for name in self.per_sample.trainable}
-        if self._distributed:
-            sum_over_processes_([count, *gradients.values()])
-        size = count.clamp(min=1)  # each gradient is freed when its mean is there
-        return {name: gradients.pop(name) / size for name in list(gradients)}
-
-    def abandon(self) -> None:
-        """Drops the logical batch after an error, and makes the other processes fail as well."""
-        self._sum = {}
-        if self._distributed:
             give_up(self.per_sample.device)

@@ -28,7 +28,7 @@ from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.errors import require
 from dp_grape_hf.gradients import GradSampleMode, Inputs
 from dp_grape_hf.ledger import BANDED, Ledger
-from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch, PrivateMechanism
+from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.packed import pack_
 from dp_grape_hf.memory.processes import first_of
@@ -271,16 +271,13 @@ class Step:
         with timeline:  # which makes the state of the optimizer
             run.step(0, LogicalBatch([], []))
             optimizer.step()
-        if isinstance(run.mechanism, PrivateMechanism):
+        if run.mechanism is not None:
             timeline.label(OPTIMIZER, [*run.mechanism.kept_noise, *run.signal.kept])
         run.per_sample.assume_probed(self.inputs)
         if is_sharded(self.model):
             run.idle = self.inputs
             reshard(self.model)
         timeline.phase = "setup"
-        if not METHODS[args.method].private:
-            for parameter in run.trainable.values():
-                parameter.register_hook(lambda gradient: timeline.label(SUMS, gradient))
         batch, numbers = LogicalBatch([self.inputs], [setting.batch_size]), count(1)
 
         def step() -> None:

@@ -1,25 +1,24 @@
 """P: which weights are projected, on which side, to which rank, and how P is made.
 
-P is public: it is drawn from a seed that stands in the ledger, measured on public inputs, or made
-of gradients that are private already. ``projector`` has the random families, ``principal`` measures
-on the inputs of ``probes``, ``schedules`` says when P is made anew,
+P is public: it is drawn from a seed that stands in the ledger, or measured on public inputs.
+``projector`` has the random families, ``principal`` measures on the inputs of ``probes``,
+``schedules`` says when P is made anew,
 ``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
 """
 
-from dp_grape_hf.projections.directions import DIRECTION, Directions
 from dp_grape_hf.projections.placement import Placement, Side, first_matches, placements
 from dp_grape_hf.projections.principal import Batches, principal_directions
 from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
 from dp_grape_hf.projections.projector import PRINCIPAL, PROJECTIONS, Projector
 from dp_grape_hf.projections.schedules import (
-    SVD,
     PrincipalProjection,
     ProjectionSchedule,
-    ReleasedProjection,
+    SavedProjection,
 )
 from dp_grape_hf.projections.seeds import (
     is_public,
     is_short,
+    projection_seed_for,
     public_generator,
     round_at_random,
     rounding_generator,
@@ -36,19 +35,16 @@ from dp_grape_hf.projections.targets import (
 )
 
 __all__ = [
-    "DIRECTION",
     "MATRIX_LAYERS",
     "PRINCIPAL",
     "PROJECTIONS",
-    "SVD",
     "Batches",
-    "Directions",
     "Inputs",
     "Placement",
     "PrincipalProjection",
     "ProjectionSchedule",
     "Projector",
-    "ReleasedProjection",
+    "SavedProjection",
     "Side",
     "default_targets",
     "feature_dimensions",
@@ -60,6 +56,7 @@ __all__ = [
     "output_embeddings",
     "placements",
     "principal_directions",
+    "projection_seed_for",
     "projection_targets",
     "public_generator",
     "round_at_random",

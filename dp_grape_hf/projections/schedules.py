@@ -1,11 +1,8 @@
-"""When P is made anew, and of what: the public seed, public inputs, or gradients that are private.
+"""When P is made anew, and of what: the public seed, or public inputs.
 
 DP-GRAPE projects gradients at capture, before they are private: P is drawn from the seed every F
 steps, or has the principal directions of what the layers are given when they read public inputs.
-Naive DP-GaLore (paper, Appendix "GaLore and Naive DP-GaLore"), D2P2 and their non-private
-counterparts privatise full gradients, and project afterwards to keep the optimizer's state small.
-What is projected is private, so P may be computed from it: GaLore takes its leading singular
-vectors. At capture it may not, which is why ``svd`` is no entry of ``projector.PROJECTIONS``.
+P may never be computed from gradients that are projected by it: they are not private yet.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from dp_grape_hf.errors import require
 from dp_grape_hf.projections.placement import Placement, Side, placements
 from dp_grape_hf.projections.projector import BLOCK_ROWS, PROJECTIONS, Projector
 from dp_grape_hf.projections.seeds import projection_generator
-
-SVD = "svd"
 
 
 class _Redrawn:
@@ -53,7 +48,7 @@ class _Redrawn:
         self._refresh = -1
         self._projectors: dict[str, Projector] = {}
 
-    def _in_force(
+    def in_force(
         self, step: int, make: Callable[[int], Mapping[str, Tensor]], drawn: bool = False
     ) -> dict[str, Projector]:
         """Returns the projectors of a step.
@@ -84,10 +79,10 @@ class _Redrawn:
         }
 
 
-class _Saved(_Redrawn):
+class SavedProjection(_Redrawn):
     """Projectors that no seed can make again, and so are saved with a checkpoint.
 
-    They are public, or post-processing of private gradients.
+    They are public.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,9 +113,6 @@ class _Saved(_Redrawn):
             self._projectors = self._on_device(matrices)
 
 
-# ---- At capture ----
-
-
 class ProjectionSchedule(_Redrawn):
     """Draws the projectors of a model and redraws them every F steps.
 
@@ -138,8 +130,7 @@ class ProjectionSchedule(_Redrawn):
             not 1.
 
     Raises:
-        PrivacyError: for an unknown family, or rank or update_steps below 1; and for
-            ``svd``, which must not see the gradients that are projected before they are private.
+        PrivacyError: for an unknown family, or rank or update_steps below 1.
     """
 
     def __init__(
@@ -155,12 +146,6 @@ class ProjectionSchedule(_Redrawn):
     ) -> None:
         known = ", ".join(sorted(PROJECTIONS))
         require(
-            family != SVD,
-            "projection='svd' is computed from gradients, and those that are projected here are "
-            "not private yet: the release would not be either. Choose a method that projects "
-            f"private gradients (dp_galore), or one of: {known}.",
-        )
-        require(
             family in PROJECTIONS,
             f"projection={family!r} is not known; choose one of: {known}.",
         )
@@ -170,7 +155,7 @@ class ProjectionSchedule(_Redrawn):
 
     def at(self, step: int) -> dict[str, Projector]:
         """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
-        return self._in_force(step, self._matrices, drawn=True)
+        return self.in_force(step, self._matrices, drawn=True)
 
     def _matrices(self, refresh: int) -> dict[str, Tensor]:
         return {name: self._drawn(name, place, refresh) for name, place in self.placements.items()}
@@ -192,7 +177,7 @@ Measure = Callable[[Mapping[str, int]], Mapping[str, Tensor]]
 """Returns the P, (n, r), of every weight that it is given a rank of."""
 
 
-class PrincipalProjection(_Saved):
+class PrincipalProjection(SavedProjection):
     """The projectors of principal directions, measured once, or afresh every F steps.
 
     P has orthonormal columns along the layer's input (of an embedding, its output). Weights may be
@@ -241,7 +226,7 @@ class PrincipalProjection(_Saved):
         Raises:
             PrivacyError: if P was measured at an earlier step, and its state was not loaded.
         """
-        return self._in_force(step, lambda _: self._measure(self._ranks))
+        return self.in_force(step, lambda _: self._measure(self._ranks))
 
     def digest(self) -> str:
         """Returns the SHA-256, in hex, of the names and numbers of the P in force."""
@@ -251,93 +236,3 @@ class PrincipalProjection(_Saved):
             digest.update(f"{name}\n{tuple(matrix.shape)}\n".encode())
             digest.update(matrix.numpy().tobytes())
         return digest.hexdigest()
-
-
-# ---- After the release ----
-
-
-def leading_vectors(private_grad: Tensor, rank: int, side: Side) -> Tensor:
-    """Returns the r leading singular vectors of a private gradient, as the columns of a P.
-
-    They are the first r columns of U on the left side, of V on the right, of the singular value
-    decomposition in float32 (Zhao et al. 2024, GaLore). They are orthonormal, so ``P P^T`` is the
-    best projection of this gradient to rank r, and not the identity in expectation.
-
-    Guarantee:
-        Post-processing of ``private_grad``, if that is private. It must not be a sum that got no
-        noise yet: what is projected by this P would depend on the data twice.
-
-    Args:
-        private_grad: (m, n), of any floating type.
-        rank: r, at most min(m, n).
-        side: the side P acts on.
-    """
-    u, _, vh = torch.linalg.svd(private_grad.detach().float(), full_matrices=False)
-    columns = u[:, :rank] if side is Side.LEFT else vh[:rank].T
-    # A copy, because a view would keep the vectors that are not needed.
-    return columns.clone(memory_format=torch.contiguous_format)
-
-
-class ReleasedProjection(_Saved):
-    """The projectors of full private gradients, fresh every F steps.
-
-    ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
-    keeps it until the next. The other families draw P from the public seed, the very P that
-    ``ProjectionSchedule`` draws.
-
-    Guarantee:
-        Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
-
-    Args:
-        shapes: as in ``ProjectionSchedule``, and so are all others; with ``svd`` those with
-            ``min(m, n) <= rank``, which have no more singular vectors, stay unprojected too.
-        family: ``svd``, which has no use for the seed, or a name in ``PROJECTIONS``.
-
-    Raises:
-        PrivacyError: for an unknown family, or rank or update_steps below 1.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        family: str,
-        rank: int,
-        update_steps: int,
-        device: torch.device | str = "cpu",
-        input_dims: Mapping[str, int] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._schedule = ProjectionSchedule(
-            shapes,
-            family="identity" if family == SVD else family,
-            rank=rank,
-            update_steps=update_steps,
-            seed=seed,
-            device=device,
-            input_dims=input_dims,
-        )
-        placed = placements(shapes, rank, input_dims) if family == SVD else {}
-        placed = {name: place for name, place in placed.items() if rank < min(shapes[name])}
-        super().__init__(placed, update_steps, device)
-
-    def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
-
-        Args:
-            step: the logical step.
-            private_grads: parameter name -> the full private gradient of this step.
-
-        Raises:
-            PrivacyError: if P is due from the gradients of another step: those between two redraws
-                need the state that was saved.
-        """
-        if not self.placements:
-            return self._schedule.at(step)
-        return self._in_force(
-            step,
-            lambda _: {
-                name: leading_vectors(private_grads[name], place.rank, place.side)
-                for name, place in self.placements.items()
-            },
-        )

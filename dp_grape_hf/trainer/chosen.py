@@ -197,7 +197,7 @@ def find_rates(
         on these inputs.
     """
     args = run.args
-    if not args.private or METHODS[args.method].zeroth_order:
+    if not args.private or METHODS[args.method].query is not None:
         return None
     if args.world_size > 1:
         if not args.chooses:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_grape_hf.arguments import METHODS, DPGrapeArguments, Projected
+from dp_grape_hf.arguments import METHODS, DPGrapeArguments, OptimizerAndOptions, Update
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import (
@@ -28,9 +28,9 @@ from dp_grape_hf.gradients import (
     Inputs,
     LossFunction,
     PerSampleEngine,
+    QueryEngine,
     UnitEngine,
     WatchedEngine,
-    ZerothOrderEngine,
     batch_size_of,
     evaluating,
     make_engine,
@@ -40,7 +40,6 @@ from dp_grape_hf.gradients import (
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import (
     STABILITY,
-    BatchGradient,
     LogicalBatch,
     PrivateMechanism,
     Signal,
@@ -53,20 +52,17 @@ from dp_grape_hf.optimizers import (
     UPDATE_RULES,
     LowRankUpdates,
     ProjectedOptimizer,
-    ZerothOrderSGD,
 )
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (
-    DIRECTION,
     PRINCIPAL,
     Batches,
     PrincipalProjection,
     ProjectionSchedule,
     Projector,
-    ReleasedProjection,
+    SavedProjection,
     feature_dimensions,
     input_dimensions,
-    is_short,
     on_inputs,
     principal_directions,
     projection_targets,
@@ -75,7 +71,6 @@ from dp_grape_hf.projections import (
 from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
 
-Engine = PrivateMechanism | BatchGradient
 AtCapture = ProjectionSchedule | PrincipalProjection
 
 
@@ -104,7 +99,7 @@ class Run:
         rate_factors, gradient_factors: parameter name -> factor, where it is not 1.
         per_sample: computes losses and per-sample gradients, of examples.
         schedule: the projections at capture; None without any.
-        released: those after the release; None without any.
+        update: what a plug-in does with private updates; None without one.
         projectors: parameter name -> projector, what per-sample gradients met at the last step.
         mechanism: makes a release of a logical batch; None before ``start``.
         signal: how much of the releases was more than noise.
@@ -131,7 +126,12 @@ class Run:
             self.per_sample.observer = observer
         self._stepping = self.per_sample  # from ``start`` on it is watched
         self.trainable = self.per_sample.trainable
-        self.optimizer_cls_and_kwargs = _optimizer(args, self.per_sample)
+        update = METHODS[args.method].update
+        self.update: Update | None = None if update is None else update(args, self.per_sample)
+        usual = _optimizer(args)
+        self.optimizer_cls_and_kwargs = (
+            usual if self.update is None else self.update.optimizer(usual)
+        )
         self.rate_factors, self.gradient_factors = (
             factors_by_name(option, getattr(args, option) or {}, self.trainable)
             for option in ("learning_rate_factors", "gradient_factors")
@@ -139,11 +139,9 @@ class Run:
         self._public_inputs = public_inputs or partial(
             synthetic_batches, model, None, args.projection_seed
         )
-        self.schedule, self.released = _projections(
-            args, model, self.trainable, self._public_inputs
-        )
+        self.schedule = _projections(args, model, self.trainable, self._public_inputs)
         self.projectors: Mapping[str, Projector] = {}
-        self.mechanism: Engine | None = None
+        self.mechanism: PrivateMechanism | None = None
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
@@ -198,19 +196,15 @@ class Run:
             noise_generator: the secret stream of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
-        args, row, distributed = self.args, METHODS[self.args.method], group_size() > 1
         self.signal = Signal(ledger.mechanism.bands)
-        if not row.private and not row.zeroth_order:
-            self.mechanism = BatchGradient(self.per_sample, ledger=ledger, distributed=distributed)
-            return
-        if row.private and not row.zeroth_order:
+        if METHODS[self.args.method].query is None:
             self._stepping = self._watched(ledger.mechanism.clipped_apart)
-        units = args.privacy_unit_column is not None
+        units = self.args.privacy_unit_column is not None
         self.mechanism = PrivateMechanism(
             UnitEngine(self._stepping) if units else self._stepping,
             ledger=ledger,
             noise_generator=noise_generator,
-            distributed=distributed,
+            distributed=group_size() > 1,
             noise_slice=noise_slice,
         )
 
@@ -244,15 +238,11 @@ class Run:
         if new:
             factors = {self.trainable[n]: factor for n, factor in self.rate_factors.items()}
             scale_rates(optimizer, factors, chosen=self.args.chooses)
-        elif isinstance(optimizer, ZerothOrderSGD) and isinstance(
-            self.per_sample, ZerothOrderEngine
-        ):
-            optimizer.directions = self.per_sample.directions  # it had those of an earlier run
         self.optimizer = optimizer
         if self.mechanism is not None:
-            measured = self.schedule if isinstance(self.schedule, PrincipalProjection) else None
-            if (projection := self.released or measured) is not None:
-                _save_with(optimizer, projection)
+            own = self.schedule if self.update is None else self.update.projection
+            if isinstance(own, SavedProjection):
+                _save_with(optimizer, own)
 
     def use_rates(self, by_name: Mapping[str, float]) -> None:
         """Makes optimizers with these rates, by parameter name; that of most is the arguments'."""
@@ -290,7 +280,7 @@ class Run:
     @property
     def turns(self) -> Turns:
         """Which examples may be sampled for the next release."""
-        return self.mechanism.turns if isinstance(self.mechanism, PrivateMechanism) else Turns()
+        return Turns() if self.mechanism is None else self.mechanism.turns
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -364,25 +354,18 @@ class Run:
         self._stepping.stream(self.idle, self.projectors, *ignored)
 
     def _hand_over(self, number: int, private_grads: Mapping[str, Tensor]) -> None:
-        """Gives the optimizer what was released, projected if that is due only now.
+        """Gives the optimizer what was released.
 
         Guarantee:
             Only private gradients are seen: this is post-processing.
         """
-        if isinstance(self.optimizer, ZerothOrderSGD):
-            self.optimizer.receive(private_grads[DIRECTION], number)
+        if self.update is not None:
+            self.update.hand_over(self.optimizer, number, private_grads)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
         projectors, weights = self.projectors, self.trainable
         flat = places = None
-        if self.released is not None:
-            projectors = self.released.at(number, private_grads)
-            self.per_sample.observer.made(PROJECTORS, projectors)
-            private_grads = {
-                n: projectors[n].project(g) if n in projectors else g
-                for n, g in private_grads.items()
-            }
-        elif isinstance(private_grads, FlatTensors) and private_grads.layout is not None:
+        if isinstance(private_grads, FlatTensors) and private_grads.layout is not None:
             flat, layout = private_grads.flat, private_grads.layout
             if self._places is None or self._places[0] != layout.places:
                 by_weight = {weights[name]: place for name, place in layout.places.items()}
@@ -459,23 +442,20 @@ class Run:
 def _per_sample(
     args: DPGrapeArguments, model: nn.Module, loss: LossFunction | None, options: dict[str, Any]
 ) -> PerSampleEngine:
-    """Returns what computes losses, and per-sample gradients or their stand-in."""
+    """Returns what computes losses, and per-sample gradients or a plug-in's vectors.
+
+    Raises:
+        PrivacyError: if a private plug-in's engine is none that is examined.
+    """
     row = METHODS[args.method]
-    if row.zeroth_order:
-        short = next((n for n, p in model.named_parameters() if is_short(p)), None)
-        if row.private and short is not None:
+    if row.query is not None:
+        engine = row.query(args, model, loss)
+        if row.private and not isinstance(engine, QueryEngine):
             raise PrivacyError(
-                f"{short} is {model.get_parameter(short).dtype}, and method={args.method!r} "
-                "magnifies the rounding of losses, which depends on batch-mates, beyond what "
-                "clipping bounds. Load the model in float32."
+                f"method={args.method!r} is private and computes with {type(engine).__name__}, "
+                "whose vectors of samples nothing examines. Derive it from QueryEngine."
             )
-        return ZerothOrderEngine(
-            model,
-            loss,
-            seed=args.projection_seed,
-            perturbation=args.perturbation,
-            n_directions=args.n_directions,
-        )
+        return engine
     if args.torch_compile:
         options = options | {"compilation": _compilation(args)}
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
@@ -487,18 +467,11 @@ def _compilation(args: DPGrapeArguments) -> Compilation:
     return Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
 
 
-def _optimizer(
-    args: DPGrapeArguments, per_sample: PerSampleEngine
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Returns the optimizer's class and its arguments."""
-    common: dict[str, Any] = {
+def _optimizer(args: DPGrapeArguments) -> OptimizerAndOptions:
+    """Returns the usual optimizer's class and its options."""
+    return ProjectedOptimizer, {
         "lr": args.learning_rate,
         "rounding_seed": args.projection_seed,
-    }
-    if isinstance(per_sample, ZerothOrderEngine):
-        return ZerothOrderSGD, common | {"directions": per_sample.directions}
-    return ProjectedOptimizer, {
-        **common,
         "rule": args.update_rule,
         "keep_changes": args.save_as == "adapter",
         **rule_settings(args),
@@ -515,9 +488,7 @@ def rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
     return settings.get(args.update_rule, {})
 
 
-def _save_with(
-    optimizer: torch.optim.Optimizer, projection: PrincipalProjection | ReleasedProjection
-) -> None:
+def _save_with(optimizer: torch.optim.Optimizer, projection: SavedProjection) -> None:
     """Makes the state of a projection a part of the optimizer's."""
 
     def add(_: Any, state: dict[str, Any]) -> None:
@@ -541,13 +512,12 @@ def _projections(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     public_inputs: Batches,
-) -> tuple[AtCapture | None, ReleasedProjection | None]:
-    """Returns the projections of a run at capture and after the release, at most one of them."""
+) -> AtCapture | None:
+    """Returns the projections of a run at capture, if it has any."""
     assert args.projection is not None
     assert args.projection_rank is not None
-    where = METHODS[args.method].projected
-    if where is None:
-        return None, None
+    if not METHODS[args.method].projected_at_capture:
+        return None
     targets = projection_targets(model, trainable, args.optim_target_modules)
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
@@ -562,19 +532,15 @@ def _projections(
         shapes |= {name: tuple(trainable[name].shape) for name in whole}
         measure = partial(_principal, args, model, public_inputs, whole)
         dims = feature_dimensions(model)
-        return (
-            PrincipalProjection(shapes, measure=measure, input_dims=dims, whole=whole, **settings),
-            None,
+        return PrincipalProjection(
+            shapes, measure=measure, input_dims=dims, whole=whole, **settings
         )
     settings |= {
         "family": args.projection,
         "seed": args.projection_seed,
         "input_dims": input_dimensions(model),
     }
-    if where == Projected.AT_CAPTURE:
-        return ProjectionSchedule(shapes, **settings), None
-    assert where == Projected.AFTER_RELEASE
-    return None, ReleasedProjection(shapes, **settings)
+    return ProjectionSchedule(shapes, **settings)
 
 
 def _whole(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> list[str]:

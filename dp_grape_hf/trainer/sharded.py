@@ -162,7 +162,7 @@ def sharding_of(args: Any) -> Sharding | None:
             "It would spread one example over processes. Leave dp_replicate_size and dp_shard_size",
         ),
         f"method={args.method!r}": (
-            row.zeroth_order or not row.private,
+            row.query is not None,
             "Choose a private method with gradients, or start plain processes",
         ),
         f"engine={args.engine!r}": (args.engine != "layerwise", "Leave it at 'layerwise'"),

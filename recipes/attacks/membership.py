@@ -230,7 +230,9 @@ def train(
     }
     if math.isinf(epsilon):
         way = {
-            "method": "adam",
+            "method": "dp_adam",
+            "noise_multiplier": 0.0,
+            "max_grad_norm": math.inf,
             "num_train_epochs": settings.epochs,
             "expected_batch_size": min(32, settings.pool // 2),
             "learning_rate": 3e-3,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacySpent
+from dp_grape_hf import DPGrapeTrainingArguments, PrivacySpent
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer import principal_adapter
+from recipes.paper.methods import METHODS, OPTIONS, PaperArguments
 
 
 def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
         *("world_size", "seed", "bf16", "gradient_checkpointing", "optim_target_modules"),
     )
     own = [f.name for f in fields(DPGrapeArguments)]
+    if isinstance(args, PaperArguments):
+        own += OPTIONS
     scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
     return {name: getattr(args, name) for name in (*own, *names)} | scheduler
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dp_grape_hf import METHODS
 from recipes.common.markdown import mean_and_error
 from recipes.common.runs import append_line, read_lines
+from recipes.paper.methods import METHODS
 
 RUNS = "runs.jsonl"
 

@@ -31,12 +31,13 @@ from sklearn.model_selection import train_test_split
 from transformers import set_seed
 from transformers.utils import logging
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainer
 from recipes.common import markdown
 from recipes.common.plots import Panels, logarithmic
 from recipes.common.provenance import origin, with_adapter, write
 from recipes.common.sweep import Cell, Sweep
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
+from recipes.paper.methods import PaperArguments
 
 CONFIG = Path(__file__).with_name("compare.yaml")
 TASK = "digits"
@@ -110,7 +111,7 @@ def train(cell: Cell) -> dict[str, Any]:
         build_model(DigitsArguments()), options["method"], LORA_RANK, head=["classifier"]
     )
     with tempfile.TemporaryDirectory() as folder:
-        args = DPGrapeTrainingArguments(
+        args = PaperArguments(
             **options,
             output_dir=folder,
             target_epsilon=cell.epsilon,

@@ -33,12 +33,12 @@ from transformers import (
 )
 
 from dp_grape_hf import (
-    METHODS,
     DPGrapeTrainer,
     DPGrapeTrainingArguments,
     per_sample_gradients,
 )
 from recipes.common.provenance import recorded, spent_as_json, versions, write
+from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIG = Path(__file__).with_name("config.yaml")
 FLOAT = 4  # bytes
@@ -141,7 +141,7 @@ def count_bytes(
     """Returns bytes of per-sample gradients and optimizer state: ours measured, others computed."""
     row = METHODS[trainer.args.method]
     held = 0
-    if row.private and not row.zeroth_order:
+    if row.query is None:
         projections = trainer.private_run.projectors_at(trainer.state.global_step)
         device = trainer.args.device
         batch = {k: v.to(device) for k, v in default_data_collator(examples).items()}
@@ -246,14 +246,14 @@ def mebibytes(count: int) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DigitsArguments, DPGrapeTrainingArguments]:
     """Returns the arguments of ``main``: command line over ``--config`` over defaults."""
-    parser = HfArgumentParser((DigitsArguments, DPGrapeTrainingArguments))
+    parser = HfArgumentParser((DigitsArguments, PaperArguments))
     parser.add_argument("--config", default=str(CONFIG), help="YAML file with defaults of options.")
     path = parser.parse_known_args(argv)[0].config
     defaults = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     chosen = METHODS.get(parser.parse_known_args(argv)[0].method)
     if chosen is not None and not chosen.private:  # a budget would contradict it
         defaults.pop("target_epsilon", None)
-    known = {f.name for cls in (DigitsArguments, DPGrapeTrainingArguments) for f in fields(cls)}
+    known = {f.name for cls in (DigitsArguments, PaperArguments) for f in fields(cls)}
     if unknown := sorted(defaults.keys() - known):
         raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")
     parser.set_defaults(**defaults)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
 from recipes.benchmark.methods import COMPILED, CORRELATED, MEASURED, PRINCIPAL
 from recipes.common.markdown import table
+from recipes.paper.methods import METHODS
 
 GIB = 2**30
 CLOSE = 0.1  # how far a simulation may be off, relative

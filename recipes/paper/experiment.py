@@ -40,9 +40,10 @@ from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainerCallback, set_seed
 from transformers.utils import logging
 
-from dp_grape_hf import METHODS, DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
 from recipes.common.provenance import origin, recorded, spent_as_json, with_adapter
+from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
@@ -352,14 +353,14 @@ def parse(
     Raises:
         ValueError: if the preset sets what is no option, or does not know what the run needs.
     """
-    parser = HfArgumentParser((family.script, DPGrapeTrainingArguments))
+    parser = HfArgumentParser((family.script, PaperArguments))
     words = list(sys.argv[1:] if argv is None else argv)
     first = parser.parse_known_args(["--model_name_or_path", UNKNOWN, *words])[0]
     if first.task not in family.tasks:
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
     path = preset_path(family.name, first.config)
     preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
-    known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
+    known = {f.name for cls in (family.script, PaperArguments) for f in fields(cls)}
     if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
         preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])
     if wrong := sorted(preset.keys() - known):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from dp_grape_hf.arguments import METHODS, Method
+from dp_grape_hf.arguments import Method
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import (
@@ -33,6 +33,7 @@ from dp_grape_hf.memory import (
 )
 from dp_grape_hf.projections import input_dimensions, placements, projection_targets
 from dp_grape_hf.tables import table
+from recipes.paper.methods import METHODS
 
 NUMBER = 4  # bytes of a float32
 
@@ -152,8 +153,7 @@ def every_method(setting: Setting) -> list[Compared]:
 
 def _has_modes(row: Method) -> bool:
     """Whether the full gradient of every weight is clipped."""
-    other = row.projected or row.adapter or row.zeroth_order
-    return row.private and not other
+    return not (row.projected or row.adapter or row.query)
 
 
 # ---- What is shown: tables in MiB, JSON in bytes ----
@@ -229,7 +229,7 @@ def _kinds(rows: list[Compared], sizes: Sizes) -> str:
 def _legend() -> str:
     lines = [["formula (4 bytes a number)", *Formulas._fields]]
     for method, formulas in FORMULAS.items():
-        lines.append([TITLES[method], *(formula.text for formula in formulas)])
+        lines.append([METHODS[method].title, *(formula.text for formula in formulas)])
     return (
         table(lines)
         + "Sums are over the weights m x n, of which m is projected; parameters that are not "

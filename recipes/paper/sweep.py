@@ -48,12 +48,12 @@ from typing import Any
 
 import yaml
 
-from dp_grape_hf import METHODS
 from recipes.common import markdown
 from recipes.common.markdown import counted, score_text
 from recipes.common.provenance import recorded, write
 from recipes.common.sweep import RUNS, Cell, Sweep, has_budget
 from recipes.paper.experiment import parse
+from recipes.paper.methods import METHODS
 
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
 

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dp_grape_hf import METHODS
 from recipes.common.markdown import Score, mean_and_error
 from recipes.common.sweep import Sweep, first_score
+from recipes.paper.methods import METHODS, OPTIONS, ZEROTH_ORDER
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ PROJECTION = frozenset(
     }
 )
 ADAPTER = frozenset({"lora_rank", "lora_init"})
-DIRECTIONS = frozenset({"perturbation", "n_directions"})
+DIRECTIONS = frozenset(OPTIONS)
 """What means nothing without projections, adapters or random directions."""
 
 PRIVACY = frozenset(
@@ -120,7 +120,7 @@ class Run:
         row, silent = METHODS[self.method], MACHINE | seeds
         silent |= frozenset() if row.private else PRIVACY
         silent |= frozenset() if row.projected else PROJECTION
-        silent |= frozenset() if row.zeroth_order else DIRECTIONS
+        silent |= frozenset() if self.method in ZEROTH_ORDER else DIRECTIONS
         return silent | (frozenset() if row.adapter else ADAPTER)
 
     @cached_property

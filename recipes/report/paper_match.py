@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.projections import PRINCIPAL
+from recipes.paper.methods import METHODS, OPTIONS
 from recipes.report.findings import TUNED, ZERO_SHOT, Run, title_of
 
 PAPER = Path(__file__).with_name("paper_tables.yaml")
@@ -103,7 +103,7 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
 
 
 def _usual(run: Run, spec: Spec) -> dict[str, Any]:
-    wanted = {f.name: f.default for f in fields(DPGrapeArguments)}
+    wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | OPTIONS
     # Where a rate is given, and P is random
     wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16, "noise": "independent"}
     wanted |= {"projection_update_steps": 100}

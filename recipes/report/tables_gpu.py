@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dp_grape_hf import METHODS
 from dp_grape_hf.memory import ADAMW
 from recipes.common.markdown import (
     BLANK,
@@ -23,6 +22,7 @@ from recipes.common.markdown import (
     shown,
 )
 from recipes.gpu_report.table import GIB, title_of_way
+from recipes.paper.methods import METHODS
 from recipes.report.findings import Findings, partition, title_of
 from recipes.report.paper_match import Spec
 
@@ -96,7 +96,7 @@ def way_of(line: Spec) -> str:
 
 
 def _projects(way: str) -> bool:
-    return way in METHODS and METHODS[way].projected is not None
+    return way in METHODS and METHODS[way].projected
 
 
 def _title(line: Spec, number: str) -> str:

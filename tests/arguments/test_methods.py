@@ -1,225 +1,65 @@
-"""Every method against its definition, written out; and suites over the table of methods.
+"""The package's methods against their definitions, written out; and the table of methods.
 
 Shapes: N examples, B samples in a batch, m x n a weight.
 """
 
+import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from importlib.util import find_spec
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    Trainer,
-    TrainingArguments,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
 )
 
-from dp_grape_hf.arguments import METHODS
+from dp_grape_hf.arguments import METHODS, methods, register_method
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import ANSWERS, Inputs, QueryEngine
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import Streams
-from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.trainer.run import scale_rates
 from tests.support.marks import slow_but
-from tests.support.oracles import single_sample_gradients
+from tests.support.mechanism import make_private
+from tests.support.methods import (
+    NOISY,
+    OURS,
+    PLAIN,
+    Moments,
+    Update,
+    assert_same_steps,
+    batch_of_all,
+    definition,
+    is_the_same_in_any_split,
+    learns,
+    moves_by_at_most_c,
+    noise_for,
+    noisy_run,
+    plain_trainer,
+    releases_noise_alone,
+    resumes_where_it_stopped,
+    run,
+    whole_and_resumed,
+)
 from tests.support.trainers import (
     EXACT,
-    Examples,
     TinyForSequenceClassification,
-    Watch,
     assert_same_weights,
     make_trainer,
     owned,
-    points,
     spy_releases,
     tiny,
     weights_of,
 )
 
-PRIVATE = [name for name, row in METHODS.items() if row.private]
-each_method = pytest.mark.parametrize(
-    "method", slow_but(("dp_grape", "dp_lora", "dpzero", "adam"), METHODS)
-)
-NOT_PRIVATE = [name for name, row in METHODS.items() if not row.private]
-PLAIN = {"per_device_train_batch_size": 24}
-"""Arguments of a run that is not private, on all of ``points`` at every step."""
-
-Weights = dict[str, Tensor]
-Update = Callable[[int, Weights], Weights]
-
-
-def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
-    """Trains the tiny model; returns its weights before and after every step."""
-    watch = Watch()
-    model = changes.pop("model", None)
-    trainer = make_trainer(
-        folder,
-        method=method,
-        model=tiny(method) if model is None else model,
-        callbacks=[watch],
-        lr_scheduler_type="constant",
-        **changes,
-    )
-    trainer.train()
-    return watch.weights
-
-
-def assert_same_steps(
-    found: Iterable[Weights], expected: Iterable[Weights], **tolerance: float
-) -> None:
-    """Compares weights after every step."""
-    for one, other in zip(found, expected, strict=True):
-        assert_same_weights(one, other, **tolerance)
-
-
-def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
-    """Compares a run with one that was stopped and resumed."""
-
-    def trainer(name: str, *callbacks: Watch) -> Any:
-        return make_trainer(
-            folder / name,
-            model=tiny(settings["method"]),
-            callbacks=list(callbacks),
-            save_strategy="steps",
-            save_steps=stop_at,
-            lr_scheduler_type="constant",
-            **settings,
-        )
-
-    whole, resumed = trainer("whole"), trainer("stopped")
-    whole.train()
-    trainer("stopped", Watch(stop_at=stop_at)).train()
-    resumed.train(resume_from_checkpoint=True)
-    found, expected = (weights_of(each.model) for each in (resumed, whole))
-    assert_same_weights(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def batch_of_all() -> dict[str, Tensor]:
-    """Returns all of ``points`` as one batch."""
-    examples = points().examples
-    return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
-
-
 # ---- Definitions ----
-
-
-class Moments:
-    """Adam of one array of numbers, as in the textbook; 1e-2 is the learning rate of the tests."""
-
-    def __init__(self) -> None:
-        self.first = self.second = torch.zeros(())
-        self.step = 0
-
-    def update(self, gradient: Tensor) -> Tensor:
-        """Returns what is taken off the weight."""
-        self.step += 1
-        self.first = 0.9 * self.first + 0.1 * gradient
-        self.second = 0.999 * self.second + 0.001 * gradient**2
-        first, second = self.first / (1 - 0.9**self.step), self.second / (1 - 0.999**self.step)
-        return 1e-2 * first / (second.sqrt() + 1e-8)
-
-
-def singular_vectors(gradient: Tensor, rank: int) -> Tensor:
-    """Returns the leading singular vectors on the side of the smaller dimension, in columns."""
-    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-    return right[:rank].T if gradient.shape[0] >= gradient.shape[1] else left[:, :rank]
-
-
-def along(gradient: Tensor, basis: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns the update of the projected gradient, lifted."""
-    if len(basis) == gradient.shape[1]:
-        return update(gradient @ basis) @ basis.T
-    return basis @ update(basis.T @ gradient)
-
-
-def public_galore(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports galore-torch, whose 8-bit optimizer, not needed here, wants a library for GPUs."""
-    if find_spec("bitsandbytes") is None:
-        for name in ("bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        stub: Any = sys.modules["bitsandbytes.optim.optimizer"]
-        stub.Optimizer2State = object
-    return pytest.importorskip("galore_torch")
-
-
-def test_galore_is_the_public_implementation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step for step, with a redraw in between. Its eps counts before the bias correction."""
-    reference = public_galore(monkeypatch)
-    found = run(tmp_path, "galore", **PLAIN, max_steps=5, adam_epsilon=1e-12)
-    model = TinyForSequenceClassification()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    settings = {"rank": 2, "update_proj_gap": 3, "scale": 1.0, "proj_type": "std"}
-    optimizer = reference.GaLoreAdamW(
-        [{"params": others}, {"params": matrices, **settings}],
-        lr=1e-2,
-        eps=1e-12,
-        no_deprecation_warning=True,
-    )
-    for actual in found[1:]:
-        batch = batch_of_all()
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        optimizer.step()
-        wanted = {name: weight.detach() for name, weight in model.named_parameters()}
-        assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
-
-
-def noisy_sum(weights: Weights, noise: Iterable[Tensor], max_grad_norm: float) -> Weights:
-    """Returns ``(sum_i clip(g_i, C) + noise) / B`` over all of ``points``, sample by sample."""
-    model = TinyForSequenceClassification()
-    model.load_state_dict(weights)
-    _, gradients = single_sample_gradients(model, batch_of_all())
-    flat = torch.cat([g.flatten(1) for g in gradients.values()], 1)
-    factors = (max_grad_norm / flat.norm(dim=1)).clamp(max=1)
-    return {
-        name: (torch.einsum("b,b...->...", factors, g) + n) / len(factors)
-        for (name, g), n in zip(gradients.items(), noise, strict=True)
-    }
-
-
-def noise_for(weights: Weights, std: float, generator: torch.Generator) -> list[Tensor]:
-    """Returns noise for each weight; the gradients of all lie in one vector, which is drawn."""
-    sizes = [w.numel() for w in weights.values()]
-    drawn = torch.empty(sum(sizes)).normal_(0, std, generator=generator).split(sizes)
-    return [own.view(w.shape) for own, w in zip(drawn, weights.values(), strict=True)]
-
-
-def definition(
-    start: Weights, steps: int, update: Update, *, max_grad_norm: float = 0.5, std: float = 1.0
-) -> Iterable[Weights]:
-    """Yields the weights after each step of a method: clip, add noise of that ``std``, update."""
-    weights = dict(start)
-    generator = torch.Generator().manual_seed(8)
-    for step in range(steps):
-        noise = noise_for(weights, std, generator)
-        moves = update(step, noisy_sum(weights, noise, max_grad_norm))
-        weights = {name: weights[name] - moves[name] for name in weights}
-        yield dict(weights)
-
-
-NOISY = {
-    "noise_multiplier": 2.0,
-    "max_grad_norm": 0.5,
-    "per_device_train_batch_size": 24,
-    "max_steps": 5,
-}
-
-
-def noisy_run(folder: Path, method: str, **changes: Any) -> list[Weights]:
-    """Runs a method with noise that ``definition`` can draw again."""
-    settings = NOISY | {"known_streams": Streams.known(7)} | changes
-    return run(folder, method, **settings)
 
 
 def descent() -> Update:
@@ -231,46 +71,11 @@ def adam() -> Update:
     return lambda step, private_grads: {n: moments[n].update(g) for n, g in private_grads.items()}
 
 
-def along_singular_vectors() -> Update:
-    """GaLore (Zhao et al. 2024, Algorithm 2, alpha = 1): SVD of the gradient every few steps."""
-    moments: dict[str, Moments] = defaultdict(Moments)
-    bases: Weights = {}
-
-    def update(step: int, private_grads: Weights) -> Weights:
-        if step % 3 == 0:
-            matrices = {n: g for n, g in private_grads.items() if g.dim() == 2}
-            bases.update({n: singular_vectors(g, 2) for n, g in matrices.items()})
-        return {
-            n: along(g, bases[n], moments[n].update) if n in bases else moments[n].update(g)
-            for n, g in private_grads.items()
-        }
-
-    return update
-
-
-def along_random_directions() -> Update:
-    """SGD along the random projection of the private gradient."""
-
-    def update(step: int, private_grads: Weights) -> Weights:
-        moves = {}
-        for name, gradient in private_grads.items():
-            if gradient.dim() == 2:
-                generator = projection_generator(0, step // 3, name)
-                p = torch.randn(min(gradient.shape), 2, generator=generator) / 2**0.5
-                gradient = along(gradient, p, lambda projected: projected)
-            moves[name] = 1e-2 * gradient
-        return moves
-
-    return update
-
-
 @pytest.mark.parametrize(
     ("method", "update", "atol", "rtol"),
     [
         ("dp_sgd", descent, 1e-6, 1e-5),
         ("dp_adam", adam, 1e-5, 1e-4),
-        ("dp_galore", along_singular_vectors, 2e-5, 1e-4),
-        ("d2p2", along_random_directions, 1e-6, 1e-5),
     ],
 )
 def test_a_private_method_is_its_definition(
@@ -279,13 +84,6 @@ def test_a_private_method_is_its_definition(
     found = noisy_run(tmp_path, method)
     expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
-
-
-def test_galore_is_its_definition(tmp_path: Path) -> None:
-    found = run(tmp_path, "galore", **PLAIN, max_steps=7)
-    exact = {"max_grad_norm": float("inf"), "std": 0.0}
-    expected = definition(found[0], 7, along_singular_vectors(), **exact)
-    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_dp_grape_with_the_identity_is_dp_adam(tmp_path: Path) -> None:
@@ -328,150 +126,136 @@ def test_dp_adam_is_opacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )  # its factor has C / (norm + 1e-6)
 
 
-# ---- The counterparts that are not private ----
-
-
-def plain_trainer(folder: Path, model: nn.Module, steps: int) -> list[Weights]:
-    """Trains with the Trainer of transformers on all of ``points`` at every step."""
-    watch = Watch()
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=24,
-        max_steps=steps,
-        learning_rate=1e-2,
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-    )
-    Trainer(model, args, train_dataset=points(), callbacks=[watch]).train()
-    return watch.weights
-
-
-@pytest.mark.parametrize("method", ["adam", "lora"])
-def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["dp_adam", "dp_lora"])
+def test_without_noise_and_clipping_it_is_the_plain_trainer(method: str, tmp_path: Path) -> None:
     """With PEFT, if it is LoRA."""
     expected = plain_trainer(tmp_path / "plain", tiny(method), steps=5)
-    found = run(tmp_path / "ours", method, **PLAIN, max_steps=5)
+    found = run(tmp_path / "ours", method, **EXACT, max_steps=5)
     assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
 
 
+# ---- Plug-ins ----
+
+
+def test_the_package_alone_has_its_methods_and_says_where_others_are() -> None:
+    """In a process of its own, as an import of the recipes lasts."""
+    code = """
+from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacyError
+names = [*METHODS]
+try:
+    DPGrapeTrainingArguments("x", method="dpzero", eps=2, delta=1e-5)
+except PrivacyError as error:
+    print(names, error)
+import recipes.paper
+DPGrapeTrainingArguments("x", method="dpzero", eps=2, delta=1e-5, report_to="none", use_cpu=True)
+print("made")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"{[*OURS]} method='dpzero' must be one of" in done.stdout
+    assert "run `import recipes.paper` first" in done.stdout
+    assert done.stdout.endswith("made\n")
+
+
+def test_a_method_of_the_package_cannot_be_replaced() -> None:
+    with pytest.raises(PrivacyError, match="this name belongs to DP-Adam"):
+        register_method("dp_adam", METHODS["dp_sgd"])
+    register_method("dp_adam", METHODS["dp_adam"])
+    assert METHODS["dp_adam"].title == "DP-Adam"
+    with pytest.raises(TypeError):
+        METHODS["dp_adam"] = METHODS["dp_sgd"]  # type: ignore[index]
+
+
+class Losses(QueryEngine):
+    """Answers with the loss of each sample, twice."""
+
+    size = 2
+
+    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        losses = self.losses(inputs)
+        self.read = {*self.trainable}
+        return losses, torch.stack([losses] * 2, 1)
+
+
+class TwoRows(Losses):
+    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        losses, answers = super().query(inputs)
+        return losses, torch.cat([answers, answers])
+
+
+class OfOthers(Losses):
+    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        losses, answers = super().query(inputs)
+        return losses, answers - answers.mean(0)
+
+
+def test_answers_are_clipped_as_gradients_are() -> None:
+    engine = Losses(TinyForSequenceClassification())
+    mechanism = make_private(engine, max_grad_norm=0.5, noise_multiplier=0.0, expected_batch_size=1)
+    batch = {key: value for key, value in batch_of_all().items() if key in ("x", "labels")}
+    mechanism.begin({})
+    losses = mechanism.accumulate(batch)
+    found = mechanism.release()[ANSWERS]
+    each = torch.stack([losses] * 2, 1)
+    factors = (0.5 / each.norm(dim=1)).clamp(max=1)
+    assert (factors < 1).any()
+    torch.testing.assert_close(found, factors @ each)
+
+
 @pytest.mark.parametrize(
-    ("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora"), ("dp_galore", "galore")]
+    ("engine", "words"),
+    [(TwoRows, "one row of size=2 for each sample"), (OfOthers, "answer of a sample changes")],
 )
-def test_a_private_method_without_noise_and_clipping_is_its_counterpart(
-    private: str, plain: str, tmp_path: Path
+def test_a_query_that_breaks_the_sensitivity_is_refused(
+    engine: type[QueryEngine], words: str
 ) -> None:
-    one = run(tmp_path / "a", private, **EXACT, max_steps=5)
-    other = run(tmp_path / "b", plain, **PLAIN, max_steps=5)
-    assert_same_steps(one, other, atol=1e-5, rtol=1e-4)
+    with pytest.raises(PrivacyError, match=words):
+        engine(TinyForSequenceClassification())(batch_of_all(), {})
 
 
-@pytest.mark.parametrize("method", NOT_PRIVATE)
-def test_a_method_that_is_not_private_says_so(method: str, tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, method=method, model=tiny(method), noise_multiplier=None, max_steps=2
-    )
-    trainer.train()
-    trainer.save_model()
-    spent = trainer.privacy_spent()
-    assert not spent.private
-    assert spent.epsilon == float("inf")
-    assert trainer.ledger.mechanism.method == method
-    assert trainer.ledger.steps == 2
-    card = (tmp_path / "README.md").read_text()
-    assert "**This model has no privacy guarantee**" in card
+def test_a_private_plug_in_needs_an_engine_that_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(methods._METHODS, "dp_batch", replace(METHODS["adam"], private=True))
+    with pytest.raises(PrivacyError, match="'dp_batch' is private and computes with BatchEngine"):
+        make_trainer(tmp_path, method="dp_batch")
 
 
 # ---- Suites over the table ----
-
-
-def neighbour(num_samples: int) -> dict[str, Any]:
-    """Returns arguments of a run on the first examples, each of which is in every draw."""
-    return {
-        "train_dataset": Examples(points().examples[:num_samples]),
-        "num_samples": 24,
-        "expected_batch_size": 24,
-        "per_device_train_batch_size": 24,
-        "max_steps": 1,
-        "noise_multiplier": 1.0,
-        "known_streams": Streams.known(3),  # the noise of both runs is the same
-    }
 
 
 @pytest.mark.parametrize(
     ("method", "clipping"),
     [
         pytest.param(m, c, marks=() if c == "flat" or m == "dp_grape" else pytest.mark.slow)
-        for m, c in product(PRIVATE, Clipping)
+        for m, c in product(OURS, Clipping)
     ],
 )
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    releases = spy_releases(monkeypatch)
-    for number in (24, 23):
-        settings = neighbour(number) | {"max_grad_norm": 0.1, "clipping": clipping}
-        run(tmp_path / str(number), method, **settings)
-    moved = torch.cat([(releases[0][n] - releases[1][n]).flatten() for n in releases[0]]) * 24
-    assert 0 < moved.norm() <= 0.1 * (1 + 1e-4)
+    moves_by_at_most_c(method, clipping, tmp_path, monkeypatch)
 
 
-@each_method
+@pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora"), OURS))
 def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
-    whole, split = (
-        run(
-            tmp_path / str(size),
-            method,
-            expected_batch_size=24,
-            per_device_train_batch_size=size,
-            known_streams=Streams.known(5),
-        )
-        for size in (24, 5)
-    )
-    assert_same_steps(split, whole, atol=2e-4, rtol=1e-3)
+    is_the_same_in_any_split(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), OURS))
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
-    """Without noise, so that nothing but the method's own state decides."""
-    exact = EXACT if METHODS[method].private else PLAIN
-    whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
+    resumes_where_it_stopped(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), OURS))
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
-    exact = EXACT if METHODS[method].private else PLAIN
-    rate = 0.5 if METHODS[method].update_rule == "sgd" else 3e-2
-    weights = run(tmp_path, method, **exact, max_steps=40, learning_rate=rate)
-    model = tiny(method)
-    losses = []
-    for state in (weights[0], weights[-1]):
-        model.load_state_dict(state, strict=False)
-        losses.append(model(**batch_of_all())["loss"].item())
-    assert losses[1] < 0.8 * losses[0]
+    learns(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.parametrize("method", OURS)
 def test_an_empty_draw_releases_noise(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """q = 1e-9: nobody is drawn."""
-    releases = spy_releases(monkeypatch)
-    run(
-        tmp_path,
-        method,
-        num_samples=10**9,
-        expected_batch_size=1,
-        per_device_train_batch_size=1,
-        max_steps=2,
-        target_delta=1e-10,
-    )
-    assert len(releases) == 2
-    assert all(value.abs().min() > 0 for release in releases for value in release.values())
+    releases_noise_alone(method, tmp_path, monkeypatch)
 
 
 # ---- Refusals ----
@@ -490,10 +274,6 @@ def test_an_empty_draw_releases_noise(
         ({"learning_rate_factors": {"head": 0}}, "must map name patterns to factors that are pos"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors='head' must map"),
         ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
-        (
-            {"method": "dpzero", "learning_rate_factors": {"head": 2}},
-            "is about gradients by parameter, and method='dpzero' makes none",
-        ),
         ({"gradient_factors": {"head": -1}}, "gradient_factors=.* must map name patterns to fact"),
         ({"gradient_factors": {"head": 10**400}}, "factors that are positive and finite"),
         ({"gradient_factors": {"head": 1e9}}, "name patterns to factors from 1e-06 to 1e"),
@@ -526,23 +306,6 @@ def test_wrong_combinations_are_refused(
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bf16": True}, "mixed_precision='bf16' with method="),
-        ({"perturbation": 1e-5}, "perturbation=1e-05 is below 0.0001"),
-        ({"update_rule": "adam"}, "update_rule='adam' needs gradients"),
-        ({"model": TinyForSequenceClassification().bfloat16()}, "Load the model in float32"),
-    ],
-    ids=["autocast", "small steps", "adam", "bfloat16"],
-)
-def test_rounding_that_a_finite_difference_would_magnify_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        make_trainer(tmp_path, method="dpzero", **changes)
 
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])

@@ -14,10 +14,10 @@ from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import (
+    ANSWERS,
     UNIT_OF_ROW,
     Dense,
     UnitEngine,
-    ZerothOrderEngine,
     flat,
     make_engine,
 )
@@ -31,8 +31,8 @@ from dp_grape_hf.mechanism import (
     add_clipped_sum_,
     read_units,
 )
-from dp_grape_hf.projections import DIRECTION
 from recipes.models.matrix import projectors_for
+from recipes.paper.methods.zeroth_order import ZerothOrderEngine
 from tests.support.mechanism import coins, make_private, released
 from tests.support.models import only, row
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
@@ -362,11 +362,11 @@ def test_finite_differences_of_a_unit_add_up() -> None:
     losses, found = unit_engine(batch | {UNIT_OF_ROW: EACH}, {})
     alone, each = inner(batch, {})
     torch.testing.assert_close(losses, alone)
-    differences = each[DIRECTION]
+    differences = each[ANSWERS]
     assert isinstance(differences, Dense)
-    assert_gradients_equal(found, {DIRECTION: _summed(differences.values)})
-    assert unit_engine.released_shapes({}) == {DIRECTION: (2,)}
-    assert unit_engine.groups == [(DIRECTION,)]
+    assert_gradients_equal(found, {ANSWERS: _summed(differences.values)})
+    assert unit_engine.released_shapes({}) == {ANSWERS: (2,)}
+    assert unit_engine.groups == [(ANSWERS,)]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,6 @@ def test_both_engines_project_on_any_side_at_any_rank(name: str, side: Side, eng
         ({"rank": 0}, "projection_rank=0 must be at least 1"),
         ({"update_steps": 0}, "projection_update_steps=0 must be at least 1"),
         ({"family": "fourier"}, "projection='fourier' is not known; choose one of: .*gaussian"),
-        ({"family": "svd"}, "projection='svd' is computed from gradients, .* not private yet"),
     ],
 )
 def test_a_bad_argument_is_refused_with_its_name_and_value(

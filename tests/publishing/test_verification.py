@@ -138,6 +138,7 @@ def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "a method that is not registered": {"method": "dp_elsewhere"},
     "replace one": {"adjacency": "replace_one"},
     "rdp": {"accountant": "rdp"},
     "no clipping": {"max_grad_norm": math.inf, "target_epsilon": None},

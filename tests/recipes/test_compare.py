@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dp_grape_hf import METHODS, DPGrapeTrainingArguments
 from recipes.common.sweep import Cell
 from recipes.digits import compare
+from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIG = compare.CONFIG
 
@@ -66,7 +66,7 @@ def test_a_comparison_is_resumed_and_rendered(
 
 def test_the_configuration_compares_every_method_by_options_that_there_are() -> None:
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    rows, known = config["rows"].values(), {f.name for f in fields(DPGrapeTrainingArguments)}
+    rows, known = config["rows"].values(), {f.name for f in fields(PaperArguments)}
     assert {row["method"] for row in rows} == set(METHODS), f"{CONFIG.name}: a row for each method"
     assert config["shared"].keys() <= known
     assert all(row.keys() - {"grid"} <= known for row in rows)

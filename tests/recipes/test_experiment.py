@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
 
-from dp_grape_hf import METHODS, DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.paper import opt, roberta, vit
 from recipes.paper.experiment import (
     CONFIGS,
@@ -27,6 +27,7 @@ from recipes.paper.experiment import (
     result_path,
     run,
 )
+from recipes.paper.methods import METHODS
 from tests.support.trainers import TinyForSequenceClassification, points
 
 PRESET: dict[str, Any] = {

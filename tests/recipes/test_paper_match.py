@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dp_grape_hf import METHODS
 from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.common.provenance import recorded
 from recipes.paper.experiment import parse
+from recipes.paper.methods import METHODS, ZEROTH_ORDER
 from recipes.report.findings import ZERO_SHOT, Findings, Run
 from recipes.report.paper_match import read_paper, unlike, variant
 from recipes.report.tables import render
@@ -31,7 +31,7 @@ def preset_run(name: str, method: str) -> Run:
         words += ["--target_epsilon=2", "--max_grad_norm=1.0"]
     if METHODS[method].adapter:
         words.append("--lora_rank=8")
-    if METHODS[method].zeroth_order:
+    if method in ZEROTH_ORDER:
         words.append("--perturbation=0.001")
     if spec["family"] != "vit" and method not in ("dp_grape", "dp_adam", "dpzero"):
         words.append("--max_steps=7")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import RobertaConfig
 
-from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import (
@@ -30,6 +29,7 @@ from recipes.paper.memory import (
     every_method,
     sizes_of,
 )
+from recipes.paper.methods import METHODS
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 

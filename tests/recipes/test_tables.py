@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dp_grape_hf import METHODS
 from recipes.common.sweep import Sweep
 from recipes.gpu_report.__main__ import cells_of
 from recipes.gpu_report.models import SHAPES
+from recipes.paper.methods import METHODS
 from recipes.report import tables
 from recipes.report.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
 from recipes.report.paper_match import read_paper

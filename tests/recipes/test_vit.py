@@ -13,10 +13,10 @@ from datasets import Dataset, Image
 from PIL import Image as Picture
 from transformers import ViTConfig, ViTForImageClassification
 
-from dp_grape_hf.arguments import METHODS
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, accuracy, main, parse
 from recipes.paper.images import Batches, Images, Source, load_images
+from recipes.paper.methods import METHODS
 from tests.support.images import SMALL, both_splits, random_arrays, words, write_idx, write_mnist
 
 COLOUR = Source("someone/colour", "img", "fine_label", 10)

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
-from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
+from recipes.paper.methods import METHODS, PaperArguments
 from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3
@@ -136,6 +136,8 @@ def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> 
     }
     if changes.get("method", "dp_grape") == "dp_grape":
         settings["projection"] = "gaussian"  # which needs to know nothing of a model
+    if {"perturbation", "n_directions"} & changes.keys():
+        arguments = arguments or PaperArguments
     return (arguments or DPGrapeTrainingArguments)(**settings | changes)
 
 

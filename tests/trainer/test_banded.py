@@ -310,7 +310,7 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"target_epsilon": None, "noise_multiplier": 1.0}, "Give target_epsilon"),
-        ({"method": "dpzero"}, "a direction of its own"),
+        ({"method": "dpzero"}, "its private updates are no gradients"),
         ({"adjacency": "replace_one"}, "no joint analysis"),
         ({"secure_noise": True}, "secure_noise"),
         ({"noise": "correlated"}, "one of"),

@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
-from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.distributed import group_size, sum_over_processes_
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Streams
+from recipes.paper.methods import METHODS
 from tests.support.models import only
 from tests.support.trainers import (
     Examples,

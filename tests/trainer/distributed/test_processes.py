@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.arguments import METHODS, refuse_model
+from dp_grape_hf.arguments import refuse_model
 from dp_grape_hf.distributed import (
     OtherProcessFailed,
     failing_together,
@@ -27,6 +27,7 @@ from dp_grape_hf.distributed import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.projections import default_targets
+from recipes.paper.methods import METHODS
 from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,

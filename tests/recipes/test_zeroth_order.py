@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients import ZerothOrderEngine, loss_for
+from dp_grape_hf.gradients import ANSWERS, loss_for
 from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.memory import WEIGHTS
 from dp_grape_hf.memory.timeline import Timeline
-from dp_grape_hf.optimizers import ZerothOrderSGD
 from dp_grape_hf.phases import FORWARD
-from dp_grape_hf.projections import DIRECTION, Directions
-from dp_grape_hf.projections import directions as directions_module
 from dp_grape_hf.projections.seeds import projection_seed_for
 from recipes.models.matrix import projectors_for
+from recipes.paper.methods import directions as directions_module
+from recipes.paper.methods.directions import Directions
+from recipes.paper.methods.zeroth_order import ZerothOrderEngine, ZerothOrderSGD
 from tests.gradients.functions import Function
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
@@ -41,8 +41,8 @@ def released(engine: PrivateMechanism, step: int, batches: Sequence[Mapping[str,
     for batch in batches:
         engine.accumulate(batch)
     release = engine.release()
-    assert list(release) == [DIRECTION]
-    return release[DIRECTION]
+    assert list(release) == [ANSWERS]
+    return release[ANSWERS]
 
 
 def tensors_of(model: nn.Module, step: int, count: int = 1) -> list[dict[str, Tensor]]:
@@ -126,9 +126,9 @@ def test_every_scalar_is_the_finite_difference_of_its_own_loss(case: Case) -> No
     losses, gradients = engine(inputs, {})
     assert_untouched(model, before)
     z = tensors_of(model, 4, count)
-    assert list(gradients) == [DIRECTION]
+    assert list(gradients) == [ANSWERS]
     expected = differences(model, inputs, z)  # loss functions of vocabularies work in float32
-    torch.testing.assert_close(gradients[DIRECTION].values, expected, atol=2e-2, rtol=1e-3)
+    torch.testing.assert_close(gradients[ANSWERS].values, expected, atol=2e-2, rtol=1e-3)
     single, _ = single_sample_gradients(model.eval(), inputs)
     torch.testing.assert_close(losses.double(), single.double(), atol=1e-3, rtol=1e-3)
 
@@ -143,7 +143,7 @@ def test_positions_without_a_label_are_left_out_and_change_nothing() -> None:
     )
     engine = ZerothOrderEngine(model, seed=SEED)
     engine.use(0)
-    scalars = engine(inputs, {})[1][DIRECTION].values
+    scalars = engine(inputs, {})[1][ANSWERS].values
     assert [count for count in rows if count > 3] == [9]  # the model's own loss, looked at once
     expected = differences(model, inputs, tensors_of(model, 0))
     torch.testing.assert_close(scalars, expected, atol=2e-2, rtol=1e-3)
@@ -280,7 +280,7 @@ def test_every_use_of_a_weight_is_moved_alike(make: Callable[[], nn.Module], x: 
     assert all(module.training for module in model.modules())
     expected = differences(model, batch, tensors_of(model, 1), loss)
     assert (expected.abs() > 1e-3).all()
-    torch.testing.assert_close(gradients[DIRECTION].values, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients[ANSWERS].values, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_parameter_that_no_operation_reads_is_refused() -> None:
@@ -387,7 +387,7 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 SAME = "loss of one and the same sample"
-OTHERS = "finite difference of a sample's loss"
+OTHERS = "answer of a sample changes"
 
 
 @pytest.mark.parametrize(

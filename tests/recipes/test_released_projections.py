@@ -10,13 +10,11 @@ from torch import Tensor
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import (
     PROJECTIONS,
-    SVD,
     ProjectionSchedule,
     Projector,
-    ReleasedProjection,
     Side,
 )
-from dp_grape_hf.projections.schedules import leading_vectors
+from recipes.paper.methods.released import SVD, ReleasedProjection, leading_vectors
 
 SHAPES = {"wide": (6, 16), "tall": (16, 6), "square": (6, 6), "small": (2, 9), "bias": (6,)}
 

@@ -2,8 +2,7 @@
 
 A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
 What fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch
-and once for the update. ``gradients.zeroth_order`` says what is measured along them, and
-``optimizers.zeroth_order`` moves.
+and once for the update. ``zeroth_order`` says what is measured along them.
 
 Shapes: K directions, d trainable numbers.
 """
@@ -17,10 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.projections.seeds import projection_seed_for, public_generator, row_blocks
-
-DIRECTION = "direction"
-"""The name under which a release has its scalars, (K,)."""
+from dp_grape_hf.projections import projection_seed_for, public_generator, row_blocks
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
 _KEPT = 2**24  # numbers of the directions of one step that are kept, of any model

@@ -1,0 +1,168 @@
+"""Projections of private sums: full private gradients, projected to keep optimizer states small.
+
+Naive DP-GaLore (paper, Appendix "GaLore and Naive DP-GaLore"), D2P2 and their non-private
+counterparts GaLore and FLORA. What is projected is private, so P may be computed from it: GaLore
+takes its leading singular vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_grape_hf.arguments import Method, Update
+from dp_grape_hf.gradients import PerSampleEngine
+from dp_grape_hf.phases import PROJECTORS
+from dp_grape_hf.projections import (
+    PROJECTIONS,
+    ProjectionSchedule,
+    Projector,
+    SavedProjection,
+    Side,
+    input_dimensions,
+    placements,
+    projection_targets,
+)
+from recipes.paper.methods.whole_batch import BatchEngine, scale_to_mean
+
+SVD = "svd"
+FAMILIES = (SVD, *(name for name in PROJECTIONS if name != "identity"))
+
+
+def leading_vectors(private_grad: Tensor, rank: int, side: Side) -> Tensor:
+    """Returns the r leading singular vectors of a private gradient, as the columns of a P.
+
+    They are the first r columns of U on the left side, of V on the right, of the singular value
+    decomposition in float32 (Zhao et al. 2024, GaLore). They are orthonormal, so ``P P^T`` is the
+    best projection of this gradient to rank r, and not the identity in expectation.
+
+    Guarantee:
+        Post-processing of ``private_grad``, if that is private. It must not be a sum that got no
+        noise yet: what is projected by this P would depend on the data twice.
+
+    Args:
+        private_grad: (m, n), of any floating type.
+        rank: r, at most min(m, n).
+        side: the side P acts on.
+    """
+    u, _, vh = torch.linalg.svd(private_grad.detach().float(), full_matrices=False)
+    columns = u[:, :rank] if side is Side.LEFT else vh[:rank].T
+    # A copy, because a view would keep the vectors that are not needed.
+    return columns.clone(memory_format=torch.contiguous_format)
+
+
+class ReleasedProjection(SavedProjection):
+    """The projectors of full private gradients, fresh every F steps.
+
+    ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
+    keeps it until the next. The other families draw P from the public seed, the very P that
+    ``ProjectionSchedule`` draws.
+
+    Guarantee:
+        Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
+
+    Args:
+        shapes: as in ``ProjectionSchedule``, and so are all others; with ``svd`` those with
+            ``min(m, n) <= rank``, which have no more singular vectors, stay unprojected too.
+        family: one of ``FAMILIES``; ``svd`` has no use for the seed.
+
+    Raises:
+        PrivacyError: for an unknown family, or rank or update_steps below 1.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        family: str,
+        rank: int,
+        update_steps: int,
+        device: torch.device | str = "cpu",
+        input_dims: Mapping[str, int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._schedule = ProjectionSchedule(
+            shapes,
+            family="identity" if family == SVD else family,
+            rank=rank,
+            update_steps=update_steps,
+            seed=seed,
+            device=device,
+            input_dims=input_dims,
+        )
+        placed = placements(shapes, rank, input_dims) if family == SVD else {}
+        placed = {name: place for name, place in placed.items() if rank < min(shapes[name])}
+        super().__init__(placed, update_steps, device)
+
+    def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
+        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
+
+        Args:
+            step: the logical step.
+            private_grads: parameter name -> the full private gradient of this step.
+
+        Raises:
+            PrivacyError: if P is due from the gradients of another step: those between two redraws
+                need the state that was saved.
+        """
+        if not self.placements:
+            return self._schedule.at(step)
+        return self.in_force(
+            step,
+            lambda _: {
+                name: leading_vectors(private_grads[name], place.rank, place.side)
+                for name, place in self.placements.items()
+            },
+        )
+
+
+class _Projected(Update):
+    """Projects private sums, and hands the optimizer their coordinates."""
+
+    projection: ReleasedProjection
+
+    def __init__(self, args: Any, engine: PerSampleEngine) -> None:
+        self._engine, self._expected = engine, args.expected_batch_size
+        trainable = engine.trainable
+        targets = projection_targets(engine.model, trainable, args.optim_target_modules)
+        self.projection = ReleasedProjection(
+            {name: tuple(trainable[name].shape) for name in targets},
+            family=args.projection,
+            rank=args.projection_rank,
+            update_steps=args.projection_update_steps,
+            device=engine.device,
+            input_dims=input_dimensions(engine.model),
+            seed=args.projection_seed,
+        )
+
+    def hand_over(self, optimizer: Any, step: int, private_grads: Mapping[str, Tensor]) -> None:
+        if isinstance(self._engine, BatchEngine):
+            private_grads = scale_to_mean(private_grads, self._engine, self._expected)
+        projectors, weights = self.projection.at(step, private_grads), self._engine.trainable
+        self._engine.observer.made(PROJECTORS, projectors)
+        optimizer.receive(
+            {
+                weights[name]: projectors[name].project(g) if name in projectors else g
+                for name, g in private_grads.items()
+            },
+            {weights[name]: projector for name, projector in projectors.items()},
+        )
+
+
+def _row(title: str, source: str, projection: str, **more: Any) -> Method:
+    return Method(
+        title, source, projection=projection, projections=FAMILIES, update=_Projected, **more
+    )
+
+
+_OF_BATCH: dict[str, Any] = {"private": False, "query": BatchEngine.of}
+
+ROWS = {
+    "dp_galore": _row("naive DP-GaLore", "paper, Appendix on DP-GaLore; Zhao et al. 2024", SVD),
+    "d2p2": _row("D2P2-SGD", "Jiang et al. 2024", "gaussian", update_rule="sgd"),
+    "galore": _row("GaLore", "Zhao et al. 2024", SVD, **_OF_BATCH),
+    "flora": _row("FLORA", "Hao et al. 2024", "gaussian", **_OF_BATCH),
+}

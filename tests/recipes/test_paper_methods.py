@@ -1,0 +1,241 @@
+"""The paper's comparisons against their definitions, and the suites that every method passes."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Clipping
+from dp_grape_hf.projections.seeds import projection_generator
+from recipes.paper.methods import released, whole_batch, zeroth_order
+from tests.support.marks import slow_but
+from tests.support.methods import (
+    PLAIN,
+    Moments,
+    Update,
+    Weights,
+    assert_same_steps,
+    batch_of_all,
+    definition,
+    is_the_same_in_any_split,
+    learns,
+    moves_by_at_most_c,
+    noisy_run,
+    plain_trainer,
+    releases_noise_alone,
+    resumes_where_it_stopped,
+    run,
+)
+from tests.support.trainers import (
+    EXACT,
+    TinyForSequenceClassification,
+    assert_same_weights,
+    make_trainer,
+    tiny,
+)
+
+ROWS = zeroth_order.ROWS | released.ROWS | whole_batch.ROWS
+PRIVATE = [name for name, row in ROWS.items() if row.private]
+NOT_PRIVATE = [name for name, row in ROWS.items() if not row.private]
+
+
+def singular_vectors(gradient: Tensor, rank: int) -> Tensor:
+    """Returns the leading singular vectors on the side of the smaller dimension, in columns."""
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    return right[:rank].T if gradient.shape[0] >= gradient.shape[1] else left[:, :rank]
+
+
+def along(gradient: Tensor, basis: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the update of the projected gradient, lifted."""
+    if len(basis) == gradient.shape[1]:
+        return update(gradient @ basis) @ basis.T
+    return basis @ update(basis.T @ gradient)
+
+
+def public_galore(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports galore-torch, whose 8-bit optimizer, not needed here, wants a library for GPUs."""
+    if find_spec("bitsandbytes") is None:
+        for name in ("bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        stub: Any = sys.modules["bitsandbytes.optim.optimizer"]
+        stub.Optimizer2State = object
+    return pytest.importorskip("galore_torch")
+
+
+def test_galore_is_the_public_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step for step, with a redraw in between. Its eps counts before the bias correction."""
+    reference = public_galore(monkeypatch)
+    found = run(tmp_path, "galore", **PLAIN, max_steps=5, adam_epsilon=1e-12)
+    model = TinyForSequenceClassification()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    settings = {"rank": 2, "update_proj_gap": 3, "scale": 1.0, "proj_type": "std"}
+    optimizer = reference.GaLoreAdamW(
+        [{"params": others}, {"params": matrices, **settings}],
+        lr=1e-2,
+        eps=1e-12,
+        no_deprecation_warning=True,
+    )
+    for actual in found[1:]:
+        batch = batch_of_all()
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        wanted = {name: weight.detach() for name, weight in model.named_parameters()}
+        assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
+
+
+def along_singular_vectors() -> Update:
+    """GaLore (Zhao et al. 2024, Algorithm 2, alpha = 1): SVD of the gradient every few steps."""
+    moments: dict[str, Moments] = defaultdict(Moments)
+    bases: Weights = {}
+
+    def update(step: int, private_grads: Weights) -> Weights:
+        if step % 3 == 0:
+            matrices = {n: g for n, g in private_grads.items() if g.dim() == 2}
+            bases.update({n: singular_vectors(g, 2) for n, g in matrices.items()})
+        return {
+            n: along(g, bases[n], moments[n].update) if n in bases else moments[n].update(g)
+            for n, g in private_grads.items()
+        }
+
+    return update
+
+
+def along_random_directions() -> Update:
+    """SGD along the random projection of the private gradient."""
+
+    def update(step: int, private_grads: Weights) -> Weights:
+        moves = {}
+        for name, gradient in private_grads.items():
+            if gradient.dim() == 2:
+                generator = projection_generator(0, step // 3, name)
+                p = torch.randn(min(gradient.shape), 2, generator=generator) / 2**0.5
+                gradient = along(gradient, p, lambda projected: projected)
+            moves[name] = 1e-2 * gradient
+        return moves
+
+    return update
+
+
+def test_galore_is_its_definition(tmp_path: Path) -> None:
+    found = run(tmp_path, "galore", **PLAIN, max_steps=7)
+    exact = {"max_grad_norm": float("inf"), "std": 0.0}
+    expected = definition(found[0], 7, along_singular_vectors(), **exact)
+    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["adam", "lora"])
+def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None:
+    """With PEFT, if it is LoRA."""
+    expected = plain_trainer(tmp_path / "plain", tiny(method), steps=5)
+    found = run(tmp_path / "ours", method, **PLAIN, max_steps=5)
+    assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora"), ("dp_galore", "galore")]
+)
+def test_a_private_method_without_noise_and_clipping_is_its_counterpart(
+    private: str, plain: str, tmp_path: Path
+) -> None:
+    one = run(tmp_path / "a", private, **EXACT, max_steps=5)
+    other = run(tmp_path / "b", plain, **PLAIN, max_steps=5)
+    assert_same_steps(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", NOT_PRIVATE)
+def test_a_method_that_is_not_private_says_so(method: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, method=method, model=tiny(method), noise_multiplier=None, max_steps=2
+    )
+    trainer.train()
+    trainer.save_model()
+    spent = trainer.privacy_spent()
+    assert not spent.private
+    assert spent.epsilon == float("inf")
+    assert trainer.ledger.mechanism.method == method
+    assert trainer.ledger.steps == 2
+    card = (tmp_path / "README.md").read_text()
+    assert "**This model has no privacy guarantee**" in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16": True}, "mixed_precision='bf16' with method="),
+        ({"perturbation": 1e-5}, "perturbation=1e-05 is below 0.0001"),
+        ({"update_rule": "adam"}, "update_rule='adam' needs gradients"),
+        ({"model": TinyForSequenceClassification().bfloat16()}, "Load the model in float32"),
+    ],
+    ids=["autocast", "small steps", "adam", "bfloat16"],
+)
+def test_rounding_that_a_finite_difference_would_magnify_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        make_trainer(tmp_path, method="dpzero", **changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "update", "atol", "rtol"),
+    [
+        ("dp_galore", along_singular_vectors, 2e-5, 1e-4),
+        ("d2p2", along_random_directions, 1e-6, 1e-5),
+    ],
+)
+def test_a_private_method_is_its_definition(
+    method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path
+) -> None:
+    found = noisy_run(tmp_path, method)
+    expected = definition(found[0], 5, update())
+    assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
+
+
+# ---- Suites over the table ----
+
+
+@pytest.mark.parametrize(
+    ("method", "clipping"),
+    [
+        pytest.param(m, c, marks=() if c == "flat" or m == "dp_grape" else pytest.mark.slow)
+        for m, c in product(PRIVATE, Clipping)
+    ],
+)
+def test_one_example_moves_the_release_by_at_most_c(
+    method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves_by_at_most_c(method, clipping, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("method", slow_but(("dpzero", "adam"), ROWS))
+def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
+    is_the_same_in_any_split(method, tmp_path)
+
+
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), ROWS))
+def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
+    resumes_where_it_stopped(method, tmp_path)
+
+
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), ROWS))
+def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
+    learns(method, tmp_path)
+
+
+@pytest.mark.parametrize("method", PRIVATE)
+def test_an_empty_draw_releases_noise(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases_noise_alone(method, tmp_path, monkeypatch)
