@@ -26,7 +26,7 @@ from dp_grape_hf.projections import (
     placements,
     projection_targets,
 )
-from recipes.paper.methods.whole_batch import BatchEngine, scale_to_mean
+from recipes.paper.methods.whole_batch import BatchEngine
 
 SVD = "svd"
 FAMILIES = (SVD, *(name for name in PROJECTIONS if name != "identity"))
@@ -125,8 +125,7 @@ class _Projected(Update):
     projection: ReleasedProjection
 
     def __init__(self, args: Any, engine: PerSampleEngine) -> None:
-        self._engine, self._expected = engine, args.expected_batch_size
-        trainable = engine.trainable
+        self._engine, trainable = engine, engine.trainable
         targets = projection_targets(engine.model, trainable, args.optim_target_modules)
         self.projection = ReleasedProjection(
             {name: tuple(trainable[name].shape) for name in targets},
@@ -139,8 +138,6 @@ class _Projected(Update):
         )
 
     def hand_over(self, optimizer: Any, step: int, private_grads: Mapping[str, Tensor]) -> None:
-        if isinstance(self._engine, BatchEngine):
-            private_grads = scale_to_mean(private_grads, self._engine, self._expected)
         projectors, weights = self.projection.at(step, private_grads), self._engine.trainable
         self._engine.observer.made(PROJECTORS, projectors)
         optimizer.receive(
