@@ -232,7 +232,7 @@ def test_every_import_is_declared_in_setup_cfg() -> None:
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    declared = [config["options"]["install_requires"], *map(extras.get, ("pld", "sft", "plot"))]
+    declared = [config["options"]["install_requires"], *map(extras.get, ("sft", "plot"))]
     lines = "\n".join(declared).splitlines()
     known = {re.split(r"[<>=!~;\[ ]", line)[0].replace("-", "_") for line in lines if line}
     ours = {*sys.stdlib_module_names, PACKAGE}

@@ -1,15 +1,12 @@
 """What releases cost: upper bounds on epsilon, and the noise that a budget buys.
 
-No model, no data and no file: numbers in, numbers out, by numpy and scipy only. ``releases``
-describes what is composed, ``accountants`` bounds its divergence, ``composition`` chooses among
-accountants, and ``calibration`` turns the question round: which noise keeps a budget.
+No model, no data, no file and no torch: numbers in, numbers out. ``releases`` describes the
+releases of a run, ``accountants`` bounds their ε, and ``calibration`` finds the noise for a budget.
 """
 
 from dp_grape_hf.accounting.accountants import (
     ACCOUNTANTS,
-    LEAST,
-    AccountantFailure,
-    is_installed,
+    DEFAULT,
     rounded_up,
 )
 from dp_grape_hf.accounting.banded import (
@@ -29,11 +26,12 @@ from dp_grape_hf.accounting.calibration import (
     find_noise_multiplier,
     refuse_large_delta,
 )
+from dp_grape_hf.accounting.rdp import AccountantFailure
 from dp_grape_hf.accounting.releases import Adjacency, Releases
 
 __all__ = [
     "ACCOUNTANTS",
-    "LEAST",
+    "DEFAULT",
     "AccountantFailure",
     "Adjacency",
     "Bands",
@@ -46,7 +44,6 @@ __all__ = [
     "expected_steps_per_epoch",
     "find_bands",
     "find_noise_multiplier",
-    "is_installed",
     "noise_left",
     "refuse_large_delta",
     "released_noise",

@@ -25,7 +25,7 @@ import numpy as np
 import scipy  # whose stats and signal are imported when they are used: they take a second
 from numpy.typing import ArrayLike, NDArray
 
-from dp_grape_hf.accounting.accountants import LAST_RESORT, LEAST
+from dp_grape_hf.accounting.accountants import DEFAULT, ROUGH
 from dp_grape_hf.accounting.calibration import find_noise_multiplier
 from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError
@@ -151,7 +151,7 @@ def find_bands(
     inertia: float = 0.0,
     period: int | None = None,
     most: int | None = None,
-    accountant: str = LEAST,
+    accountant: str = DEFAULT,
     earlier: Sequence[Releases] = (),
     **variant: Any,
 ) -> Bands:
@@ -193,10 +193,10 @@ def find_bands(
     )
     try:
         tried: dict[int, tuple[float, tuple[float, ...]]] = {}
-        tried[1] = (sigma(1, LAST_RESORT) * noise_left((1.0,), held), (1.0,))
+        tried[1] = (sigma(1, ROUGH) * noise_left((1.0,), held), (1.0,))
         for bands in _numbers_of_bands(steps, sample_rate, most or _MOST):
             own = best_coefficients(bands, held)
-            tried[bands] = sigma(bands, LAST_RESORT) * noise_left(own, held), own
+            tried[bands] = sigma(bands, ROUGH) * noise_left(own, held), own
             least = min(tried, key=lambda b: tried[b][0])
             if list(tried).index(least) < len(tried) - _PATIENCE:
                 break

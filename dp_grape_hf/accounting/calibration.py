@@ -1,14 +1,13 @@
-"""What a training run costs in ε, and the noise multiplier that a budget buys.
+"""Compute the ε of a training run, and the noise multiplier for a budget.
 
-Every number returned here is an *upper* bound on ε, from one of the `accountants`: the one with the
-least (`composition` says why that is one), unless another is asked for by name.
+Every number returned here is an *upper* bound on ε, from one of the `accountants`.
 
 Guarantee:
     The mechanism accounted is the Poisson subsampled Gaussian: in every step each example is
     drawn independently with probability ``sample_rate``, its contribution has L2 norm at most C,
     and noise of standard deviation ``noise_multiplier * C`` per coordinate is added to the
     *sum* of the contributions. Two datasets are adjacent if one has a single example more than
-    the other, so the sum has sensitivity C. A step counts even when nobody was drawn.
+    the other, so the sum has sensitivity C. A step counts even if it drew no example.
 
     With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
     in a single example. Its contribution then moves by up to 2C; see `replace_one`.
@@ -23,14 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dp_grape_hf.accounting.accountants import (
-    ACCOUNTANTS,
-    LAST_RESORT,
-    LEAST,
-    Block,
-    is_installed,
-)
-from dp_grape_hf.accounting.composition import Composition
+from dp_grape_hf.accounting.accountants import ACCOUNTANTS, DEFAULT, ROUGH, Composition
+from dp_grape_hf.accounting.rdp import Block
 from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError, require
 
@@ -41,7 +34,7 @@ def compute_epsilon(
     sample_rate: float,
     steps: int,
     delta: float,
-    accountant: str = LEAST,
+    accountant: str = DEFAULT,
     **variant: Any,
 ) -> float:
     """Returns an upper bound on ε after ``steps`` equal releases.
@@ -53,7 +46,7 @@ def compute_epsilon(
         sample_rate: q, the probability with which each example enters a step.
         steps: Number of releases.
         delta: δ of the guarantee.
-        accountant: A name in `ACCOUNTANTS`, or `LEAST` for the least bound of those installed.
+        accountant: A name in `ACCOUNTANTS`.
         variant: ``adjacency`` and ``bands``, as `Releases` says.
 
     Raises:
@@ -73,11 +66,11 @@ def compute_epsilon(
 
 
 def compose_epsilon(
-    releases: Sequence[Releases], *, delta: float, accountant: str = LEAST
+    releases: Sequence[Releases], *, delta: float, accountant: str = DEFAULT
 ) -> float:
     """Returns an upper bound on ε of all ``releases`` together, in any order.
 
-    Equal blocks are merged; those of no steps cost nothing, even without noise. All have to be
+    Equal blocks are merged; blocks of no steps cost nothing, even without noise. All have to be
     about the same neighbours.
 
     >>> both = [Releases(4.0, 0.05, 500), Releases(3.0, 0.02, 100)]
@@ -85,13 +78,13 @@ def compose_epsilon(
     1.12
     """
     _check_delta("delta", delta)
-    _check_accountant(accountant)
+    accountant = _known(accountant)
     blocks, counts = blocks_of(releases)
     return Composition(blocks, counts, delta, accountant).epsilon(counts) if blocks else 0.0
 
 
 def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
-    """Returns what an accountant is asked about: blocks, and how many releases of each, above 0."""
+    """Returns the blocks that an accountant is asked about, and the releases of each, above 0."""
     counts: Counter[Block] = Counter()
     for equal in releases:
         counts[equal.block()] += equal.counted
@@ -109,7 +102,7 @@ def find_noise_multiplier(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = LEAST,
+    accountant: str = DEFAULT,
     earlier: Sequence[Releases] = (),
     **variant: Any,
 ) -> float:
@@ -118,7 +111,7 @@ def find_noise_multiplier(
     `compute_epsilon` of the result never exceeds the target and is within 0.05 % of it (or the
     result within 0.05 % of the smallest). ``steps`` must be positive: a run that releases nothing
     meets every target, and answering 0 would let a run that does take steps start without noise.
-    ``variant`` is that of `compute_epsilon`. ``earlier`` releases, of runs on the same data, are
+    ``variant`` is as in `compute_epsilon`. ``earlier`` releases, of runs on the same data, are
     within the target as well.
     """
     if not 0 < target_epsilon < math.inf:
@@ -144,11 +137,16 @@ def find_noise_multiplier(
         releases = replace(asked, noise_multiplier=noise_multiplier)
         return EpsilonCurve(releases, target_delta, name, earlier)
 
-    # RDP answers in milliseconds and asks for a few percent too much: a start from above. There
-    # the least is found out; wherever another has it, that is even less.
-    guess = _smallest(lambda sigma: curve(sigma, LAST_RESORT).epsilon(steps), target_epsilon, 1.0)
-    best = curve(guess or 1.0, accountant).accountant
-    sigma = _smallest(lambda sigma: curve(sigma, best).epsilon(steps), target_epsilon, guess or 1.0)
+    # RDP answers in milliseconds with a few percent too much: the search begins there, from above.
+    guess = _smallest(lambda sigma: curve(sigma, ROUGH).epsilon(steps), target_epsilon, 1.0) or 1.0
+    start = curve(guess, accountant)
+    known = {guess: start.epsilon(steps)}  # only then it is known which accountant answers
+
+    def epsilon(sigma: float) -> float:
+        found = known.get(sigma)
+        return curve(sigma, start.accountant).epsilon(steps) if found is None else found
+
+    sigma = _smallest(epsilon, target_epsilon, guess)
     if sigma is None:
         raise PrivacyError(
             f"{target_epsilon=} is below what accountant={accountant!r} can certify at "
@@ -162,9 +160,9 @@ def find_noise_multiplier(
 class EpsilonCurve:
     """ε as a function of the steps taken, for a loop that asks again and again.
 
-    The accountant is chosen and built once, on the first question, for all steps of ``releases``,
-    and built again only if a run outgrows them; answers are remembered. ``earlier`` releases, of
-    runs on the same data, are in every answer.
+    The accountant is built once, on the first question, for all steps of ``releases``, and again
+    only if a run exceeds them. Answers are remembered. Every answer includes the ``earlier``
+    releases, of runs on the same data.
 
     >>> curve = EpsilonCurve(Releases(4.0, 64 / 1024, 1000), 1e-5, accountant="rdp")
     >>> [round(curve.epsilon(steps), 2) for steps in (0, 10, 1000)]
@@ -175,14 +173,13 @@ class EpsilonCurve:
         self,
         releases: Releases,
         delta: float,
-        accountant: str = LEAST,
+        accountant: str = DEFAULT,
         earlier: Sequence[Releases] = (),
     ) -> None:
         self._own, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
-        _check_accountant(accountant)
         self._delta = delta
-        self._composition = self._compose(accountant)
+        self._composition = self._compose(_known(accountant))
 
     def _all(self, steps: int) -> tuple[list[Block], list[int]]:
         return blocks_of([replace(self._own, steps=steps), *self._earlier])
@@ -192,7 +189,7 @@ class EpsilonCurve:
 
     @property
     def accountant(self) -> str:
-        """The accountant in use: the one asked for, or, if it fails, and for `LEAST`, another."""
+        """The accountant that answers: the selected one, or another one if that has failed."""
         return self._composition.accountant
 
     def epsilon(self, steps: int) -> float:
@@ -281,13 +278,9 @@ def _check_delta(name: str, delta: float) -> None:
         )
 
 
-def _check_accountant(accountant: str) -> None:
-    if accountant == LEAST:
-        return
-    if accountant not in ACCOUNTANTS:
-        raise PrivacyError(f"{accountant=} is unknown; choose one of {[LEAST, *ACCOUNTANTS]}.")
-    if not is_installed(accountant):
-        raise PrivacyError(
-            f"{accountant=} needs {ACCOUNTANTS[accountant].requires}, which is not installed; "
-            f"run `pip install dp_grape_hf[{accountant}]` or choose {LEAST!r}."
-        )
+def _known(accountant: str) -> str:
+    """Returns the name of an accountant, or of the default for the default of older ledgers."""
+    name = DEFAULT if accountant == "least" else accountant
+    if name not in ACCOUNTANTS:
+        raise PrivacyError(f"{accountant=} is unknown; choose one of {[*ACCOUNTANTS]}.")
+    return name

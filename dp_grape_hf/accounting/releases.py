@@ -1,11 +1,11 @@
-"""What a release is: the numbers that say it, checked, and what the accountants know of it."""
+"""The public numbers that describe releases, checked, and the block that accountants compose."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from dp_grape_hf.accounting.accountants import Block
+from dp_grape_hf.accounting.rdp import Block
 from dp_grape_hf.errors import Choice, require
 
 _ROUNDING = 1e-9
@@ -20,11 +20,12 @@ class Adjacency(Choice):
 
 @dataclass(frozen=True)
 class Releases:
-    """Equal releases, so many ``steps`` of them, and in what they differ from the plain ones.
+    """Equal releases of ``steps`` steps.
 
-    Plain is the Poisson subsampled Gaussian. ``noise_multiplier`` is sigma, and ``sample_rate`` q.
-    ``adjacency`` is one of `Adjacency`. ``bands`` is that of noise which is correlated over so many
-    steps, in each of which another group of the examples takes part: see `banded`.
+    The plain release is a Poisson-subsampled Gaussian of noise multiplier ``noise_multiplier``
+    (sigma) and sampling rate ``sample_rate`` (q). ``adjacency`` is one of `Adjacency`. With
+    ``bands``, noise is correlated over this many steps, and each of them samples from another group
+    of the examples; see `banded`.
     """
 
     noise_multiplier: float
@@ -35,7 +36,7 @@ class Releases:
 
     @property
     def counted(self) -> int:
-        """How many releases the steps are accounted as: those of one example."""
+        """The number of releases that the steps are accounted as: the steps of one example."""
         return -(-int(self.steps) // self.bands)
 
     @property
@@ -44,7 +45,7 @@ class Releases:
         return min(1.0, float(self.sample_rate) * self.bands)
 
     def block(self) -> Block:
-        """Checks all values, and returns what the accountants know of each release.
+        """Checks all values, and returns the block that accountants compose.
 
         Raises:
             PrivacyError: A value is out of range, or values do not go together.
@@ -77,13 +78,12 @@ class Releases:
             f"adjacency={self.adjacency!r} and bands={self.bands!r} have no joint analysis: use "
             "adjacency='replace_one' or bands (noise='banded'), not both.",
         )
-        sigma = float(self.noise_multiplier)
         require(
             self.sample_rate * self.bands <= 1 + _ROUNDING,
             f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
             f"most 1/{self.bands}; got {self.sample_rate!r}.",
         )
-        return Block(sigma, self.counted_rate, replaces=replaces)
+        return Block(float(self.noise_multiplier), self.counted_rate, replaces)
 
 
 def _is_whole(number: object, least: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from dp_grape_hf.accounting import ACCOUNTANTS, LEAST, Adjacency
+from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments.methods import METHODS, row_of
 from dp_grape_hf.arguments.refusals import (
     REFUSED_IF_SET,
@@ -126,9 +126,9 @@ class DPGrapeArguments(_Host):
             "trains without noise and without any guarantee, and the ledger says so."
         },
     )
-    accountant: Annotated[str, one_of([LEAST, *ACCOUNTANTS])] = field(
-        default=LEAST,
-        metadata={"help": "prv, pld or rdp, each an upper bound, or the least of those installed."},
+    accountant: Annotated[str, one_of(ACCOUNTANTS)] = field(
+        default=DEFAULT,
+        metadata={"help": "pld, prv or rdp: each computes an upper bound on epsilon."},
     )
 
     # ---- The mechanism ----

@@ -358,7 +358,7 @@ class PrivacyPlan:
     def _keep_noise(self, recorded: Mechanism) -> None:
         """Goes on with the noise of a run that is resumed, where that keeps the budget.
 
-        The accountants that found it may not be those that are here, and may say otherwise.
+        The accountant that found it may be another one than here, and may need less noise.
         """
         target, found = self._args.target_epsilon, self._mechanism
         if target is not None:

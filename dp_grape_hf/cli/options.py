@@ -136,9 +136,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--accountant",
-        default="least",
+        default="pld",
         metavar="name",
-        help="prv, pld, rdp (default: of those installed, the one with the least eps)",
+        help="pld, prv, rdp (default: pld)",
     )
     add(
         "--adjacency",

@@ -23,7 +23,6 @@ from dp_grape_hf.accounting import (
     AccountantFailure,
     blocks_of,
     compose_epsilon,
-    is_installed,
 )
 from dp_grape_hf.distributed import from_first, is_first
 from dp_grape_hf.errors import PrivacyError, require
@@ -362,8 +361,6 @@ class Ledger:
             return math.inf
         if accountant not in ACCOUNTANTS:
             raise AccountantFailure(f"{accountant!r} is unknown")
-        if not is_installed(accountant):
-            raise AccountantFailure(f"{ACCOUNTANTS[accountant].requires} is not installed")
         blocks, counts = blocks_of(self.composed)
         if not blocks:
             return 0.0

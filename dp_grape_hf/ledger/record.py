@@ -42,9 +42,9 @@ LEFT_OUT_IF_NONE = (
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
     "processes: after a change of that number, give the recorded value.",
-    "noise_multiplier": "With target_epsilon it is found for max_steps by the accountants that are "
-    "installed: those here, and with these steps, need more than was recorded. The run may have "
-    "begun where `pip install dp_grape_hf[pld]` was.",
+    "noise_multiplier": "With target_epsilon it is found for max_steps by the accountant. With "
+    "these steps, the accountant here needs more noise than was recorded. The run may have begun "
+    "with another version of dp_grape_hf or another `accountant`.",
     "noise": "It is 'secure' with secure_noise=True, 'banded' with noise='banded' where that gains "
     "anything, and None else.",
     "coefficients": "They are found for the budget, the steps, the rule and the schedule: pass "

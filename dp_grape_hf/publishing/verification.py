@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from dp_grape_hf.accounting import LEAST, AccountantFailure, rounded_up
+from dp_grape_hf.accounting import DEFAULT, AccountantFailure, rounded_up
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
@@ -139,8 +139,8 @@ def _of_epsilon(
     if any(releases.bands > 1 for releases in ledger.composed):
         each = (run.accounted_in_words for run in ledger.composed_runs)
         at += f", accounted as {'; '.join(each)}"
-    first = "rdp" if own.accountant == LEAST else own.accountant
-    for name in dict.fromkeys((first, "prv", "pld")):
+    first = DEFAULT if own.accountant == "least" else own.accountant  # older: no delta was known
+    for name in dict.fromkeys((first, "pld", "prv")):
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
         try:

@@ -22,7 +22,7 @@ from dp_grape_hf.accounting import (
     compose_epsilon,
     compute_epsilon,
 )
-from dp_grape_hf.accounting.accountants import ORDERS, log_moments_of_replacement
+from dp_grape_hf.accounting.rdp import ORDERS, log_moments_of_replacement
 from dp_grape_hf.accounting.replace_one import output_of_loss
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError

@@ -39,7 +39,7 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
 def test_with_a_rate_only_the_budget_has_no_default() -> None:
     args = make(learning_rate=1e-3)
     promised = (args.adjacency, args.noise, args.accountant, args.max_grad_norm, args.clipping)
-    assert promised == ("add_or_remove_one", "independent", "least", 1.0, "flat")
+    assert promised == ("add_or_remove_one", "independent", "pld", 1.0, "flat")
     made_of = (args.method, args.projection, args.projection_rank, args.projection_update_steps)
     assert made_of == ("dp_grape", "principal", 16, None)
     assert (args.update_rule, args.lr_scheduler_type) == ("adam", "linear")

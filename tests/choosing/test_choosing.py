@@ -634,7 +634,7 @@ def test_suggest_chooses_what_a_run_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "base"
-    args, model = arguments(tmp_path / "out", accountant="least"), pretrained(base)
+    args, model = arguments(tmp_path / "out", accountant="pld"), pretrained(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     expected = DPGrapeTrainer(
         model, args, train_dataset=examples(), processing_class=tokenizer

@@ -14,7 +14,7 @@ from transformers import RobertaConfig
 
 from dp_grape_hf.accounting import (
     ACCOUNTANTS,
-    LEAST,
+    DEFAULT,
     Adjacency,
     compute_epsilon,
 )
@@ -74,7 +74,7 @@ def options_of(command: str) -> dict[str, Any]:
 def test_options_state_the_names_and_defaults_of_the_package() -> None:
     calibrate, memory, card, audit = map(options_of, ("calibrate", "memory", "card", "audit"))
     assert calibrate["accountant"].help.startswith(f"{', '.join(ACCOUNTANTS)} (")
-    assert calibrate["accountant"].default == LEAST
+    assert calibrate["accountant"].default == DEFAULT
     assert calibrate["adjacency"].help.startswith(f"{' or '.join(Adjacency)}: ")
     assert calibrate["adjacency"].default == Adjacency.ADD_OR_REMOVE_ONE
     ends = f"from {DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})"

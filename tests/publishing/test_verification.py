@@ -27,11 +27,18 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dp_grape_hf.accounting import AccountantFailure, accountants, compose_epsilon
+from dp_grape_hf.accounting import (
+    ACCOUNTANTS,
+    AccountantFailure,
+    accountants,
+    calibration,
+    compose_epsilon,
+)
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism
+from dp_grape_hf.ledger import ledger as ledger_module
 from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
 from dp_grape_hf.publishing.loading import differences
 from dp_grape_hf.publishing.model_files import ADAPTER, digests, may_be_weights, weight_files
@@ -404,11 +411,11 @@ def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PRV, "max_cells", 10)
-    monkeypatch.setattr(PLD, "requires", "no_such_module")
+    monkeypatch.setattr(PLD, "max_epsilon", 0.1)
     found = {check.what: check for check in verify(run)}
     assert found["epsilon by prv"].status == found["epsilon by pld"].status == ABSENT
     assert "not applicable: it needs" in found["epsilon by prv"].found
-    assert "no_such_module is not installed" in found["epsilon by pld"].found
+    assert "above 0.1" in found["epsilon by pld"].found
     with pytest.raises(AccountantFailure):
         Ledger.load(run / LEDGER_NAME).epsilon_by("prv", 1e-5)
 
@@ -416,10 +423,12 @@ def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
 def test_a_card_by_an_accountant_that_is_not_here_is_compared_but_for_epsilon(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PRV, "requires", "no_such_module")
+    others = {name: each for name, each in ACCOUNTANTS.items() if name != "prv"}
+    monkeypatch.setattr(ledger_module, "ACCOUNTANTS", others)
+    monkeypatch.setattr(calibration, "ACCOUNTANTS", others)
     checks = {check.what: check for check in verify(run)}
     assert _wrong([*checks.values()]) == []
-    assert "no_such_module is not installed" in checks["epsilon by prv"].found
+    assert "'prv' is unknown" in checks["epsilon by prv"].found
     card = checks["card: statement"]
     assert (card.status, card.stated) == (ABSENT, "ε = 5.999")
     assert card.found == "not known here, see above; all else agrees"

@@ -227,10 +227,10 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 0.97])
-def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_here(
+def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountant_here(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when it began with another version, or where other accountants were installed."""
+    """As when it began with another version, or by another accountant."""
     settings = SAVING | {"target_epsilon": 4.0}
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -240,7 +240,7 @@ def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountants_he
         begun.train()
     resumed = make_trainer(tmp_path, **settings)
     if share < 1:
-        with pytest.raises(PrivacyError, match=r"noise_multiplier=.*dp_grape_hf\[pld\]"):
+        with pytest.raises(PrivacyError, match=r"noise_multiplier=.*another `accountant`"):
             resumed.train(resume_from_checkpoint=True)
         return
     resumed.train(resume_from_checkpoint=True)

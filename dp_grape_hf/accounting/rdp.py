@@ -1,0 +1,130 @@
+"""Rényi differential privacy: a bound within milliseconds, a few percent loose, for any numbers.
+
+Mironov, Talwar and Zhang (2019), "Rényi differential privacy of the sampled Gaussian mechanism":
+integer orders by its binomial sum, fractional orders by quadrature of the defining integral. All
+orders of the pair that replacing one example makes (`replace_one`) are computed by quadrature too.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln, logsumexp
+
+
+class Block(NamedTuple):
+    """The common properties of equal releases, each a Poisson-subsampled Gaussian.
+
+    With ``replaces``, neighbours replace one example; see `replace_one`.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    replaces: bool = False
+
+
+class AccountantFailure(Exception):
+    """An accountant cannot bound ε here; another one is asked instead."""
+
+
+class Accountant(ABC):
+    """Bounds ε of ``counts[i]`` releases of ``blocks[i]``, all of them with noise.
+
+    A subclass raises `AccountantFailure` rather than hang or return a number that is not an upper
+    bound.
+    """
+
+    @abstractmethod
+    def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        """Prepares for up to ``max_counts[i]`` > 0 releases of ``blocks[i]``."""
+
+    @abstractmethod
+    def epsilon(self, counts: Sequence[int]) -> float:
+        """Returns an upper bound on ε, where ``0 < counts[i] <= max_counts[i]``."""
+
+
+_FRACTIONAL = 1 + np.geomspace(0.03, 9, 60)
+_INTEGER = np.unique(np.concatenate([np.arange(2, 24), np.geomspace(24, 1024, 40).round()]))
+ORDERS = np.concatenate([_FRACTIONAL, _INTEGER])
+_MAX_POINTS = 60_000  # of a quadrature: high orders at little noise, which no epsilon needs
+
+
+@lru_cache(maxsize=1024)
+@np.errstate(all="ignore")  # an infinite moment is a valid bound
+def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
+    """Returns log E[(density with the example / density without)^order] for all `ORDERS`."""
+    if q == 1.0:
+        return np.asarray(ORDERS * (ORDERS - 1) / 2 / sigma / sigma)
+    # Integer orders: the binomial coefficients sum to one and the terms k = 0, 1 depend on no
+    # noise, so the excess over one is a sum of positive terms; nothing cancels for small q.
+    k, order = np.arange(2, _INTEGER[-1] + 1), _INTEGER[:, None]
+    exponent = k * (k - 1) / 2 / sigma / sigma
+    rest = np.maximum(order - k, 0)
+    terms = gammaln(order + 1) - gammaln(k + 1) - gammaln(rest + 1)
+    terms = terms + k * math.log(q) + rest * math.log1p(-q)
+    terms = terms + exponent + np.log(-np.expm1(-exponent))
+    integer = np.logaddexp(0, logsumexp(np.where(k <= order, terms, -np.inf), axis=1))
+    if sigma < 0.05:  # too sharp for the quadrature; log moments are convex and zero at order 1
+        chords = np.interp(_FRACTIONAL, [1.0, *_INTEGER], [0.0, *integer])
+        return np.concatenate([chords, integer])
+    # Fractional orders: the trapezoidal rule is exact up to rounding (which 1e-14 covers) for
+    # this integrand, analytic within pi * sigma^2 of the real line.
+    step = min(sigma, sigma * sigma) / 2
+    z = np.arange(-12 * sigma, _FRACTIONAL[-1] + 12 * sigma, step)
+    log_ratio = np.logaddexp(math.log1p(-q), math.log(q) + (z - 0.5) / sigma / sigma)
+    log_density = -((z / sigma) ** 2) / 2 - math.log(sigma * math.sqrt(2 * math.pi))
+    fractional = logsumexp(_FRACTIONAL[:, None] * log_ratio + log_density, axis=1)
+    return np.concatenate([fractional + math.log(step) + 1e-14, integer])
+
+
+@lru_cache(maxsize=1024)
+@np.errstate(all="ignore")
+def log_moments_of_replacement(sigma: float, q: float) -> npt.NDArray[np.float64]:
+    """Returns log E_Q[(P / Q)^order] for all `ORDERS`, of the worst pair P, Q of `replace_one`."""
+    # Joint convexity: of all releases, a share of q has twice the sensitivity, the rest has none.
+    doubled = 2 * ORDERS * (ORDERS - 1) / sigma / sigma
+    if q == 1.0:
+        return np.asarray(doubled)
+    bounds = np.logaddexp(math.log1p(-q), math.log(q) + doubled)
+    for i, order in enumerate(ORDERS):
+        # The integrand is analytic within pi * sigma^2 of the real line, where powers of P and Q
+        # grow with the order. This step keeps the trapezoidal rule exact up to rounding.
+        step = min(sigma, sigma * sigma) / (6 + order / 40)
+        end = 2 * order - 1 + 12 * sigma
+        if not (end + 1 + 12 * sigma) / step <= _MAX_POINTS:
+            continue
+        z = np.arange(-1 - 12 * sigma, end, step)
+        up, down = (
+            np.logaddexp(math.log1p(-q), math.log(q) + (sign * z - 0.5) / sigma / sigma)
+            for sign in (1, -1)
+        )
+        log_density = -((z / sigma) ** 2) / 2 - math.log(sigma * math.sqrt(2 * math.pi))
+        exact = logsumexp(order * (up - down) + down + log_density) + math.log(step)
+        bounds[i] = min(bounds[i], exact + 1e-14 * order)
+    return bounds
+
+
+def renyi_epsilon(blocks: Sequence[Block], counts: Sequence[int], delta: float) -> float:
+    """Returns an upper bound on ε by Rényi moments, infinite if no order has a finite one.
+
+    Moments are converted by theorem 21 of Balle et al. (2020).
+    """
+    moments = np.zeros_like(ORDERS)
+    for (sigma, q, replaces), count in zip(blocks, counts, strict=True):
+        moments += count * (log_moments_of_replacement if replaces else log_moments)(sigma, q)
+    bounds = (moments - math.log(delta) - np.log(ORDERS)) / (ORDERS - 1) + np.log1p(-1 / ORDERS)
+    return max(0.0, float(np.where(np.isnan(bounds), np.inf, bounds).min()))
+
+
+class RDP(Accountant):
+    """The bound of `renyi_epsilon`, as an accountant."""
+
+    def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        self._blocks, self._delta = blocks, delta
+
+    def epsilon(self, counts: Sequence[int]) -> float:
+        return renyi_epsilon(self._blocks, counts, self._delta)
