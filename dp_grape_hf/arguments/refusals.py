@@ -288,7 +288,7 @@ def refuse_machine(args: Any) -> None:
 
 
 def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
-    """Refuses trackers that would log gradients, or send checkpoints past the allow-list."""
+    """Refuses trackers that would log gradients, or upload whole checkpoints."""
     trackers = [trackers] if isinstance(trackers, str) else trackers or []
     watched = os.environ.get("WANDB_WATCH")
     if "wandb" in trackers and watched in ("all", "gradients"):

@@ -1,10 +1,10 @@
 """What leaves the machine, and how to check it.
 
-``publisher`` saves a model with its ledger and its card, and publishes them. ``statement`` says
-what a ledger allows to claim, ``card`` puts it into a model card, ``staging`` lists the files that
-may be uploaded and takes local paths out of them, ``hub`` uploads them as one commit, and
-``verification`` holds card, weights and ledger against each other. ``adapter`` saves what a run
-changed as an adapter of PEFT, and ``model_files`` knows the files that a model consists of.
+``publisher`` saves a model with its ledger and its card into an empty folder, which replaces what a
+folder of this machine held, or which ``hub`` uploads as one commit. ``statement`` says what a
+ledger allows to claim, ``card`` puts it into a model card, and ``configs`` takes local paths out of
+what was saved. ``verification`` compares card, files and ledger with each other. ``adapter`` saves
+what a run changed as an adapter of PEFT, and ``model_files`` knows the files of a model.
 """
 
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of

@@ -1,4 +1,4 @@
-"""The upload of what `stage` lets through, as one commit.
+"""The upload of a model that was just saved in an empty folder, as one commit.
 
 The Hub shows a commit whole or not at all. So the weights never appear without the ledger and the
 card that speak for them, and a push that fails leaves what was there.
@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path, PurePosixPath
 
@@ -18,8 +18,8 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, is_weights
-from dp_grape_hf.publishing.staging import Card, OnHub, is_hub_name, stage
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, digests, is_weights, tree
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 
 class Repository:
-    """A model repository on the Hub, which receives only what `stage` lets through.
+    """A model repository on the Hub.
 
     Making one creates the repository if there is none. `Publisher.open` has the arguments.
     """
@@ -55,8 +55,7 @@ class Repository:
 
     def publish(
         self,
-        folder: Path,
-        card: Card,
+        save: Callable[[Path], None],
         *,
         workspace: Path,
         message: str,
@@ -64,19 +63,32 @@ class Repository:
         token: str | None = None,
         revision: str | None = None,
         background: bool = False,
-        on_hub: OnHub = is_hub_name,
     ) -> CommitInfo | Future[CommitInfo]:
-        """Publishes a saved model in one commit: `Publisher.push`, and `stage`, have the arguments.
+        """Save a model into an empty folder, and publish this folder in one commit.
 
-        The ``workspace`` is a folder with room for a copy, which is there until the push is done.
+        Args:
+            save: saves the model with its ledger and its card in the folder that it receives.
+            workspace: a folder with room for the empty one, which exists until the push is done.
+            message: the commit's.
+            places: the folders of the repository that receive the files.
+            token: another than the repository's.
+            revision: the branch; None is the main one.
+            background: whether to return once the model is saved, with a future.
+
+        Raises:
+            PrivacyError: the repository holds weights of another origin, or the files changed
+                after they were saved.
+            Exception: what ``save`` and ``huggingface_hub`` raise; of the latter with a note that
+                says what is published.
         """
-        staged = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
+        workspace.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
         try:
-            stage(folder, staged / "model", card, on_hub)
+            save(folder)
         except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        rest = staged, tuple(places), message, token or self._token, revision
+        rest = folder, tuple(places), message, token or self._token, revision
         if not background:
             return self._send(*rest)
         push: Future[CommitInfo] = self._api.run_as_future(self._send, *rest)
@@ -91,15 +103,16 @@ class Repository:
 
     def _send(
         self,
-        staged: Path,
+        folder: Path,
         places: tuple[str, ...],
         message: str,
         token: str | None,
         revision: str | None,
     ) -> CommitInfo:
         try:
-            files = sorted((staged / "model").iterdir())
-            targets = {PurePosixPath(place, file.name): file for place in places for file in files}
+            _require_as_saved(folder)
+            files = {path.relative_to(folder): path for path in tree(folder).files}
+            targets = {PurePosixPath(place, n): files[n] for place in places for n in sorted(files)}
             self._refuse_foreign_weights(targets, token, revision)
             pauses = iter(_WAITS)
             while True:
@@ -126,7 +139,7 @@ class Repository:
             )
             raise
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _refuse_foreign_weights(
         self, targets: dict[PurePosixPath, Path], token: str | None, revision: str | None
@@ -143,6 +156,18 @@ class Repository:
                 "card and ledger beside them would seem to speak for them. Delete them there, or "
                 "publish under another hub_model_id."
             )
+
+
+def _require_as_saved(folder: Path) -> None:
+    """Refuse a folder whose files are not all those that its ledger digests, and no others."""
+    saved = Ledger.load(folder / LEDGER_NAME).saved
+    recorded, found = saved[-1].files if saved else {}, digests(folder)
+    if other := sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n)):
+        raise PrivacyError(
+            f"{', '.join(other)} in {folder} changed after the model was saved there, so the "
+            "ledger does not speak for it. Nothing was sent. Find out what writes there, and push "
+            "again."
+        )
 
 
 def _statuses(error: BaseException) -> list[int]:

@@ -1,21 +1,21 @@
-"""The files of a saved model: what they are called, which are weights, whether they are whole."""
+"""The files of a saved model: their names, their digests, which are weights, which are whole."""
 
 import hashlib
 import json
 import re
 import zipfile
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME
+from dp_grape_hf.publishing.configs import BASE, json_of
 
-MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-_LOADED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(ADAPTER)}")
 # What a Trainer writes, ours included.
 _WRITTEN = re.compile(
     r"(?:(model|pytorch_model|adapter_model)|adapter_config|optimizer|scheduler|scaler|config"
@@ -84,58 +84,27 @@ def tree(folder: Path) -> Tree:
     return found
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the files that saving a model into a folder wrote its weights to.
-
-    They are relative to it, and in order. Named PEFT adapters lie in folders of their own, which
-    count; other folders do not, and neither does one with a ledger, as that speaks of it.
-    """
-    adapters = [one for one in adapter_folders(folder) if not (one / LEDGER_NAME).exists()]
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for place in (folder, *adapters)
-        for path in place.iterdir()
-        if is_weights(path.name) and path.is_file()
-    )
-
-
 def digests(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 in hex of each of a folder's `weight_files`, by name.
+    """Return the digest of each file of a model that was just saved in a folder, by its name.
 
-    With an adapter goes its config, without which its numbers mean nothing: see `config_digest`.
-    Takes about a second for each GiB.
+    The name is relative to the folder, which holds nothing but the model and, maybe, its ledger
+    and its card. Takes about a second for each GiB.
     """
-    found = {name: digest(folder / name) for name in weight_files(folder)}
-    for weights in map(PurePosixPath, [*found]):
-        config = weights.with_name(ADAPTER_CONFIG)
-        if weights.name == ADAPTER and (folder / config).is_file():
-            found[f"{config}"] = config_digest(folder / config)
-    return found
-
-
-def config_digest(path: Path) -> str:
-    """Returns the SHA-256 in hex of what an adapter's config says, whatever its layout.
-
-    But for the name of its base: a path on this machine is taken out of what is published.
-    """
-    content = json_of(path)
-    if content is None:
-        return digest(path)
-    if isinstance(content, dict):
-        content.pop("base_model_name_or_path", None)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def json_of(path: Path) -> Any:
-    """Returns what a file holds as JSON; ``None`` if it cannot be read as that."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+    names = sorted(path.relative_to(folder).as_posix() for path in tree(folder).files)
+    return {n: digest(folder / n) for n in names if n not in (LEDGER_NAME, CARD_NAME)}
 
 
 def digest(path: Path) -> str:
-    """Returns the SHA-256 in hex of a file."""
+    """Return the SHA-256 in hex of a file.
+
+    Of an adapter's config it is that of the content, whatever its layout, without the name of its
+    base: a path on this machine is taken out of what is published.
+    """
+    content = json_of(path) if path.name == ADAPTER_CONFIG else None
+    if isinstance(content, dict):
+        content.pop(BASE, None)
+    if content is not None:
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -143,11 +112,6 @@ def digest(path: Path) -> str:
 def adapter_folders(folder: Path) -> list[Path]:
     """Returns the folders in a folder that PEFT saved named adapters to, in order."""
     return sorted(path.parent for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
-
-
-def is_loaded(name: str) -> bool:
-    """Whether loaders take tensors from a file of that name: a model, its parts or an adapter."""
-    return _LOADED.fullmatch(name) is not None
 
 
 # ---- Whether they are whole ----

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, beside_its_ledger
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
+from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from dp_grape_hf.publishing.hub import Repository
-from dp_grape_hf.publishing.model_files import digests
-from dp_grape_hf.publishing.staging import is_hub_name
+from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, tree
+
+# The whole of a model, its parts and their index: what a save replaces.
+_PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Publisher:
@@ -30,7 +36,8 @@ class Publisher:
     Args:
         ledger: of the run; None as long as there is none, and then nothing is saved or published.
         folder: where the model is saved.
-        model: it has ``save_pretrained``, as those of transformers and of PEFT have.
+        model: of transformers or PEFT, which save it with its config; of another one the tensors
+            are saved.
         processing_class: its tokenizer or processor, which is saved with it.
         adapter: as which the model is saved, made before training; None for the whole model.
         details: what the card says beside the ledger.
@@ -76,14 +83,17 @@ class Publisher:
         changes: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Saves the model or its adapter, what it reads by, the ledger and the card.
+        """Save the model or its adapter, its tokenizer or processor, the ledger and the card.
+
+        All are written to an empty folder first, and replace the files of their names when they
+        are whole. A crash before that leaves what was saved before.
 
         Args:
             updates: how many updates the weights contain.
             folder: instead of the publisher's.
-            changes: of an adapter: what was added to projected weights (``Run.changes``).
-            weights: of an adapter: the tensors of the model, instead of those of its
-                ``state_dict``.
+            changes: what was added to projected weights (``Run.changes``). With them the adapter is
+                saved, without them the whole model.
+            weights: the tensors of the model, instead of those of its ``state_dict``.
 
         Raises:
             PrivacyError: there is no ledger, or it has fewer releases than the weights have
@@ -91,36 +101,43 @@ class Publisher:
         """
         folder = self.folder if folder is None else folder
         self._require_ledger()
-        if self.adapter is None:
-            self.model.save_pretrained(folder)
-        else:
-            if changes is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".saving-", dir=folder) as name:
+            fresh = Path(name)
+            self._save_into(fresh, updates, changes, weights, public=False)
+            _put_in_place(fresh, folder)
+
+    def _save_into(
+        self,
+        folder: Path,
+        updates: int,
+        changes: Mapping[str, tuple[Tensor, Tensor]] | None,
+        weights: Mapping[str, Tensor] | None,
+        *,
+        public: bool,
+    ) -> None:
+        """Save everything into an empty folder, and record the digest of each file."""
+        ledger, model = self._require_ledger(), self.model
+        tensors = model.state_dict() if weights is None else weights
+        if changes is not None:
+            if self.adapter is None:
                 raise PrivacyError(
-                    "changes=None: an adapter is saved of what training changed. Pass the changes "
-                    "of the run: Run.changes()."
+                    "changes are those of an adapter, and this publisher has none. Pass adapter=, "
+                    "or leave changes out to save the whole model."
                 )
-            tensors = self.model.state_dict() if weights is None else weights
             self.adapter.save(tensors, changes, folder)
+        elif isinstance(model, PreTrainedModel) or adapters_of(model):
+            with beside_its_ledger(model):
+                model.save_pretrained(folder, state_dict=weights)
+        else:
+            save_file({**tensors}, folder / MODEL, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-        self.record(updates, folder, adapter=self.adapter is not None)
-
-    def record(self, updates: int, folder: Path | None = None, *, adapter: bool = False) -> None:
-        """Writes the ledger and the card of a model that was saved in a folder just now.
-
-        Args:
-            updates: how many updates the weights contain.
-            folder: instead of the publisher's.
-            adapter: whether it was saved as the publisher's adapter.
-
-        Raises:
-            PrivacyError: there is no ledger, or it has fewer releases than the weights have
-                updates.
-        """
-        folder = self.folder if folder is None else folder
-        ledger = self._require_ledger().snapshot(updates, digests(folder))
+        clean_configs(folder, self._is_on_hub, public=public)
+        ledger = ledger.snapshot(updates, digests(folder))
         ledger.save(folder / LEDGER_NAME)
-        self._write(folder, self.card(ledger, adapter=adapter))
+        card = self.card(ledger, adapter=changes is not None)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
     def write_card(self, updates: int | None = None) -> None:
         """Writes the card anew, when ``details`` have changed.
@@ -131,11 +148,9 @@ class Publisher:
         Raises:
             PrivacyError: there is no ledger, or it speaks for no weights (``card.render``).
         """
-        self._write(self.folder, self.card(self._require_ledger(), updates))
-
-    def _write(self, folder: Path, card: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        card = self.card(self._require_ledger(), updates)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / CARD_NAME).write_text(card, encoding="utf-8")
 
     def card(
         self, ledger: Ledger, updates: int | None = None, *, adapter: bool | None = None
@@ -174,21 +189,6 @@ class Publisher:
 
     # ---- On the Hub ----
 
-    def require_one_adapter(self) -> None:
-        """Refuses a model whose adapter PEFT saves where it is not published from.
-
-        Raises:
-            PrivacyError: PEFT would save the adapter in a folder of its own.
-        """
-        adapters = list(adapters_of(self.model))
-        own_format = not isinstance(self.model, PreTrainedModel)  # PEFT's, not that of transformers
-        if adapters and own_format and "default" not in adapters:
-            raise PrivacyError(
-                f"The model's adapters are {adapters}, and only one named 'default' is published, "
-                "as PEFT saves the others in folders of their own. Make it by get_peft_model() "
-                "without adapter_name, or turn push_to_hub off."
-            )
-
     def open(self, name: str, *, token: str | None = None, private: bool | None = None) -> str:
         """Makes or opens a repository, and returns its whole name.
 
@@ -198,39 +198,43 @@ class Publisher:
             private: whether a repository that is created is private; None leaves it to the Hub.
 
         Raises:
-            PrivacyError: as ``require_one_adapter``.
             Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
         """
-        self.require_one_adapter()
         self.repository = Repository(name, token=token, private=private)
         return self.repository.repo_id
 
     def push(
         self,
+        updates: int,
         message: str = "End of training",
-        folder: Path | None = None,
         *,
+        changes: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
         copies: tuple[str, ...] = (),
         token: str | None = None,
         revision: str | None = None,
         background: bool = False,
     ) -> CommitInfo | Future[CommitInfo]:
-        """Publishes what was saved in one commit; the folder may change once this has returned.
+        """Save into an empty folder, and publish exactly this folder in one commit.
 
-        What is sent is on the list in `staging.ALLOWED`: weights, configs, tokenizer or
-        processor, ledger and card. A run without a guarantee is published as such.
+        What is sent is what ``save`` saves, and nothing else of this machine. Local paths are taken
+        out of the configs. A run without a guarantee is published as such. The model may change
+        once this has returned.
 
         Args:
+            updates: how many updates the weights contain.
             message: the commit's.
-            folder: instead of the publisher's.
+            changes: as for ``save``.
+            weights: as for ``save``.
             copies: folders in the repository that receive the same files.
             token: another than the repository's.
             revision: the branch, which must exist; None is the main one.
-            background: whether to return at once, with a future. Pushes are made one by one.
+            background: whether to return once the model is saved, with a future. Pushes are made
+                one by one.
 
         Raises:
-            PrivacyError: no repository is open, it holds weights of another origin, or what was
-                saved may not be published.
+            PrivacyError: no repository is open, it holds weights of another origin, a config names
+                other weights, or as ``save``.
             Exception: what ``huggingface_hub`` raises, with a note that says what is published.
         """
         if self.repository is None:
@@ -239,15 +243,13 @@ class Publisher:
                 "open('user/model')."
             )
         return self.repository.publish(
-            self.folder if folder is None else folder,
-            self.card,
+            lambda folder: self._save_into(folder, updates, changes, weights, public=True),
             workspace=self.folder,
             message=message,
             places=("", *copies),
             token=token,
             revision=revision,
             background=background,
-            on_hub=self._is_on_hub,
         )
 
     @property
@@ -266,3 +268,17 @@ def _base_names(model: Any) -> list[str]:
     names = [config.base_model_name_or_path for config in adapters_of(model).values()]
     names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
     return [name for name in names if name]
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    """Move what was saved from one folder to another, each file whole, and the ledger last."""
+    paths = sorted(tree(fresh).files, key=lambda path: path.name == LEDGER_NAME)
+    names = {path.relative_to(fresh).as_posix() for path in paths}
+    for path in paths:
+        target = folder / path.relative_to(fresh)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    if {MODEL, INDEX} & names:  # parts of an earlier model would be loaded beside this one
+        for path in folder.iterdir():
+            if _PART.fullmatch(path.name) and path.name not in names:
+                path.unlink()

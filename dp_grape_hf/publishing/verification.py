@@ -1,18 +1,18 @@
-"""Whether a saved model is what its ledger, its card and its weights say: ``dp-grape verify``.
+"""Whether a saved model is what its ledger, its card and its digests say: ``dp-grape verify``.
 
 Everything is derived again from the ledger: epsilon with two accountants, the statement of the
-card, the digests of the chain and of the weights.
+card, the digests of the chain and of the files.
 
 Guarantee:
-    A part that was changed on its own does not go unnoticed: an entry of the ledger, the weights
-    (see ``file_checks``), the statement of the card, which stands between two marks right below its
-    title and is compared byte for byte (but for the ends of lines), and a tag that claims more. The
-    rest of the card is the publisher's, whatever it says of epsilon. So are the tokenizer, and a
-    model's config as far as it names neither weights nor code. An adapter's config is compared, but
-    for the name of its base. What was changed together is not noticed:
-    whoever writes a new ledger, with its digests, a new card and new weights has something that
-    agrees with itself. A ``head`` noted elsewhere, while the run was known to be honest, shows that
-    too.
+    A part that was changed on its own does not go unnoticed: an entry of the ledger, a file that
+    was saved with the model (see ``file_checks``), the statement of the card, which stands between
+    two marks right below its title and is compared byte for byte (but for the ends of lines), and a
+    tag that claims more. The rest of the card is the publisher's, whatever it says of epsilon, and
+    so is the name of an adapter's base. Ledgers of earlier versions digest the weights and an
+    adapter's config alone; then the other files are the publisher's, too.
+    What was changed together is not noticed: whoever writes a new ledger, with its digests, a new
+    card and new weights has something that agrees with itself. A ``head`` noted elsewhere, while
+    the run was known to be honest, shows that too.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from pathlib import Path
 from dp_grape_hf.accounting import DEFAULT, AccountantFailure, rounded_up
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.publishing.configs import json_of
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
-from dp_grape_hf.publishing.model_files import json_of
 from dp_grape_hf.publishing.statement import (
     LAST_DIGITS,
     TAG,

@@ -19,7 +19,7 @@ from transformers.trainer_utils import HubStrategy
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.choosing import Rates
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import Ledger, beside_its_ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
 from dp_grape_hf.trainer.chosen import Choices, Parts
@@ -75,8 +75,7 @@ class SavingMixin(Host):
         )
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
-        if self._saves_adapter or is_sharded(self.model):
-            self._gathered = gathered_weights(self.model)  # by all: only the first one saves
+        self._gathered = self._whole_weights()  # by all: only the first one saves
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -85,22 +84,29 @@ class SavingMixin(Host):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Saves as the original does, with the ledger and the card beside the weights."""
+        """Save by the publisher, with ledger and card, once there is a ledger."""
         if not self.args.should_save:
             return
-        publisher, updates = self.publisher, self.state.global_step
-        folder = publisher.folder if output_dir is None else Path(output_dir)
+        folder = self.publisher.folder if output_dir is None else Path(output_dir)
         weights = self._gathered if state_dict is None else state_dict
-        if self._saves_adapter:
-            publisher.save(updates, folder, changes=self.private_run.changes(), weights=weights)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        if self.ledger is None:  # nothing was trained
+            super()._save(str(folder), weights)
             return
-        with beside_its_ledger(self.model):
-            super()._save(output_dir, weights)
-        if self.ledger is not None:
-            publisher.record(updates, folder)
+        changes = self._changes
+        self.publisher.save(self.state.global_step, folder, changes=changes, weights=weights)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
         if self._for_resuming and (choices := self._choices) is not None:
             choices.save(folder)
+
+    def _whole_weights(self) -> dict[str, Any] | None:
+        """Return the weights on the CPU, if saving needs them so; a collective call."""
+        spread = self._saves_adapter or is_sharded(self.model)
+        return gathered_weights(self.model) if spread else None
+
+    @property
+    def _changes(self) -> Any:
+        """What an adapter is saved of; None if the whole model is saved."""
+        return self.private_run.changes() if self._saves_adapter else None
 
     @property
     def _choices(self) -> Choices | None:
@@ -117,12 +123,7 @@ class SavingMixin(Host):
     # ---- Hub Integration ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes or opens the repository, which only ``hub`` uploads to.
-
-        Raises:
-            PrivacyError: as ``Publisher.require_one_adapter``.
-        """
-        self.publisher.require_one_adapter()
+        """Makes or opens the repository, which only ``hub`` uploads to."""
         if not self.is_world_process_zero():
             return
         args = self.args
@@ -153,7 +154,7 @@ class SavingMixin(Host):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Saves the model and publishes it (``Publisher.push``); the original uploads the folder.
+        """Save the model here, and publish it; the original uploads the output folder.
 
         Its arguments are those of the original, and what ``create_model_card`` takes.
 
@@ -161,7 +162,7 @@ class SavingMixin(Host):
             The commit, or a future of it unless ``blocking``; None in all processes but the first.
 
         Raises:
-            PrivacyError: nothing was trained, or what was saved may not be published.
+            PrivacyError: nothing was trained, or as ``Publisher.push``.
             Exception: what ``huggingface_hub`` raises, with a note that says what is published.
         """
         if self.ledger is None:
@@ -173,28 +174,34 @@ class SavingMixin(Host):
         if self.publisher.repository is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
+        weights = self._whole_weights()
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**kwargs)
         self._finish_current_push()
         return self.publisher.push(
+            self.state.global_step,
             commit_message or "End of training",
+            changes=self._changes,
+            weights=weights,
             token=token,
             revision=revision if revision is not None else self.args.hub_revision,
             background=not blocking,
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publishes a checkpoint; optimizer, schedule and trainer state stay in its folder.
+        """Publish the model of a checkpoint; optimizer, schedule and trainer state stay here.
 
-        With ``save_as="adapter"`` it is the adapter of that step, which is saved in the run's
-        folder first. With ``hub_strategy`` "checkpoint" the files go into ``last-checkpoint`` as
-        well, with "all_checkpoints" into a folder of the checkpoint's name: all in one commit.
-        Where that fails, the error is logged, and training goes on.
+        With ``save_as="adapter"`` it is the adapter of that step. With ``hub_strategy``
+        "checkpoint" the files go into ``last-checkpoint`` as well, with "all_checkpoints" into a
+        folder of the checkpoint's name: all in one commit. Where that fails, the error is logged,
+        and training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
-        weights = gathered_weights(self.model) if self._saves_adapter else None  # by all processes
-        if not self.is_world_process_zero() or strategy is HubStrategy.END:
+        if strategy is HubStrategy.END:
+            return
+        weights = self._whole_weights()
+        if not self.is_world_process_zero():
             return
         copies = {
             HubStrategy.CHECKPOINT: ("last-checkpoint",),
@@ -205,12 +212,11 @@ class SavingMixin(Host):
                 self.init_hf_repo()
             if self.publisher.busy and not self.args.hub_always_push:
                 return
-            if self._saves_adapter:
-                folder = self.publisher.folder
-                self._save(str(folder), weights)
             self.publisher.push(
+                self.state.global_step,
                 f"Training in progress, step {self.state.global_step}",
-                folder,
+                changes=self._changes,
+                weights=weights,
                 copies=copies.get(strategy, ()),
                 revision=self.args.hub_revision,
                 background=True,

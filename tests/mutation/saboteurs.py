@@ -6,7 +6,7 @@ the quickest that should notice; each must fail under its saboteur, by an assert
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.publishing import file_checks
+from dp_grape_hf.publishing import file_checks, hub
 from dp_grape_hf.publishing.model_files import Tree, is_weights
 from dp_grape_hf.trainer import collators, mixin, overlap
 
@@ -487,7 +487,12 @@ def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
 
 
 def _configs_unread(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(file_checks, "_of_the_configs", lambda *_: ())
+    original = file_checks._of_the_digests
+
+    def of_weights(saved: Any, *digests: Mapping[str, str]) -> Iterator[file_checks.Check]:
+        return original(saved, *({n: d[n] for n in d if is_weights(n)} for d in digests))
+
+    patch.setattr(file_checks, "_of_the_digests", of_weights)
 
 
 def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -1054,11 +1059,18 @@ SABOTEURS = (
         ("test_verification.py::test_planted_weights_are_found[in a folder]",),
     ),
     Saboteur(
-        "verify does not read configs of adapters",
+        "verify compares weights alone",
         _configs_unread,
         (
             "test_verification.py::"
             "test_an_adapter_that_counts_otherwise_or_elsewhere_is_found[{'lora_alpha': 64}]",
+            "test_verification.py::"
+            "test_a_file_beside_the_weights_that_was_changed_is_found[config.json]",
         ),
+    ),
+    Saboteur(
+        "a folder that changed after the model was saved is sent",
+        lambda patch: patch.setattr(hub, "_require_as_saved", lambda folder: None),
+        ("test_hub.py::test_a_folder_that_is_not_what_was_saved_is_not_sent",),
     ),
 )

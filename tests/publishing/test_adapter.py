@@ -326,7 +326,7 @@ def out(saved: Path, tmp_path: Path) -> Path:
 def test_an_adapter_is_verified_with_its_ledger_and_its_card(out: Path) -> None:
     found = statuses(out)
     assert MISMATCH not in found.values()
-    for what in (f"weights: {ADAPTER}", ADAPTER_CONFIG, "card: statement", "what is loaded"):
+    for what in (f"weights: {ADAPTER}", ADAPTER_CONFIG, "card: statement"):
         assert found[what] == "ok"
     assert [what for what in found if found[what] == ABSENT] == [f"{ADAPTER_CONFIG}: base"]
     assert "library_name: peft" in (out / "README.md").read_text()

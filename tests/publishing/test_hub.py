@@ -5,7 +5,6 @@ The client is the real one; the Hub is ``tests.support.hub_server``, on the loop
 
 import json
 import logging
-import os
 import shutil
 import struct
 import tempfile
@@ -28,14 +27,13 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.publishing import hub as uploads
-from dp_grape_hf.publishing import render
+from dp_grape_hf.publishing.configs import is_hub_name, without_paths
 from dp_grape_hf.publishing.hub import Repository
-from dp_grape_hf.publishing.staging import is_hub_name, kind_of, stage, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
 from tests.support.collators import tokenizer
 from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
-from tests.support.ledgers import ledger_of, note_weights
+from tests.support.ledgers import OF_THE_TRAINER, edit, ledger_of, note_weights
 from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
@@ -167,11 +165,11 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     ("strategy", "copies", "messages"),
     [
         ("end", set(), ["Model save"]),
-        ("checkpoint", nested("last-checkpoint"), ["step 2", "step 4", "Model save"]),
+        ("checkpoint", nested("last-checkpoint"), ["step 2", "step 4"]),
         pytest.param(
             "all_checkpoints",
             nested("checkpoint-2") | nested("checkpoint-4"),
-            ["step 2", "step 4", "Model save"],
+            ["step 2", "step 4"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -193,6 +191,7 @@ def test_a_strategy_sends_the_list_and_nothing_of_seed_losses_or_draws(
     trainer.save_model()
 
     assert set(hub.files(REPO)) == INITIAL | MODEL | copies
+    # The model that is saved at the end is that of step 4: there is nothing new to commit.
     made = [message.removeprefix("Training in progress, ") for message in hub.messages(REPO)]
     assert made == messages
     everything = hub.sent()
@@ -366,8 +365,14 @@ HTTPError = HfHubHTTPError.__mro__[1]  # of the HTTP library, which changed betw
 
 
 def push(saved: Path, workspace: Path, **changes: Any) -> Any:
+    """Publishes what a run saved, as if it was just saved."""
+
+    def save(folder: Path) -> None:
+        left = shutil.ignore_patterns(*OF_THE_TRAINER)
+        shutil.copytree(saved, folder, ignore=left, dirs_exist_ok=True)
+
     settings = {"workspace": workspace, "message": "a push"} | changes
-    return Repository(REPO, token=TOKEN).publish(saved, render, **settings)
+    return Repository(REPO, token=TOKEN).publish(save, **settings)
 
 
 def messages_of(error: BaseException) -> str:
@@ -520,11 +525,15 @@ def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def mkdtemp(*args: Any, **kwargs: Any) -> str:
-        raise OSError(28, "No space left on device")
+    original = tempfile.mkdtemp
+
+    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> str:
+        if prefix == ".publishing-":
+            raise OSError(28, "No space left on device")
+        return original(suffix, prefix, dir)
 
     trainer = trainer_of(tmp_path, push_to_hub=True)
-    monkeypatch.setattr(uploads.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     with caplog.at_level(logging.ERROR, logger="dp_grape_hf"):
         trainer.train()
     assert trainer.state.global_step == 4
@@ -535,16 +544,19 @@ def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
         trainer.push_to_hub()
 
 
-def test_an_adapter_that_peft_saves_elsewhere_is_refused_at_construction(
-    hub: Hub, tmp_path: Path
+def test_a_named_adapter_is_published_in_the_folder_that_peft_gives_it(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
     model = only(NAME).model(num_hidden_layers=1)
     model = peft.get_peft_model(model, config, adapter_name="mine")
-    with pytest.raises(PrivacyError, match=r"adapters are \['mine'\].*without adapter_name"):
-        trainer_of(tmp_path, model=model, push_to_hub=True)
-    assert hub.requests == []
-    trainer_of(tmp_path, model=model)
+    trainer = trained(tmp_path / "out", model=model)
+    trainer.push_to_hub()
+    names = nested("mine", {"adapter_model.safetensors", "adapter_config.json"})
+    assert set(hub.files(REPO)) == INITIAL | MODEL - {"model.safetensors", "config.json"} | names
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert main(["verify", REPO]) == 0
 
 
 @pytest.mark.slow
@@ -582,21 +594,6 @@ def test_a_refused_second_run_leaves_the_count_of_updates(
 # ---- The list ----
 
 
-def test_only_names_on_the_list_have_a_kind() -> None:
-    for name in MODEL | {"adapter_config.json", "generation_config.json"}:
-        assert kind_of(name) is not None, name
-    others = [
-        *("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth"),
-        *("rng_state_0.pth", "trainer_state.json", "scaler.pt", "pytorch_model.bin"),
-        *("pytorch_model-00001-of-00002.bin", "adapter_model.bin", "results.json", "train.log"),
-        *("events.out.tfevents.1", "privacy_ledger.before-0a1b.json", ".privacy_ledger.json.tmp"),
-        *("model.safetensors.bak", "MODEL.safetensors", "optimizer.safetensors", "Config.json"),
-        *("model-1-of-2.safetensors", "sampler.json", "modeling_mine.py", "README.md~", ".env"),
-        *("config.json/", "runs/config.json", "../config.json", "all_results.json", ""),
-    ]
-    assert [name for name in others if kind_of(name) is not None] == []
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that a run saved."""
@@ -611,126 +608,35 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def staged(copy: Path, into: Path) -> set[str]:
-    stage(copy, into, render)
-    return {str(path.relative_to(into)) for path in into.rglob("*")}
-
-
-def test_files_in_folders_stay_and_all_others_are_copied_byte_by_byte(
-    copy: Path, tmp_path: Path
+def test_a_folder_that_is_not_what_was_saved_is_not_sent(
+    hub: Hub, copy: Path, tmp_path: Path
 ) -> None:
-    (copy / "runs").mkdir()
-    (copy / "runs" / "config.json").write_text("{}")
-    os.symlink("/", copy / "root")
-    assert staged(copy, tmp_path / "into") == MODEL
-    for name in MODEL:
-        assert (tmp_path / "into" / name).read_bytes() == (copy / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("model.safetensors", "link"), (LEDGER_NAME, "folder"), ("README.md", "dangling")],
-)
-def test_a_name_on_the_list_that_is_no_plain_file_is_refused(
-    name: str, what: str, copy: Path, tmp_path: Path
-) -> None:
-    path = copy / name
-    path.rename(tmp_path / "moved")
-    if what == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(tmp_path / ("moved" if what == "link" else "nowhere"))
-    with pytest.raises(PrivacyError, match=f"{name} is a link or no plain file"):
-        stage(copy, tmp_path / "into", render)
-    assert not (tmp_path / "into").exists()
-
-
-PART, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
-
-
-def _a_part_missing(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / PART)
-    index = {"weight_map": {"a": PART, "b": PART.replace("1-of", "2-of")}}
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def _with_notes(**notes: str) -> Callable[[Path], None]:
-    tensors = {"a": torch.zeros(1)}
-    return lambda folder: save_file(tensors, folder / "model.safetensors", metadata=notes)
-
-
-def _with(name: str, content: str | bytes) -> Callable[[Path], object]:
-    data = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def _cut(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-5])
-
-
-def _without(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_without("model.safetensors"), "no weights"),
-        (_with(INDEX, '{"weight_map": null}'), "index.json is no index of weights"),
-        (_cut("config.json"), "config.json does not hold what its name says"),
-        (
-            _with("config.json", '{"transformers_weights": "optimizer.safetensors"}'),
-            "config.json says transformers_weights=",
-        ),
-        (_with("adapter_config.json", "{}"), "not the weights of one saved model"),
-        (_with("vocab.txt", bytes(range(256))), "vocab.txt does not hold what its name says"),
-        (_with("adapter_model.safetensors", b"old"), "not the weights of one saved model"),
-        (_a_part_missing, "not the weights of one saved model"),
-        (_cut("model.safetensors"), "no whole safetensors file"),
-        (_with_notes(format="pt", final_loss="0.31"), "final_loss"),
-        (_with_notes(format="pt, final loss 0.31"), "carries the notes"),
-        (_without(LEDGER_NAME), "no valid privacy ledger"),
-        (lambda folder: ledger_of(4).save(folder / LEDGER_NAME), "updates=None"),
-    ],
-)
-def test_a_folder_that_is_not_one_whole_model_is_refused(
-    spoil: Any, message: str, copy: Path, tmp_path: Path
-) -> None:
-    spoil(copy)
-    with pytest.raises(PrivacyError, match=message):
-        stage(copy, tmp_path / "into", render)
-    assert not (tmp_path / "into").exists()
-
-
-def test_weights_that_are_not_those_of_the_ledger_are_refused(copy: Path, tmp_path: Path) -> None:
-    folder = copy
-    weights = load((folder / "model.safetensors").read_bytes())
+    """Whoever changed it: weights, a config, the ledger, a file too many or too few."""
+    weights = load((copy / "model.safetensors").read_bytes())
     moved = {name: tensor + 1 for name, tensor in weights.items()}
-    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        PrivacyError, match=r"model\.safetensors in .* with trainer\.save_model\(\)"
-    ):
-        staged(copy, tmp_path / "into")
-    note_weights(folder)
-    assert staged(copy, tmp_path / "into") == MODEL
-    ledger_of(4).snapshot(4).save(copy / LEDGER_NAME)  # notes no digests
-    with pytest.raises(PrivacyError, match=r"model\.safetensors in .* does not speak for"):
-        staged(copy, tmp_path / "into")
-
-
-def test_parts_of_weights_are_published_with_their_index(copy: Path, tmp_path: Path) -> None:
-    folder, names = copy, [PART, PART.replace("1-of", "2-of")]
-    tensors = sorted(load((folder / "model.safetensors").read_bytes()).items())
-    halves = tensors[::2], tensors[1::2]
-    (folder / "model.safetensors").unlink()
-    for name, half in zip(names, halves, strict=True):
-        save_file(dict(half), folder / name, metadata={"format": "pt"})
-    both = zip(names, halves, strict=True)
-    index = {"weight_map": {key: name for name, half in both for key, _ in half}}
-    (folder / INDEX).write_text(json.dumps(index))
-    note_weights(folder)
-    expected = MODEL - {"model.safetensors"} | {*names, INDEX}
-    assert staged(copy, tmp_path / "into") == expected
+    spoilt: dict[str, tuple[Callable[[Path], object], str]] = {
+        "weights": (lambda f: save_file(moved, f / "model.safetensors"), "model.safetensors in"),
+        "config": (lambda f: (f / "config.json").write_text("{}"), "config.json in"),
+        "more": (lambda f: (f / "train.log").write_text("loss 0.31"), "train.log in"),
+        "less": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json in"),
+        "no digests": (
+            lambda f: ledger_of(4).snapshot(4).save(f / LEDGER_NAME),
+            "config.json, mod",
+        ),
+        "no ledger": (lambda f: (f / LEDGER_NAME).unlink(), "no valid privacy ledger"),
+        "ledger": (
+            lambda f: edit(f / LEDGER_NAME, lambda c: c["entries"][1].update(count=1)),
+            "no valid privacy ledger",
+        ),
+    }
+    for spoil, message in spoilt.values():
+        folder = Path(shutil.copytree(copy, tmp_path / "spoilt"))
+        spoil(folder)
+        with pytest.raises(PrivacyError, match=message):
+            push(folder, tmp_path / "room")
+        shutil.rmtree(folder)
+    assert set(hub.files(REPO)) == INITIAL
+    assert not list((tmp_path / "room").iterdir())
 
 
 def test_places_are_taken_out_of_configs_and_nothing_else_is() -> None:

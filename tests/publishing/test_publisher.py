@@ -1,40 +1,87 @@
 """What a Publisher refuses; that it publishes without a Trainer is on the page of its room."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from dp_grape_hf import Ledger, PrivacyError
-from dp_grape_hf.publishing import Adapter, Publisher
+from dp_grape_hf.ledger import LEDGER_NAME
+from dp_grape_hf.publishing import MISMATCH, Adapter, Publisher, verify
+from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from tests.support.ledgers import MECHANISM
 
 
 def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
     publisher = Publisher(None, tmp_path, nn.Linear(2, 2))
-    for save in (publisher.save, publisher.record, publisher.write_card):
+    for save in (publisher.save, publisher.write_card):
         with pytest.raises(PrivacyError, match="ledger=None: without a ledger no card"):
             save(1)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_is_not_saved_without_what_training_changed(tmp_path: Path) -> None:
+def test_an_adapter_is_saved_of_what_training_changed_and_a_model_without(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     weight = model.get_parameter("0.weight")
     adapter = Adapter.of(model, [weight], ["0.weight"])
     ledger = Ledger.start(MECHANISM)
-    publisher = Publisher(ledger, tmp_path, model, adapter=adapter)
-    with pytest.raises(PrivacyError, match="changes=None"):
-        publisher.save(0)
-    publisher.save(0, changes={"0.weight": (torch.ones(8, 1), torch.ones(1, 8))})
-    assert (tmp_path / "adapter_model.safetensors").is_file()
+    publisher = Publisher(ledger, tmp_path / "whole", model)
+    publisher.save(0)
+    assert [*ledger.saved[-1].files] == ["model.safetensors"]
+    changes = {"0.weight": (torch.ones(8, 1), torch.ones(1, 8))}
+    with pytest.raises(PrivacyError, match="this publisher has none"):
+        publisher.save(0, changes=changes)
+    publisher.adapter = adapter
+    publisher.save(0, tmp_path / "adapter", changes=changes)
+    assert [*ledger.saved[-1].files] == ["adapter_config.json", "adapter_model.safetensors"]
     assert ledger.updates == 0
+    assert Ledger.load(tmp_path / "adapter" / LEDGER_NAME).head == ledger.head
+
+
+def test_what_was_saved_stays_until_all_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what a loader would take beside what is new goes."""
+    model = nn.Linear(2, 2)
+    publisher = Publisher(Ledger.start(MECHANISM), tmp_path, model)
+    publisher.save(0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.weight.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "card", Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            publisher.save(0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "mine.txt"):
+        (tmp_path / name).write_text("{}")
+    publisher.save(0)
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "mine.txt"}
+    assert before["model.safetensors"] != (tmp_path / "model.safetensors").read_bytes()
+    assert MISMATCH not in {check.status for check in verify(tmp_path)}
+
+
+def test_a_config_that_names_other_weights_is_not_published(tmp_path: Path) -> None:
+    """Here it may stay; a path of this machine is taken out."""
+    named = {"transformers_weights": "optimizer.safetensors", "cache_dir": str(tmp_path)}
+    for public in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps(named))
+        with (
+            pytest.raises(PrivacyError, match=r"config\.json says tr") if public else nullcontext()
+        ):
+            clean_configs(tmp_path, is_hub_name, public=public)
+        if not public:
+            named.pop("cache_dir")
+            assert json.loads((tmp_path / "config.json").read_text()) == named
 
 
 def test_nothing_is_pushed_before_a_repository_is_open(tmp_path: Path) -> None:
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path, nn.Linear(2, 2))
     with pytest.raises(PrivacyError, match=r"push\(\) before open\(\)"):
-        publisher.push()
+        publisher.push(0)
     publisher.wait()  # for nothing
     assert not publisher.busy

@@ -24,6 +24,9 @@ MECHANISM = replace(
     projection_rank=16,
 )
 
+# Beside a model, and not of it.
+OF_THE_TRAINER = {"training_args.bin", "trainer_state.json", f".{LEDGER_NAME}.lock"}
+
 
 def ledger_of(steps: int, mechanism: Mechanism = MECHANISM, **start: Any) -> Ledger:
     """Returns the ledger of a run with so many releases."""
@@ -34,10 +37,11 @@ def ledger_of(steps: int, mechanism: Mechanism = MECHANISM, **start: Any) -> Led
 
 
 def note_weights(folder: Path, ledger: Ledger | None = None) -> None:
-    """Has a ledger, or the folder's own, note the weights in a folder, as saving them does."""
+    """Has a ledger, or the folder's own, note what lies in a folder, as saving it does."""
     ledger = ledger or Ledger.load(folder / LEDGER_NAME)
     updates = ledger.steps if ledger.updates is None else ledger.updates
-    ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
+    files = {name: digest for name, digest in digests(folder).items() if name not in OF_THE_TRAINER}
+    ledger.snapshot(updates, files).save(folder / LEDGER_NAME)
 
 
 def content_of(path: Path) -> dict[str, Any]:
