@@ -2,8 +2,8 @@
 
 Guarantee:
     Each file that was saved with the model has the digest that the ledger recorded, or is reported.
-    So is each other file of the folder that is or may be weights, wherever it lies and whatever its
-    name, each link, and each config that sends a loader to other weights or to code.
+    So is each other file that is weights by its name, wherever it lies in the folder, and each
+    config that sends a loader to files that the ledger does not digest, or to code.
     Folders with a ledger of their own are left to that.
 """
 
@@ -19,10 +19,9 @@ from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG,
     CONFIG,
     digest,
+    files_in,
     files_of_index,
     is_weights,
-    may_be_weights,
-    tree,
 )
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
@@ -47,30 +46,23 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     if folder is None:
         yield Check("weights", ABSENT, "-", "a file was given, not a folder")
         return
-    files, links, others = tree(folder)
-    names = {path: path.relative_to(folder).as_posix() for path in (*files, *links, *others)}
-    for link in links:
-        found = "a link, or no plain file; put the file itself there"
-        yield Check(f"link: {names[link]}", MISMATCH, "-", found)
+    files, others = files_in(folder)
     saved = ledger.saved
     recorded = saved[-1].files if saved else {}
-    digests = {
-        names[path]: digest(path)
-        for path in files
-        if names[path] in recorded or may_be_weights(path)
-    }
+    files |= {name: folder / name for name in recorded if (folder / name).is_file()}  # by a link
+    digests = {n: digest(files[n]) for n in files if n in recorded or is_weights(n)}
     yield from _of_the_digests(saved, recorded, digests)
-    if CONFIG in names.values() and CONFIG not in recorded:
+    if CONFIG in files and CONFIG not in recorded:
         found = "not in the ledger, as of a version that digested weights alone"
         yield Check(CONFIG, ABSENT, "-", found)
-    for path in files:
+    for name, path in files.items():
         if _CONFIG.search(path.name):
-            yield from _of_a_config(PurePosixPath(names[path]), json_of(path), recorded)
-    if _GENERATE in names.values():
+            yield from _of_a_config(PurePosixPath(name), json_of(path), recorded)
+    if _GENERATE in files:
         yield Check(_GENERATE, MISMATCH, "-", "code, which is not in the ledger")
     if others:
         found = "each has a ledger of its own: verify it by its path"
-        yield Check("other folders", ABSENT, ", ".join(names[o] for o in others), found)
+        yield Check("other folders", ABSENT, ", ".join(others), found)
 
 
 def _of_the_digests(
@@ -78,7 +70,7 @@ def _of_the_digests(
 ) -> Iterator[Check]:
     places = {PurePosixPath(name).parent for name in found if is_weights(name)}
     for name in sorted(recorded.keys() | found.keys()):
-        ours, weights = recorded.get(name), is_weights(name) or name not in recorded
+        ours, weights = recorded.get(name), is_weights(name)
         what = f"weights: {name}" if weights else name
         if name not in found:
             part = weights and PurePosixPath(name).parent in places  # its other parts are here
@@ -93,7 +85,7 @@ def _of_the_digests(
             same = ours == found[name]
             text = f", saved after {earlier[-1]} updates" if earlier and not same else ""
             yield Check(what, OK if same else MISMATCH, ours[:12], found[name][:12] + text)
-    if not any(map(is_weights, recorded)) and not found:
+    if not any(map(is_weights, {**recorded, **found})):
         yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
 
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, digests, is_weights, tree
+from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, digests, files_in, is_weights
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +66,10 @@ class Repository:
     ) -> CommitInfo | Future[CommitInfo]:
         """Save a model into an empty folder, and publish this folder in one commit.
 
-        Args:
+        Args, beside those of `Publisher.push`:
             save: saves the model with its ledger and its card in the folder that it receives.
             workspace: a folder with room for the empty one, which exists until the push is done.
-            message: the commit's.
             places: the folders of the repository that receive the files.
-            token: another than the repository's.
-            revision: the branch; None is the main one.
-            background: whether to return once the model is saved, with a future.
 
         Raises:
             PrivacyError: the repository holds weights of another origin, or the files changed
@@ -111,8 +107,10 @@ class Repository:
     ) -> CommitInfo:
         try:
             _require_as_saved(folder)
-            files = {path.relative_to(folder): path for path in tree(folder).files}
-            targets = {PurePosixPath(place, n): files[n] for place in places for n in sorted(files)}
+            files, _ = files_in(folder)
+            targets = {
+                PurePosixPath(place, name): files[name] for place in places for name in files
+            }
             self._refuse_foreign_weights(targets, token, revision)
             pauses = iter(_WAITS)
             while True:

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -32,22 +33,6 @@ _SUFFIXES = (
 _OTHERS = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler|rng_state|random_states)(_\d+)?\.(bin|pkl|pth?)"
 )
-# How files of tensors begin: zip archives, as of torch; pickles, GGUF, HDF5 and numpy.
-_BEGINNINGS = (b"PK\x03\x04", b"\x80", b"GGUF", b"\x89HDF", b"\x93NUMPY")
-
-
-class Tree(NamedTuple):
-    """What a folder holds, with the folders in it.
-
-    Attributes:
-        files: plain files. Those of folders with a ledger are not among them.
-        links: links, which are not followed, and what is neither file nor folder.
-        others: the folders in it that have a ledger, which speaks of them.
-    """
-
-    files: list[Path]
-    links: list[Path]
-    others: list[Path]
 
 
 def is_weights(name: str) -> bool:
@@ -56,32 +41,22 @@ def is_weights(name: str) -> bool:
     return lower.endswith(_SUFFIXES) and not _OTHERS.fullmatch(lower)
 
 
-def may_be_weights(path: Path) -> bool:
-    """Whether a file is weights by its name, or holds what could be, whatever its name.
+def files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the files in a folder and in the folders in it, by name.
 
-    The exception is what a trainer keeps beside weights.
+    Returns:
+        The files, with names relative to the folder and in order; and the names of the folders that
+        have a ledger, which speaks of their files. Links to folders are not followed.
     """
-    if _OTHERS.fullmatch(path.name.lower()):
-        return False
-    return is_weights(path.name) or _holds_tensors(path)
-
-
-def tree(folder: Path) -> Tree:
-    """Returns what a folder holds, in order.
-
-    In the cache of the Hub's client, a link into its own store counts as the file itself.
-    """
-    found, places = Tree([], [], []), [folder]
-    while places:
-        for path in sorted(places.pop().iterdir()):
-            if path.is_symlink() and not _is_of_the_cache(path, folder):
-                found.links.append(path)
-            elif path.is_dir():
-                own = (path / LEDGER_NAME).is_file()
-                (found.others if own else places).append(path)
-            else:
-                (found.files if path.is_file() else found.links).append(path)
-    return found
+    files: dict[str, Path] = {}
+    others: list[str] = []
+    for place, folders, names in os.walk(folder):
+        own = [name for name in folders if Path(place, name, LEDGER_NAME).is_file()]
+        folders[:] = sorted({*folders} - {*own})
+        others += [Path(place, name).relative_to(folder).as_posix() for name in own]
+        paths = [path for path in (Path(place, name) for name in names) if path.is_file()]
+        files |= {path.relative_to(folder).as_posix(): path for path in paths}
+    return dict(sorted(files.items())), sorted(others)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -90,8 +65,8 @@ def digests(folder: Path) -> dict[str, str]:
     The name is relative to the folder, which holds nothing but the model and, maybe, its ledger
     and its card. Takes about a second for each GiB.
     """
-    names = sorted(path.relative_to(folder).as_posix() for path in tree(folder).files)
-    return {n: digest(folder / n) for n in names if n not in (LEDGER_NAME, CARD_NAME)}
+    files, _ = files_in(folder)
+    return {n: digest(files[n]) for n in files if n not in (LEDGER_NAME, CARD_NAME)}
 
 
 def digest(path: Path) -> str:
@@ -141,17 +116,6 @@ def is_of_a_model(name: str) -> bool:
     return written is not None and written[1] is not None and not name.endswith(".json")
 
 
-def notes_of(path: Path) -> dict[str, str]:
-    """Returns what a file of safetensors, whose length is that of its header, holds beside tensors.
-
-    Raises:
-        SafetensorError: it is no such file, or not whole.
-        OSError: it cannot be read.
-    """
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
-
-
 def files_of_index(content: Any) -> set[str]:
     """Returns the names of the files that the content of an index says weights are in.
 
@@ -162,6 +126,12 @@ def files_of_index(content: Any) -> set[str]:
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise ValueError("no file name for each weight")
     return set(named.values())
+
+
+def _check_tensors(path: Path) -> None:
+    """Reads the header, which gives the length of the file."""
+    with safe_open(path, framework="pt"):
+        pass
 
 
 def _check_json(path: Path) -> None:
@@ -186,27 +156,8 @@ def _check_archive(path: Path) -> None:
 
 
 _CHECKS: dict[str, Callable[[Path], object]] = {
-    ".safetensors": notes_of,
+    ".safetensors": _check_tensors,
     ".json": _check_json,
     ".bin": _check_archive,
     ".pt": _check_archive,
 }
-
-
-def _holds_tensors(path: Path) -> bool:
-    with open(path, "rb") as file:
-        begin = file.read(9)
-    if begin.startswith(_BEGINNINGS):
-        return True
-    if begin[8:] != b"{":  # safetensors: the length of a JSON object, and the object
-        return False
-    try:
-        notes_of(path)
-        return True
-    except (SafetensorError, OSError):
-        return False
-
-
-def _is_of_the_cache(link: Path, folder: Path) -> bool:
-    root = folder.resolve().parent
-    return root.name == "snapshots" and link.resolve().parent == root.parent / "blobs"

@@ -21,7 +21,7 @@ from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from dp_grape_hf.publishing.hub import Repository
-from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, tree
+from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, files_in
 
 # The whole of a model, its parts and their index: what a save replaces.
 _PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -272,13 +272,11 @@ def _base_names(model: Any) -> list[str]:
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
     """Move what was saved from one folder to another, each file whole, and the ledger last."""
-    paths = sorted(tree(fresh).files, key=lambda path: path.name == LEDGER_NAME)
-    names = {path.relative_to(fresh).as_posix() for path in paths}
-    for path in paths:
-        target = folder / path.relative_to(fresh)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    if {MODEL, INDEX} & names:  # parts of an earlier model would be loaded beside this one
+    files, _ = files_in(fresh)
+    for name in sorted(files, key=lambda name: name == LEDGER_NAME):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        files[name].replace(folder / name)
+    if {MODEL, INDEX} & files.keys():  # parts of an earlier model would be loaded beside this one
         for path in folder.iterdir():
-            if _PART.fullmatch(path.name) and path.name not in names:
+            if _PART.fullmatch(path.name) and path.name not in files:
                 path.unlink()

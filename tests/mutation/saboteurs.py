@@ -43,8 +43,8 @@ from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.publishing import file_checks, hub
-from dp_grape_hf.publishing.model_files import Tree, is_weights
+from dp_grape_hf.publishing import file_checks, hub, model_files
+from dp_grape_hf.publishing.model_files import is_weights
 from dp_grape_hf.trainer import collators, mixin, overlap
 
 
@@ -467,23 +467,20 @@ def _each_part_has_all_of_c(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
-def _weights_known_by_name(patch: pytest.MonkeyPatch) -> None:
-    trainers = ("optimizer.", "scheduler.", "training_args.")
-
-    def may_be_weights(path: Path) -> bool:
-        return is_weights(path.name) and not path.name.startswith(trainers)
-
-    patch.setattr(file_checks, "may_be_weights", may_be_weights)
+def _weights_of_an_optimizer_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        file_checks,
+        "is_weights",
+        lambda name: is_weights(name) and not Path(name).name.startswith("optimizer."),
+    )
 
 
 def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
-    original = file_checks.tree
+    def files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+        found, others = model_files.files_in(folder)
+        return {name: found[name] for name in found if "/" not in name}, others
 
-    def tree(folder: Path) -> Tree:
-        found = original(folder)
-        return found._replace(files=[path for path in found.files if path.parent == folder])
-
-    patch.setattr(file_checks, "tree", tree)
+    patch.setattr(file_checks, "files_in", files_in)
 
 
 def _configs_unread(patch: pytest.MonkeyPatch) -> None:
@@ -1049,8 +1046,8 @@ SABOTEURS = (
         ),
     ),
     Saboteur(
-        "verify knows weights by their names",
-        _weights_known_by_name,
+        "verify takes all that is called optimizer for a trainer's",
+        _weights_of_an_optimizer_unseen,
         ("test_verification.py::test_planted_weights_are_found[as an optimizer]",),
     ),
     Saboteur(

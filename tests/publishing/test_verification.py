@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,7 +34,7 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism
 from dp_grape_hf.ledger import ledger as ledger_module
 from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
-from dp_grape_hf.publishing.model_files import ADAPTER, digests, may_be_weights
+from dp_grape_hf.publishing.model_files import ADAPTER, digests, is_weights
 from dp_grape_hf.publishing.statement import BEGIN, END, TAG
 from dp_grape_hf.publishing.verification import OK, Check
 from tests.support.ledgers import MECHANISM, edit, ledger_of, note_weights, rewrite
@@ -467,21 +466,10 @@ def test_a_saved_folder_is_digested_without_its_ledger_and_its_card(tmp_path: Pa
     assert found["config.json"] == hashlib.sha256(b"config.json").hexdigest()
 
 
-def test_what_may_be_weights_is_known_by_name_or_content(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(3)}
-    for name in ("x.safetensors", "y.dat", "optimizer.safetensors"):
-        save_file(tensors, tmp_path / name)
-    for name in ("z.dat", "optimizer.pt"):
-        torch.save(tensors, tmp_path / name)
-    torch.save(tensors, tmp_path / "pickle", _use_new_zipfile_serialization=False)
-    numpy.save(tmp_path / "array.dat.npy", numpy.zeros(3))
-    (tmp_path / "old.BIN").write_text("?")
-    texts = {"config.json": "{}", "long.json": '{"abcde{": 1}', "short": "{", "empty": ""}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    found = {path.name for path in tmp_path.iterdir() if may_be_weights(path)}
-    everything = {path.name for path in tmp_path.iterdir()}
-    assert everything - found == {*texts, "optimizer.pt"}
+def test_weights_are_known_by_name(tmp_path: Path) -> None:
+    weights = ["model.safetensors.index.json", "old.BIN", "optimizer.safetensors", "a.npz"]
+    others = ["optimizer.pt", "rng_state_0.pth", "training_args.bin", "config.json", "a.txt"]
+    assert [name for name in (*weights, *others) if is_weights(name)] == weights
 
 
 # ---- Planted weights ----
@@ -609,8 +597,8 @@ def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
     parts = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "weights.dat")}
     (whole / index).write_text(json.dumps(parts))
     _configure(whole, transformers_weights=index)
-    expected = {"weights: weights.dat", f"weights: {index}", f"{index}: weight_map"}
-    assert set(_wrong(verify(whole))) >= expected | {"config.json: transformers_weights"}
+    expected = {"config.json", f"weights: {index}", f"{index}: weight_map"}
+    assert set(_wrong(verify(whole))) == expected | {"config.json: transformers_weights"}
 
 
 def test_an_index_that_is_none_is_found(whole: Path) -> None:
@@ -660,19 +648,29 @@ def test_parts_of_a_model_are_compared_with_their_index(whole: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need rights elsewhere")
-def test_links_are_refused_and_not_followed(whole: Path) -> None:
+def test_of_a_link_the_content_is_compared(whole: Path, adapter: Path) -> None:
+    """A link to a folder is not followed, but for what the ledger knows."""
     outside = whole.parent / "outside"
     (whole / WEIGHTS).rename(outside)
     (whole / WEIGHTS).symlink_to(outside)
     (whole / "sub").symlink_to(whole.parent)
-    (whole / "gone").symlink_to(whole / "nowhere")
+    (whole / "gone.bin").symlink_to(whole / "nowhere")
     os.mkfifo(whole / "model.bin")
-    assert set(_wrong(verify(whole))) == {
-        *(f"link: {name}" for name in ("gone", "sub", WEIGHTS, "model.bin")),
-    }
+    assert _wrong(verify(whole)) == []
+    _poison(whole.parent, "outside", f"whole/{WEIGHTS}")
+    assert _wrong(verify(whole)) == [f"weights: {WEIGHTS}"]
+    for name in (ADAPTER, "adapter_config.json"):
+        (adapter / "mine").mkdir(exist_ok=True)
+        (adapter / name).rename(adapter / "mine" / name)
+    note_weights(adapter)
+    (adapter / "mine").rename(adapter.parent / "mine")
+    (adapter / "mine").symlink_to(adapter.parent / "mine")
+    assert _wrong(verify(adapter)) == []
+    _poison(adapter, f"mine/{ADAPTER}", f"mine/{ADAPTER}")
+    assert _wrong(verify(adapter)) == [f"weights: mine/{ADAPTER}"]
 
 
-def test_a_snapshot_in_the_cache_is_no_link(whole: Path, tmp_path: Path) -> None:
+def test_a_snapshot_in_the_cache_is_verified(whole: Path, tmp_path: Path) -> None:
     """The Hub's client keeps files in one folder, and links to them."""
     blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0a1b"
     blobs.mkdir(parents=True)
@@ -682,8 +680,7 @@ def test_a_snapshot_in_the_cache_is_no_link(whole: Path, tmp_path: Path) -> None
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     assert _wrong(verify(snapshot)) == []
     _poison(snapshot, "sub/model.safetensors")
-    (snapshot / "other").symlink_to(whole)
-    assert _wrong(verify(snapshot)) == ["link: other", "weights: sub/model.safetensors"]
+    assert _wrong(verify(snapshot)) == ["weights: sub/model.safetensors"]
 
 
 CODE: dict[str, dict[str, Any]] = {
