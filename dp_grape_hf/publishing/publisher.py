@@ -99,13 +99,12 @@ class Publisher:
             PrivacyError: there is no ledger, or it has fewer releases than the weights have
                 updates; or the adapter does not fit (``Adapter.save``).
         """
-        folder = self.folder if folder is None else folder
         self._require_ledger()
+        folder = self.folder if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".saving-", dir=folder) as name:
-            fresh = Path(name)
-            self._save_into(fresh, updates, changes, weights, public=False)
-            _put_in_place(fresh, folder)
+        with TemporaryDirectory(prefix=".saving-", dir=folder) as fresh:
+            self._save_into(Path(fresh), updates, changes, weights, public=False)
+            _put_in_place(Path(fresh), folder)
 
     def _save_into(
         self,
@@ -134,13 +133,12 @@ class Publisher:
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         clean_configs(folder, self._is_on_hub, public=public)
-        ledger = ledger.snapshot(updates, digests(folder))
-        ledger.save(folder / LEDGER_NAME)
-        card = self.card(ledger, adapter=changes is not None)
+        card = self._card(updates, adapter=changes is not None)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
 
     def write_card(self, updates: int | None = None) -> None:
-        """Writes the card anew, when ``details`` have changed.
+        """Write the card anew, when ``details`` have changed.
 
         Args:
             updates: how many updates the weights contain, if the model was not saved yet.
@@ -148,33 +146,20 @@ class Publisher:
         Raises:
             PrivacyError: there is no ledger, or it speaks for no weights (``card.render``).
         """
-        card = self.card(self._require_ledger(), updates)
+        card = self._card(updates, adapter=self.adapter is not None)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / CARD_NAME).write_text(card, encoding="utf-8")
 
-    def card(
-        self, ledger: Ledger, updates: int | None = None, *, adapter: bool | None = None
-    ) -> str:
-        """Returns the card of a ledger, and of what is known of the model without its data.
-
-        Args:
-            ledger: saved with the weights, or the publisher's own.
-            updates: how many updates the weights contain, if the ledger was not saved with any.
-            adapter: whether these are an adapter's; if None, whether the publisher has one.
-
-        Raises:
-            PrivacyError: the ledger speaks for no weights (``card.render``).
-        """
-        adapter = self.adapter is not None if adapter is None else adapter
+    def _card(self, updates: int | None, *, adapter: bool) -> str:
+        """Return the card of the ledger, and of what is known of the model without its data."""
         names = (n for n in _base_names(self.model) if self._is_on_hub(n))  # a path is ours alone
-        details = self.details
         details = replace(
-            details,
-            base_model=details.base_model or next(names, None),
+            self.details,
+            base_model=self.details.base_model or next(names, None),
             adapter=adapter or bool(adapters_of(self.model)),
-            repo_id=details.repo_id if self.repository is None else self.repository.repo_id,
+            repo_id=self.details.repo_id if self.repository is None else self.repository.repo_id,
         )
-        return render(ledger, details, updates=updates)
+        return render(self._require_ledger(), details, updates=updates)
 
     def _is_on_hub(self, name: str) -> bool:
         return self._on_hub[name] if name in self._on_hub else is_hub_name(name)

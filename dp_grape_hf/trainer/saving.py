@@ -42,7 +42,6 @@ class SavingMixin(Host):
     _resumed: Choices | None = None  # of the checkpoint that this run goes on from
     _refused: bool = False  # whether the last train() was, before it released anything
     _for_resuming: bool = False  # while all weights are saved
-    _gathered: dict[str, Any] | None = None  # while weights are saved that are spread
 
     @cached_property
     def publisher(self) -> Publisher:
@@ -75,11 +74,12 @@ class SavingMixin(Host):
         )
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
-        self._gathered = self._whole_weights()  # by all: only the first one saves
         try:
-            super().save_model(output_dir, _internal_call)
+            self._save(output_dir, self._whole_weights())
         finally:
-            self._for_resuming, self._gathered = before, None
+            self._for_resuming = before
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -88,12 +88,11 @@ class SavingMixin(Host):
         if not self.args.should_save:
             return
         folder = self.publisher.folder if output_dir is None else Path(output_dir)
-        weights = self._gathered if state_dict is None else state_dict
         if self.ledger is None:  # nothing was trained
-            super()._save(str(folder), weights)
+            super()._save(str(folder), state_dict)
             return
         changes = self._changes
-        self.publisher.save(self.state.global_step, folder, changes=changes, weights=weights)
+        self.publisher.save(self.state.global_step, folder, changes=changes, weights=state_dict)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
         if self._for_resuming and (choices := self._choices) is not None:
             choices.save(folder)

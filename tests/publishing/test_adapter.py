@@ -17,7 +17,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.projections import default_targets
 from dp_grape_hf.publishing import ABSENT, MISMATCH, Adapter, verify
-from dp_grape_hf.publishing.model_files import ADAPTER, ADAPTER_CONFIG, MODEL, digests
+from dp_grape_hf.publishing.model_files import ADAPTER, ADAPTER_CONFIG, MODEL, digest
 from tests.support.models import ROWS, only, row
 from tests.support.trainers import (
     EXACT,
@@ -330,7 +330,8 @@ def test_an_adapter_is_verified_with_its_ledger_and_its_card(out: Path) -> None:
         assert found[what] == "ok"
     assert [what for what in found if found[what] == ABSENT] == [f"{ADAPTER_CONFIG}: base"]
     assert "library_name: peft" in (out / "README.md").read_text()
-    assert Ledger.load(out / LEDGER_NAME).saved[-1].files == digests(out)
+    recorded = Ledger.load(out / LEDGER_NAME).saved[-1].files
+    assert recorded == {name: digest(out / name) for name in (ADAPTER, ADAPTER_CONFIG)}
     tensors = {name: tensor * 2 for name, tensor in load_file(out / ADAPTER).items()}
     save_file(tensors, out / ADAPTER, metadata={"format": "pt"})
     assert statuses(out)[f"weights: {ADAPTER}"] == MISMATCH

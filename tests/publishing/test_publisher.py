@@ -53,7 +53,7 @@ def test_what_was_saved_stays_until_all_is_written(
     with torch.no_grad():
         model.weight.add_(1)
     with monkeypatch.context() as patch:
-        patch.setattr(Publisher, "card", Mock(side_effect=OSError(28, "No space left")))
+        patch.setattr(Publisher, "_card", Mock(side_effect=OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space left"):
             publisher.save(0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
