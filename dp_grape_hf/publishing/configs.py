@@ -28,7 +28,8 @@ _PATH = re.compile(r"~\w*[/\\]|\.\.?/|(file|local):/|[A-Za-z]:[\\/]|\\\\\w|/[^/]
 _WEIGHTS = {"transformers_weights", "configuration_files", "prompt_tuning_init_state_dict_path"}
 _CODE = {"auto_map", "custom_pipelines"}
 _KERNEL = "_implementation"  # a repository with code, if it has a slash
-_TEMPLATE = "chat_template"  # a text that may begin with a slash
+# Texts of a tokenizer, which may look like a path.
+_TEXTS = re.compile(r"chat_template|.*_tokens?|added_tokens_decoder")
 
 
 def json_of(path: Path) -> Any:
@@ -48,24 +49,20 @@ def is_hub_name(name: str) -> bool:
     return not os.path.exists(name)
 
 
-def clean_configs(folder: Path, on_hub: OnHub, *, public: bool) -> None:
-    """Take the places on this machine out of the configs that were just saved in a folder.
+def clean_configs(folder: Path, on_hub: OnHub) -> None:
+    """Take the places on this machine out of the configs that were just saved to be published.
 
     Args:
         folder: holds what was saved, and nothing else.
         on_hub: whether a name in a config can be one on the Hub.
-        public: whether the folder leaves this machine. One that stays keeps the place of an
-            adapter's base, where PEFT looks for it.
 
     Raises:
-        PrivacyError: a config that leaves this machine sends loaders to other weights.
+        PrivacyError: a config sends loaders to other weights.
     """
     for path in sorted(folder.rglob("*config.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         clean = without_paths(content, on_hub)
-        if not public and BASE in content:
-            clean[BASE] = content[BASE]
-        for key, value in weights_named(clean) if public else ():
+        for key, value in weights_named(clean):
             raise PrivacyError(
                 f"{path.name} says {key}={value!r}, so loaders would take weights that the ledger "
                 "does not speak for. Take that entry out of the model's config, and publish again."
@@ -79,6 +76,8 @@ def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> A
 
     It stands under a ``key``; ``on_hub`` says whether a name can be one on the Hub.
     """
+    if _TEXTS.fullmatch(key):
+        return content
     if isinstance(content, dict):
         items = [item for item in content.items() if not _is_place(*item, on_hub)]
         return {name: without_paths(value, on_hub, name) for name, value in items}
@@ -113,7 +112,7 @@ def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:
     """Whether a value is a path on this machine, or could be one of another, or its key is."""
     if _PATH.match(key):
         return True
-    if not isinstance(value, str) or len(value) < 2 or key == _TEMPLATE:
+    if not isinstance(value, str) or len(value) < 2 or _TEXTS.fullmatch(key):
         return False
     named = bool(_PLACE.search(key)) and not on_hub(value)
     return named or bool(_PATH.match(value)) or (os.path.isabs(value) and os.path.exists(value))

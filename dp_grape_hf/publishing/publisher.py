@@ -132,7 +132,8 @@ class Publisher:
             save_file({**tensors}, folder / MODEL, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-        clean_configs(folder, self._is_on_hub, public=public)
+        if public:
+            clean_configs(folder, self._is_on_hub)
         card = self._card(updates, adapter=changes is not None)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)

@@ -653,7 +653,8 @@ def test_places_are_taken_out_of_configs_and_nothing_else_is() -> None:
     paths += ["\\\\server\\share", "local:/srv/models/m"]
     kept = {"base_model_name_or_path": "facebook/opt-125m", "sep": "/", "eos": "</s>", "a": "~~"}
     kept |= {"b": "...", "c": "files", "d": "/-/", "chat_template": "/no_think/{{ x }}"}
-    kept |= {"task": "file: classify", "drive": "C: or D:"}
+    kept |= {"task": "file: classify", "drive": "C: or D:", "pad_token": "./"}
+    kept |= {"added_tokens_decoder": {"5": {"content": "../"}}}
     config = places | {"inner": [places | kept], "list": [*paths, "a list"]}
     assert without_paths(config) == {"inner": [kept], "list": ["a list"]}
 
