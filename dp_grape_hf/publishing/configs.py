@@ -1,6 +1,6 @@
-"""What the configs of a saved model name: places on this machine, other weights, code.
+"""Places on this machine, other weights and code that the configs of a saved model name.
 
-A config is a JSON file beside the weights. The library that saves it notes in it where a model was
+A config is a JSON file that is saved with the weights. The library that saves it notes in it where a model was
 loaded from. An entry of it can send a loader to weights of another name, or to code.
 """
 

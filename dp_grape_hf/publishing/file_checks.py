@@ -4,7 +4,7 @@ Guarantee:
     Each file that was saved with the model has the digest that the ledger recorded, or is reported.
     So is each other file that is weights by its name, wherever it lies in the folder, and each
     config that sends a loader to files that the ledger does not digest, or to code.
-    Folders with a ledger of their own are left to that.
+    Folders with a separate ledger are not looked into.
 """
 
 import json
@@ -53,7 +53,7 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     digests = {n: digest(files[n]) for n in files if n in recorded or is_weights(n)}
     yield from _of_the_digests(saved, recorded, digests)
     if CONFIG in files and CONFIG not in recorded:
-        found = "not in the ledger, as of a version that digested weights alone"
+        found = "not in the ledger, which may be of a version that digested weights alone"
         yield Check(CONFIG, ABSENT, "-", found)
     for name, path in files.items():
         if _CONFIG.search(path.name):

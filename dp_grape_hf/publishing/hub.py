@@ -66,10 +66,11 @@ class Repository:
     ) -> CommitInfo | Future[CommitInfo]:
         """Save a model into an empty folder, and publish this folder in one commit.
 
-        Args, beside those of `Publisher.push`:
+        Args:
             save: saves the model with its ledger and its card in the folder that it receives.
-            workspace: a folder with room for the empty one, which exists until the push is done.
+            workspace: where the empty folder is made. It is removed when the push is done.
             places: the folders of the repository that receive the files.
+            message, token, revision, background: as in `Publisher.push`.
 
         Raises:
             PrivacyError: the repository holds weights of another origin, or the files changed
@@ -157,7 +158,7 @@ class Repository:
 
 
 def _require_as_saved(folder: Path) -> None:
-    """Refuse a folder whose files are not all those that its ledger digests, and no others."""
+    """Refuse a folder that holds other files than its ledger digests."""
     saved = Ledger.load(folder / LEDGER_NAME).saved
     recorded, found = saved[-1].files if saved else {}, digests(folder)
     if other := sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n)):

@@ -72,8 +72,8 @@ def digests(folder: Path) -> dict[str, str]:
 def digest(path: Path) -> str:
     """Return the SHA-256 in hex of a file.
 
-    Of an adapter's config it is that of the content, whatever its layout, without the name of its
-    base: a path on this machine is taken out of what is published.
+    For an adapter's config, the digest is of its content without the name of the base, whatever
+    the layout of the file: a path to the base on this machine is not published.
     """
     content = json_of(path) if path.name == ADAPTER_CONFIG else None
     if isinstance(content, dict):

@@ -36,8 +36,8 @@ class Publisher:
     Args:
         ledger: of the run; None as long as there is none, and then nothing is saved or published.
         folder: where the model is saved.
-        model: of transformers or PEFT, which save it with its config; of another one the tensors
-            are saved.
+        model: a model of transformers or PEFT is saved with its config; of another model, only
+            the tensors are saved.
         processing_class: its tokenizer or processor, which is saved with it.
         adapter: as which the model is saved, made before training; None for the whole model.
         details: what the card says beside the ledger.
@@ -203,9 +203,9 @@ class Publisher:
     ) -> CommitInfo | Future[CommitInfo]:
         """Save into an empty folder, and publish exactly this folder in one commit.
 
-        What is sent is what ``save`` saves, and nothing else of this machine. Local paths are taken
-        out of the configs. A run without a guarantee is published as such. The model may change
-        once this has returned.
+        It has the files that ``save`` writes, and no other. Local paths are taken out of the
+        configs. A run without a guarantee is published as such. The model may change once this
+        has returned.
 
         Args:
             updates: how many updates the weights contain.

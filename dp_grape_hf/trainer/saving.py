@@ -104,7 +104,7 @@ class SavingMixin(Host):
 
     @property
     def _changes(self) -> Any:
-        """What an adapter is saved of; None if the whole model is saved."""
+        """The change that is saved as an adapter; None if the whole model is saved."""
         return self.private_run.changes() if self._saves_adapter else None
 
     @property
@@ -193,8 +193,8 @@ class SavingMixin(Host):
 
         With ``save_as="adapter"`` it is the adapter of that step. With ``hub_strategy``
         "checkpoint" the files go into ``last-checkpoint`` as well, with "all_checkpoints" into a
-        folder of the checkpoint's name: all in one commit. Where that fails, the error is logged,
-        and training goes on.
+        folder of the checkpoint's name: all in one commit. If it fails, the error is logged, and
+        training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
         if strategy is HubStrategy.END:
