@@ -1,7 +1,7 @@
 """Places on this machine, other weights and code that the configs of a saved model name.
 
-A config is a JSON file that is saved with the weights. The library that saves it notes in it where a model was
-loaded from. An entry of it can send a loader to weights of another name, or to code.
+A config is a JSON file that is saved with the weights. The library that saves it notes in it where
+a model was loaded from. An entry of it can send a loader to weights of another name, or to code.
 """
 
 import json
@@ -19,6 +19,7 @@ from dp_grape_hf.errors import PrivacyError
 BASE = "base_model_name_or_path"
 """The entry of an adapter's config that names its base, by which PEFT finds it."""
 
+WEIGHTS, CODE = "weights", "code"
 OnHub = Callable[[str], bool]
 
 _PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
@@ -62,7 +63,7 @@ def clean_configs(folder: Path, on_hub: OnHub) -> None:
     for path in sorted(folder.rglob("*config.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         clean = without_paths(content, on_hub)
-        for key, value in weights_named(clean):
+        for key, value in ((k, v) for k, v, to in sent_elsewhere(clean) if to == WEIGHTS):
             raise PrivacyError(
                 f"{path.name} says {key}={value!r}, so loaders would take weights that the ledger "
                 "does not speak for. Take that entry out of the model's config, and publish again."
@@ -86,26 +87,19 @@ def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> A
     return content
 
 
-def weights_named(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config that send loaders to weights of another name."""
-    return _entries(content, lambda key, value: key in _WEIGHTS)
+def sent_elsewhere(content: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and kind of the entries that send loaders to `WEIGHTS` or `CODE` elsewhere.
 
-
-def code_named(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config that have loaders run code which is not their library's."""
-    return _entries(
-        content,
-        lambda key, value: key in _CODE or (key.endswith(_KERNEL) and "/" in json.dumps(value)),
-    )
-
-
-def _entries(content: Any, wanted: Callable[[str, Any], bool]) -> Iterator[tuple[str, Any]]:
+    Weights have another name than loaders expect; code is not of their library.
+    """
     pairs = content.items() if isinstance(content, dict) else ()
     for key, value in pairs:
-        if value and wanted(key, value):
-            yield key, value
+        if value and key in _WEIGHTS:
+            yield key, value, WEIGHTS
+        elif value and (key in _CODE or (key.endswith(_KERNEL) and "/" in json.dumps(value))):
+            yield key, value, CODE
     for value in content if isinstance(content, list) else (value for _, value in pairs):
-        yield from _entries(value, wanted)
+        yield from sent_elsewhere(value)
 
 
 def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:

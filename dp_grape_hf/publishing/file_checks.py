@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from dp_grape_hf.ledger import Ledger, Weights
-from dp_grape_hf.publishing.configs import BASE, code_named, json_of, weights_named
+from dp_grape_hf.publishing.configs import BASE, CODE, WEIGHTS, json_of, sent_elsewhere
 from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -26,6 +26,10 @@ from dp_grape_hf.publishing.model_files import (
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 _CONFIG = re.compile(r"config.*\.json$|\.index\.json$")
+_ELSEWHERE = {
+    CODE: "code, which may load anything and is not in the ledger",
+    WEIGHTS: "sends loaders to a file that the ledger does not stand for",
+}
 _GENERATE = "custom_generate/generate.py"  # which transformers runs if it may run code
 
 
@@ -95,12 +99,8 @@ def _of_the_digests(
 def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str]) -> Iterator[Check]:
     """Report the entries of a config that send a loader to other weights or to code."""
     entries = content if isinstance(content, dict) else {}
-    for named, found in (
-        (code_named, "code, which may load anything and is not in the ledger"),
-        (weights_named, "sends loaders to a file that the ledger does not stand for"),
-    ):
-        for key, value in named(content):
-            yield Check(f"{path}: {key}", MISMATCH, _short(value), found)
+    for key, value, to in sent_elsewhere(content):
+        yield Check(f"{path}: {key}", MISMATCH, _short(value), _ELSEWHERE[to])
     if "weight_map" in entries:
         what, sent = f"{path}: weight_map", set()
         try:
