@@ -332,8 +332,8 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
 
 _VERIFY = """\
 Check a saved model against its ledger: the chain of digests, epsilon by several accountants, the
-statement of the model card (its claim and its table), the digests of all files of weights, and
-the tensors that transformers or PEFT load from them. No code of the model's own is run.
+statement of the model card (its claim and its table), and the digests of all files that were saved
+with the model. No model is loaded, and no code of it is run.
 
 The claimed epsilon is the bound by the run's accountant, which the ledger names. The bounds by
 other accountants are second opinions. All are valid upper bounds on the same epsilon.
@@ -342,11 +342,11 @@ other accountants are second opinions. All are valid upper bounds on the same ep
   MISMATCH  they do not, and the exit code is 1
   absent    there is nothing to compare, or a check does not apply, and why
 
-A part that was changed on its own is found: also weights beside those of the ledger, whatever
-their names, links, and entries of a config that name weights or code. On a card, what stands
-between the two marks below its title is compared byte for byte, and the tags must not claim more;
-all other words are its author's, are not read and may contradict it. So are the rest of the config
-and the tokenizer. Folders with a ledger of their own are verified by their paths. Whoever makes
+A part that was changed on its own is found: weights, configs and tokenizer, other weights in the
+folder, and entries of a config that name other weights or code. On a card, the text between the two
+marks below its title is compared byte for byte, and the tags must not claim more; all other words
+are its author's, are not read and may contradict it. A ledger of version 0.1 has digests of the
+weights alone. Folders with a ledger of their own are verified by their paths. Whoever makes
 ledger, card and weights anew, digests included, has something that agrees with itself: only a
 digest noted before (--head, which dp-grape ledger shows) tells. Whether a run was made as it was
 recorded is its owner's word.
