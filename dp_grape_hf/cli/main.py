@@ -9,6 +9,7 @@ from dp_grape_hf.cli import options
 from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
+    "convert": "make a training script private by a change of its imports",
     "suggest": "what a run would choose: batch, steps, what is trained, and rates",
     "calibrate": "noise multiplier from a privacy budget, and back",
     "memory": "the memory of a training step, and which batch fits a card",

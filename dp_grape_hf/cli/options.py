@@ -10,6 +10,28 @@ from typing import Any
 
 from dp_grape_hf.errors import PrivacyError, require
 
+# ---- convert ----
+
+_CONVERT = """\
+Show how a script that trains with the Trainer becomes private: it imports the classes of this
+package under the names that it uses already. Modules in its folder that it imports are changed too.
+Changed are Trainer, Seq2SeqTrainer, and SFTTrainer, DPOTrainer and RewardTrainer of TRL, with
+their arguments or configs.
+"""
+
+_CONVERT_EXAMPLES = """\
+  $ dp-grape convert run_glue.py            # shows the change
+  $ dp-grape convert run_glue.py --write    # makes it
+"""
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Adds ``dp-grape convert``: a script made private."""
+    parser.description, parser.epilog = _CONVERT, _CONVERT_EXAMPLES
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    parser.add_argument("--write", action="store_true", help="change the files")
+
+
 # ---- suggest ----
 
 _SUGGEST = """\

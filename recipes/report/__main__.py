@@ -36,12 +36,11 @@ from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
-from recipes.models import host_tests, matrix
+from recipes.models import matrix
 from recipes.paper import sweep
-from recipes.report import front_page, tables
+from recipes.report import front_page, host_tests, scripts, tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
-from recipes.scripts import rendering as scripts
 from recipes.subspace import rendering as subspace
 
 ROOT = Path(__file__).parents[2]

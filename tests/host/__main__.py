@@ -1,6 +1,6 @@
-"""The tests that transformers has of its Trainer, with ours in the Trainer's place.
+"""Run the tests that transformers has of its Trainer, with ours in the Trainer's place.
 
-    python -m recipes.models.host_tests --transformers DIR
+    python -m tests.host --transformers DIR
 
 runs ``tests/trainer`` of a checkout of transformers twice: with the Trainer as it is, and with a
 ``DPGrapeTrainer`` that neither clips nor adds noise (``method="dp_adam"``) and may log as the
@@ -40,8 +40,8 @@ from dp_grape_hf import (
     PrivacyError,
 )
 from dp_grape_hf.gradients import loss_for
-from recipes.common.markdown import table
 from recipes.common.provenance import origin, write
+from recipes.report.host_tests import as_markdown
 
 OUTCOMES, PRIVATE = "DP_GRAPE_HOST_OUTCOMES", "DP_GRAPE_HOST_PRIVATE"  # environment variables
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -189,7 +189,7 @@ def run(checkout: Path, private: bool, output: Path, words: Sequence[str]) -> di
     environment = os.environ | {
         OUTCOMES: str(output.resolve()),
         PRIVATE: "1" if private else "",
-        "PYTEST_ADDOPTS": "-p recipes.models.host_tests",  # also of tests in a process of their own
+        "PYTEST_ADDOPTS": "-p tests.host.__main__",  # also of tests in a process of their own
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -264,25 +264,12 @@ EXPLAINED = {
 """Why a test fails with ours that is refused nothing -> its names, without ``test_``."""
 
 
-def as_markdown(record: Mapping[str, Any]) -> str:
-    """Renders what became of the tests that pass with the plain Trainer."""
-    reasons = Counter(found["why"] for found in record["tests"].values())
-    used = f"transformers {record['versions']['transformers']}, {record['date']}"
-    title = f"Tests of transformers {record['checkout']} that pass with the `Trainer` of {used}"
-    counts = {
-        "all": sum(record["private"].values()),
-        "pass with `DPGrapeTrainer`": record["private"][PASSED],
-        **dict(reasons.most_common()),
-    }
-    return table([title, "tests"], ([what, str(number)] for what, number in counts.items()))
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs the tests with both, writes the comparison, and returns it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--transformers", type=Path, required=True, help="a checkout of transformers")
-    add("--output_dir", type=Path, default=Path(__file__).parent / "results")
+    add("--output_dir", type=Path, default=Path("recipes/models/results"))
     add("--tests", nargs="+", default=["tests/trainer"], help="below the checkout")
     options = parser.parse_args(argv)
     both = [

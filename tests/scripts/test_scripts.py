@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dp_grape_hf.cli.convert import converted
+from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from recipes.scripts.__main__ import CASES, keep_ids, parse
-from recipes.scripts.convert import converted, diff_of, main
-from recipes.scripts.materials import MODELS, ROWS, save_images, save_model, save_rows, save_sounds
-from recipes.scripts.provided import METRICS, run
-from recipes.scripts.rendering import FAILED, REFUSED, TRAINED, as_markdown
+from recipes.report.scripts import FAILED, REFUSED, TRAINED, as_markdown
+from tests.scripts.__main__ import CASES, keep_ids, parse
+from tests.scripts.materials import MODELS, ROWS, save_images, save_model, save_rows, save_sounds
+from tests.scripts.provided import METRICS, run
 
 SCRIPT = '''
 """Classifies sentences, as many a script does."""
@@ -93,7 +94,7 @@ def test_a_converted_script_trains_privately(
 ) -> None:
     save_model("bert", folder / "model")
     save_rows("classified", folder)
-    assert main([str(folder / "run_own.py"), "--write"]) == 0
+    assert main(["convert", str(folder / "run_own.py"), "--write"]) == 0
     found = run(
         Path("run_own.py"),
         [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()],
@@ -119,8 +120,10 @@ def test_what_a_run_says_is_told_apart(folder: Path) -> None:
 
 
 def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder / "run_own.py")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert main(["convert", str(folder / "run_own.py")]) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing is written" in shown
+    lines = shown.partition("\n\n")[0].splitlines()
     assert [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")] == [
         "-    TrainingArguments,",
         "+from dp_grape_hf import DPGrapeTrainingArguments as TrainingArguments",
@@ -164,10 +167,20 @@ def test_a_script_without_a_trainer_by_name_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.py").write_text("import transformers\ntransformers.Trainer()\n")
-    assert main([str(tmp_path / "run.py")]) == 1
-    assert "write DPGrapeTrainer" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="imports none of Trainer"):
-        diff_of(tmp_path / "run.py")
+    assert main(["convert", str(tmp_path / "run.py")]) == 2
+    said = capsys.readouterr().err
+    assert "imports none of Trainer" in said
+    assert "write DPGrapeTrainer" in said
+
+
+@pytest.mark.parametrize(("text", "reason"), [(None, "is no file"), ("x = (", "line 1, is no")])
+def test_a_script_that_cannot_be_read_is_an_error(
+    text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "run.py").write_text(text)
+    assert main(["convert", str(tmp_path / "run.py")]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_rows_keep_the_ids_of_what_they_are_cut_from() -> None:

@@ -1,11 +1,11 @@
-"""Converts example scripts of transformers, and trains with each for a few private steps.
+"""Convert example scripts of transformers, and train with each for a few private steps.
 
-    python -m recipes.scripts --examples transformers/examples/pytorch --output runs/scripts.json
+    python -m tests.scripts --examples transformers/examples/pytorch --output runs/scripts.json
 
 A folder of examples is that of a clone of transformers. Each script is run twice with the same tiny
-model, made-up data and options: as it is, and converted (``convert``). It trains for four steps,
-saves checkpoints and the model, evaluates and writes a card; ``dp-grape verify`` reads what was
-saved. Takes two minutes a script.
+model, made-up data and options: unchanged, and converted (``dp-grape convert``). It trains for four
+steps, saves checkpoints and the model, evaluates and writes a card; ``dp-grape verify`` reads what
+was saved. Takes two minutes a script.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from dp_grape_hf.cli.convert import converted, modules_of
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.common.provenance import origin, write
-from recipes.scripts.convert import converted, modules_of
-from recipes.scripts.materials import ROWS, save_data, save_in_cache, save_model
-from recipes.scripts.provided import run_in
-from recipes.scripts.rendering import FAILED, TRAINED, as_markdown
+from recipes.report.scripts import FAILED, TRAINED, as_markdown
+from tests.scripts.materials import ROWS, save_data, save_in_cache, save_model
+from tests.scripts.provided import run_in
 
 PROCESSES = multiprocessing.get_context("forkserver")  # whose children need not import anew
-PROCESSES.set_forkserver_preload(["recipes.scripts.provided", "dp_grape_hf.trainer"])
+PROCESSES.set_forkserver_preload(["tests.scripts.provided", "dp_grape_hf.trainer"])
 
 COMMON = (
     "--output_dir out --do_train --do_eval --max_steps 4 --per_device_train_batch_size 8 "

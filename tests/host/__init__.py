@@ -1,0 +1,1 @@
+"""The tests that transformers has of its Trainer, run against this package."""

@@ -1,0 +1,1 @@
+"""The example scripts of transformers, converted by ``dp-grape convert`` and run."""
