@@ -66,9 +66,11 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def write(path: Path, record: Any) -> None:
-    """Writes a result as JSON."""
+    """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def git_commit() -> str | None:

@@ -1,23 +1,20 @@
-"""Checks, times and weighs private training on a GPU, and holds the simulated memory against it.
+"""Time steps of large models on a GPU, private steps next to those of AdamW.
 
-    python -m recipes.gpu_report
-    python -m recipes.gpu_report --parts checks cells --only "(RoBERTa|ViT).*dp_grape$" --minutes 9
-    python -m recipes.gpu_report --parts simulations          # needs no GPU
+    python -m recipes.gpu_report --only "RoBERTa-large" --minutes 9
     python -m recipes.gpu_report --device cpu --tiny --output_dir runs/gpu-report  # tries it out
 
-Five parts, in this order: ``quick`` times single steps, in 16 bits first, and counts their kernels
-(``recipes.gpu_report.quick``); ``checks`` compares gradients and releases on the device with their
-definition on the CPU; ``cells`` runs whole training steps of large models, random weights from a
-configuration, with plain AdamW, DP-GRAPE, DP-Adam and, in float32, DPZero, of images also naive
-DP-GaLore, and notes memory and time; ``simulations`` runs ``dp_grape_hf.memory.step`` for the same
-cells; ``table`` renders what is there.
+A row is a model with random weights, a precision and a method. It has the time of a step, the time
+until the processor has launched the step, the time that kernels ran, their number, how often the
+processor waited for the GPU, and the peak of allocated memory. Steps go through the Trainer, from
+the forward pass to the update. The rows are in the order of their worth: 16 bits come first.
 
-Each device has a report of its own, ``gpu_report-nvidia-h100-80gb-hbm3.json`` for example, which is
-kept after every cell and rendered to a file of the same name in Markdown. Where there is no GPU,
-``--report nvidia-h100-80gb-hbm3`` adds simulations to the report of one. What is finished, with the
-same versions, is not done again. After ``--minutes`` no new cell is started: the exit status is
-then 3, and the same command goes on. It is 0 when all is done, 1 if a check failed or a cell failed
-for another reason than memory, and 2 where there is no CUDA device.
+TF32 is a state of the whole process, which ``tf32=True`` and ``torch_compile=True`` leave on. Each
+row sets it before it begins, and says which it had. Compiled rows run in a separate process.
+
+The results of a device are a JSON file named after it, which is written after every row. A row that
+it has already, of the same code and versions, is not measured again. No new row is started after
+``--minutes``. The exit status is 0 when all rows are there, 1 if one failed for another reason than
+memory, 2 if there is no CUDA device, and 3 if time was up: the same command then goes on.
 """
 
 from __future__ import annotations
@@ -25,363 +22,260 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import set_seed
 
-import dp_grape_hf
-from dp_grape_hf import memory
-from dp_grape_hf.gradients import GradSampleMode
-from dp_grape_hf.memory import ACTIVATIONS, OPTIMIZER, PROJECTIONS, WEIGHTS, Timeline
-from recipes.benchmark.methods import (
-    COMPILED,
-    CORRELATED,
-    MEASURED,
-    PRINCIPAL,
-    PlainTraining,
-    PrivateTraining,
-    now,
-    quiet,
-)
-from recipes.benchmark.models import VIT, Batch, Setting
-from recipes.common.provenance import git_commit
-from recipes.gpu_report.checks import checks
-from recipes.gpu_report.models import SHAPES, TINY, Shape
-from recipes.gpu_report.quick import GAUSSIAN, quick, set_precision
-from recipes.gpu_report.table import render
+from recipes.benchmark.methods import MEASURED, RANDOM, PlainTraining, PrivateTraining, quiet
+from recipes.benchmark.models import Setting
+from recipes.common.provenance import origin, versions, with_adapter, write
+from recipes.gpu_report.models import MODELS
+from recipes.gpu_report.table import ADAMW, DP_ADAM, DP_GRAPE, PRINCIPAL, as_markdown
 
-PARTS = ("quick", "checks", "cells", "simulations", "table")
-NEED_DEVICE = {"quick", "checks", "cells"}
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
+WARMUP, STEPS = 3, 8
 
-WARMUP, STEPS = 2, 8
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    memory.ADAMW: {},
-    COMPILED: {"torch_compile": True},
-    "dp_grape": GAUSSIAN,
-    PRINCIPAL: MEASURED,
-    CORRELATED: MEASURED | {"noise": "banded"},
-    "dp_adam": {"method": "dp_adam"},
-    "dp_adam_ghost": {"method": "dp_adam", "grad_sample_mode": GradSampleMode.GHOST},
-    "dp_adam_materialise": {"method": "dp_adam", "grad_sample_mode": GradSampleMode.MATERIALISE},
-    "dp_galore": {"method": "dp_galore"},
-    "dpzero": {"method": "dpzero"},
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    ADAMW: {},
+    DP_GRAPE: {"method": "dp_grape", **RANDOM},
+    PRINCIPAL: {"method": "dp_grape", **MEASURED},
+    DP_ADAM: {"method": "dp_adam"},
+    "DP-LoRA": {"method": "dp_lora"},
 }
-"""Options of what trains, by the names in ``table.TITLES``."""
-PLAIN = (memory.ADAMW, COMPILED)
-NOT_SIMULATED = (COMPILED, PRINCIPAL, CORRELATED)
+"""Arguments of the Trainer; with ``method`` it is the private one."""
 
+COMPILE: Mapping[str, Any] = {"bf16": True, "torch_compile": True}
+CHECKPOINTED = {"dtype": "bfloat16", "gradient_checkpointing": True}
+PRECISIONS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "float32": ({}, {}),
+    "TF32": ({}, {}),
+    "bf16": ({}, {"bf16": True}),
+    "bfloat16 weights": (CHECKPOINTED, {}),
+    "bf16, compiled": ({}, COMPILE),
+    "bf16, CUDA graphs": ({}, COMPILE | {"torch_compile_mode": "reduce-overhead"}),
+}
+"""Changes to the model, and arguments of the Trainer."""
 
-def is_measured(method: str, shape: Shape, setting: Setting) -> bool:
-    """Returns whether a method is of interest for a model, and takes it."""
-    if method == COMPILED:
-        return setting.batch_size == shape.compiled
-    if method in (PRINCIPAL, CORRELATED):  # which have a rank of their own
-        return False
-    if method == "dpzero":
-        return setting.dtype == "float32"
-    return method != "dp_galore" or setting.model == VIT  # the paper has it for images
-
-
-TINY_MODELS = "^(RoBERTa|ViT), (sequence|image) classification"
+_ROBERTA, _VIT, _OPT, _OPT_27, _OPT_67, _LLAMA = MODELS
+_PLAN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (_ROBERTA, "bf16", (ADAMW, DP_GRAPE, PRINCIPAL)),
+    (_OPT, "bf16", (ADAMW, DP_GRAPE)),
+    (_OPT_67, "bfloat16 weights", (ADAMW, DP_GRAPE)),
+    (_VIT, "bf16", (ADAMW, DP_GRAPE)),
+    (_LLAMA, "bfloat16 weights", (ADAMW, "DP-LoRA")),
+    (_ROBERTA, "TF32", (ADAMW, DP_GRAPE)),
+    *((model, "bf16, compiled", (ADAMW, DP_GRAPE)) for model in (_ROBERTA, _OPT)),
+    (_ROBERTA, "bf16, CUDA graphs", (ADAMW, DP_GRAPE)),
+    *(
+        (model, "float32", (ADAMW, DP_GRAPE, PRINCIPAL, DP_ADAM))
+        for model in (_ROBERTA, _VIT, _OPT, _OPT_27)
+    ),
+)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement: a model with a batch, trained by a method."""
+class Row:
+    """A model with a batch, a precision, and what trains it.
 
-    shape: str
-    setting: Setting
+    Args:
+        model: name in ``MODELS``.
+        precision: name in ``PRECISIONS``.
+        method: name in ``METHODS``.
+        setting: the model and its batch.
+        options: arguments of the Trainer.
+    """
+
+    model: str
+    precision: str
     method: str
+    setting: Setting
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.shape}, B={self.setting.batch_size}, {self.method}"
+        return f"{self.model}, {self.precision}: {self.method}"
 
     @property
-    def way(self) -> str:
-        """What trains, a name in ``WAYS``; in the name of a method, a rank may follow it."""
-        return self.method.split(" ")[0]
+    def tf32(self) -> bool:
+        """Whether products of float32 matrices may be rounded to TF32."""
+        return self.precision == "TF32"
 
 
-def cells_of(shapes: dict[str, Shape], only: str = "") -> list[Cell]:
-    """Returns all cells whose names match, those of each shape's first batch before the others."""
-    ordered = []
-    for name, shape in shapes.items():
-        for turn, size in enumerate(shape.batch_sizes):
-            setting = replace(shape.setting, batch_size=size)
-            cells = [Cell(name, setting, m) for m in WAYS if is_measured(m, shape, setting)]
-            cells += [
-                Cell(name, replace(setting, rank=rank), f"dp_grape r={rank}")
-                for rank in shape.ranks
-            ]
-            if shape.ranks and turn == 0:
-                small = replace(setting, rank=MEASURED["projection_rank"])
-                cells += [
-                    Cell(name, small, f"{way} r={small.rank}") for way in (PRINCIPAL, CORRELATED)
-                ]
-            ordered += [(turn, cell) for cell in cells if re.search(only, str(cell))]
-    return [cell for _, cell in sorted(ordered, key=lambda item: item[0])]
+def rows(tiny: bool = False) -> list[Row]:
+    """Return all rows in order; of tiny models if asked for."""
+    small: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64}
+    found = []
+    for model, precision, methods in _PLAN:
+        changes, common = PRECISIONS[precision]
+        setting = replace(MODELS[model], **changes)
+        if tiny:
+            setting = replace(setting, **small, rank=4, length=16, batch_size=4)
+        for method in methods:
+            rank = METHODS[method].get("projection_rank", setting.rank)
+            own = replace(setting, rank=rank)
+            found.append(Row(model, precision, method, own, {**METHODS[method], **common}))
+    return found
 
 
-# ---- One cell ----
+# ---- One row ----
 
 
-@contextmanager
-def peak_memory(
-    device: torch.device, training: PlainTraining | PrivateTraining, batch: Batch
-) -> Iterator[dict[str, int]]:
-    """Yields a dictionary that afterwards holds the peak in bytes: ``allocated``, ``reserved``.
+def measure(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
+    """Return what a step of a row takes, or that memory was short.
 
-    On a CPU it is what PyTorch allocates for tensors, and nothing is reserved.
+    Args:
+        row: what to train.
+        device: where.
+        steps: how many are timed.
     """
-    peak: dict[str, int] = {}
+    gc.collect()  # trainers are cycles, and the last row's holds its model
+    set_precision(row.tf32)
+    try:
+        return _measured(row, device, steps) | {"tf32": row.tf32}
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).split(".")[0], "tf32": row.tf32}
+
+
+def in_another_process(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
+    """Return what ``measure`` finds in a new process, and leave nothing of it in this one."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        yield peak
-        torch.cuda.synchronize(device)
-        peak["allocated"] = torch.cuda.max_memory_allocated(device)
-        peak["reserved"] = torch.cuda.max_memory_reserved(device)
-        return
-    timeline = Timeline()
-    model = training.model
-    timeline.label(WEIGHTS, [*model.parameters(), *model.buffers()])
-    timeline.label(ACTIVATIONS, batch)
-    optimizer: Any = training.trainer.optimizer
-    timeline.label(OPTIMIZER, [list(state.values()) for state in optimizer.state.values()])
-    if isinstance(training, PrivateTraining):
-        trainer, run = training.trainer, training.trainer.private_run
-        kept = run.projectors_at(trainer.state.global_step).values()
-        copies = run.per_sample.copies_of_projections()
-        timeline.label(PROJECTIONS, [*(p.matrix for p in kept), *copies])
-    timeline.phase = "step"
-    with timeline:
-        yield peak
-    peak["allocated"] = timeline.peak().total
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, row, device, steps).result()
 
 
-def measure(cell: Cell, device: torch.device, steps: int) -> dict[str, Any]:
-    """Returns what a cell takes, or ``out_of_memory`` and where that was."""
-    setting = cell.setting
-    where, found = "making the model", dict[str, Any](rank=setting.rank)
-    set_precision(tf32=False)  # which a compiled cell before may have changed
-    gc.collect()  # trainers are cycles, and the last cell's holds its model
-    try:
-        set_seed(0)
-        model: nn.Module = setting.build_on(device)
-        with device:
-            batch = setting.inputs(padded=True)
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            kind = PlainTraining if cell.way in PLAIN else PrivateTraining
-            training = kind(model, setting, batch, Path(folder), **WAYS[cell.way])
-            where = "the first step"  # which makes the optimizer's state, and checks the gradients
-            with peak_memory(device, training, batch) as peak:
-                training.step()
-            found["first_step"] = peak
-            where = "a step"
-            with peak_memory(device, training, batch) as peak:
-                for _ in range(WARMUP):
-                    training.step()
-            found |= peak
-            seconds = []
-            for _ in range(steps):
-                start = now(device)[0]
-                training.step()
-                seconds.append(now(device)[0] - start)
-    except torch.OutOfMemoryError:  # what it holds on to is freed when this block has ended
-        return {**found, "out_of_memory": where}
-    step = statistics.median(seconds)
-    return {**found, "seconds": step, "samples_per_second": setting.batch_size / step}
+def set_precision(tf32: bool) -> None:
+    """Say for the whole process whether products of float32 matrices may be rounded to TF32."""
+    if hasattr(torch.backends, "fp32_precision"):  # has precedence over the others
+        torch.backends.fp32_precision = "none"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
-def simulate(cell: Cell, gpu: bool) -> dict[str, Any]:
-    """Returns the simulated peak of a cell, in bytes and by kind."""
-    setting = cell.setting
-    peak = memory.simulate(
-        setting.build,
-        lambda size: setting.inputs(size, padded=True),
-        setting.of_step(**{"method": memory.ADAMW, **WAYS[cell.way]}),
-        gpu=gpu,
-    )
-    found = {"allocated": peak.total, "kinds": dict(peak.kinds), "phase": peak.phase}
-    return {**found, "rank": setting.rank}
+def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
+    setting, on_gpu = row.setting, device.type == "cuda"
+    wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
+    set_seed(0)
+    model = setting.build_on(device)
+    if "LoRA" in row.model:
+        model = with_adapter(model, "dp_lora", setting.rank)
+    with device:
+        batch = setting.inputs(padded=True)
+    kind = PrivateTraining if "method" in row.options else PlainTraining
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        training = kind(model, setting, batch, Path(folder), **row.options)
+        set_precision(row.tf32)  # which the arguments may have changed
+        for _ in range(WARMUP):
+            training.step()
+        wait()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        whole, launched = [], []
+        for _ in range(steps):
+            start = time.perf_counter()
+            training.step()
+            launched.append(time.perf_counter() - start)
+            wait()
+            whole.append(time.perf_counter() - start)
+        found: dict[str, Any] = {
+            "seconds": statistics.median(whole),
+            "host_seconds": statistics.median(launched),
+        }
+        if on_gpu:
+            found["allocated"] = torch.cuda.max_memory_allocated(device)
+            found["reserved"] = torch.cuda.max_memory_reserved(device)
+            found |= _profiled(training.step)
+    return found | {"samples_per_second": setting.batch_size / found["seconds"]}
+
+
+def _profiled(step: Callable[[], None]) -> dict[str, Any]:
+    """Return how long kernels ran, how many, and how often the processor waited for them."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    events: Any = found.events()
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+    return {
+        "kernel_seconds": sum(event.device_time for event in kernels) / 1e6,
+        "kernels": len(kernels),
+        "waits": sum(name.startswith("cuda") and "Synchronize" in name for name in calls),
+    }
 
 
 # ---- The report ----
 
 
-def slug(device: str) -> str:
-    """Returns the name of a device as it stands in the name of a file."""
-    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")
-
-
-class Report:
-    """What was found, in a file that is written after every entry.
-
-    Args:
-        path: the file; what is in it is gone on with.
-        device: the name of what is measured on.
-        simulated: the kind of device that simulations are for.
-    """
-
-    def __init__(self, path: Path, device: str, simulated: str) -> None:
-        self.path, self._device, self._simulated = path, device, simulated
-        self.versions = {"dp_grape_hf": dp_grape_hf.__version__} | {
-            package: metadata.version(package).split("+")[0]  # without the CUDA it was built for
-            for package in ("torch", "transformers")
-        }
-        self._commit = git_commit()
-        self.parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS[:-1]}
-        if path.exists():
-            self.parts |= json.loads(path.read_text(encoding="utf-8"))
-
-    def has(self, part: str, key: str) -> bool:
-        """Returns whether an entry is there, from this device with these versions."""
-        entry = self.parts[part].get(key)
-        if entry is None or entry["versions"] != self.versions or "failed" in entry:
-            return False
-        return bool(entry["device"] == self._device_of(part))
-
-    def _device_of(self, part: str) -> str:
-        return self._simulated if part == "simulations" else self._device
-
-    def add(self, part: str, key: str, found: dict[str, Any]) -> None:
-        """Adds an entry and writes the file."""
-        origin = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": self._device_of(part),
-            "versions": self.versions,
-            "git_commit": self._commit,
-        }
-        self.parts[part][key] = found | origin
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.parts, indent=1) + "\n"
-        partial_path = self.path.with_suffix(".tmp")  # a run that is killed leaves a whole file
-        partial_path.write_text(text, encoding="utf-8")
-        partial_path.replace(self.path)
-
-    def failures(self) -> list[str]:
-        """Returns what failed, but for want of memory."""
-        return [
-            f"{key}: {entry['failed']}"
-            for entries in self.parts.values()
-            for key, entry in entries.items()
-            if "failed" in entry
-        ]
-
-
-Work = tuple[str, str, Callable[[], dict[str, Any]]]  # part, key, what to do
-
-
-def work_of(options: argparse.Namespace, device: torch.device, report: Report) -> list[Work]:
-    """Returns what is asked for and not there yet."""
-    work: list[Work] = []
-    models = TINY_MODELS if options.tiny else ""
-    if "quick" in options.parts:
-        wanted = partial(re.search, options.only)
-        rows = quick(device, options.steps, wanted, options.tiny)
-        work += [("quick", key, do) for key, do in rows.items()]
-    if "checks" in options.parts:
-        work += [("checks", key, check) for key, check in checks(device, models).items()]
-    for cell in cells_of(TINY if options.tiny else SHAPES, options.only):
-        if "cells" in options.parts:
-            work.append(("cells", str(cell), partial(measure, cell, device, options.steps)))
-        if "simulations" in options.parts and cell.way not in NOT_SIMULATED:
-            gpu = device.type == "cuda"
-            work.append(("simulations", str(cell), partial(simulate, cell, gpu)))
-    order = {part: i for i, part in enumerate(PARTS)}
-    work.sort(key=lambda item: order[item[0]])
-    return [item for item in work if not report.has(*item[:2])]
-
-
-def run(work: Sequence[Work], report: Report, minutes: float) -> int:
-    """Does the work until time is up; returns how much is left."""
-    end = time.monotonic() + 60 * minutes
-    progress = tqdm(work, file=sys.stderr, unit="cell", disable=None)
-    for done, (part, key, do) in enumerate(progress):
-        if time.monotonic() > end:
-            progress.close()
-            return len(work) - done
-        progress.set_postfix_str(f"{part}: {key}")
-        try:
-            found = do()
-        except Exception as error:  # the rest of a report is worth having
-            found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
-        if "error" in found and not found["error"] <= found["limit"]:
-            found["failed"] = f"error {found['error']:.1e} is above {found['limit']:.0e}"
-        report.add(part, key, found)
-    return 0
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add(
-        "--only", default="", help="regular expression for the names of cells: model, batch, method"
-    )
-    add("--minutes", type=float, default=9.0, help="start no new cell after this long")
-    add("--steps", type=int, default=STEPS, help="that are timed, of a cell")
+    add("--only", default="", help="regular expression for names, as 'RoBERTa.*bf16: AdamW'")
+    add("--minutes", type=float, default=9.0, help="start no new row after this long")
+    add("--steps", type=int, default=STEPS, help="that are timed, of each row")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="tiny models, to see that everything works")
-    add("--report", help="the device whose report simulations are for; default: the one here")
     add("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args(argv)
-    if options.report and NEED_DEVICE & set(options.parts):
-        parser.error("--report is for simulations and tables: what is measured here is of here")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what is left of the report; returns the exit status."""
+    """Measure the rows that are missing, print all, and return the exit status."""
     options = parse(argv)
-    needs_device = bool(NEED_DEVICE & set(options.parts))
-    if options.device == "cuda" and needs_device and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write(
             "gpu_report measures on a GPU, and torch sees no CUDA device here. Run it on a machine "
-            "that has one, or try it out with --device cpu --tiny; --parts simulations table "
-            "needs no GPU.\n"
+            "that has one, or try it out with --device cpu --tiny.\n"
         )
         return NO_DEVICE
-    device = torch.device(options.device)
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    where = options.report or (name if on_gpu else options.device)
-    path = options.output_dir / f"gpu_report-{slug(where)}.json"
-    report = Report(path, name, device.type)
-    work = work_of(options, device, report)
-    left = run(work, report, options.minutes)
-    if "table" in options.parts:
-        text = render(report.parts)
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        sys.stdout.write(text)
-    if left:
-        sys.stdout.write(f"\n{left} of {len(work)} are left: run the same command again.\n")
-        return UNFINISHED
-    failures = report.failures()
-    for failure in failures:
-        sys.stderr.write(f"failed: {failure}\n")
-    return FAILED if failures else DONE
+    device, end = torch.device(options.device), time.monotonic() + 60 * options.minutes
+    where = origin() | {"versions": versions("dp_grape_hf")}
+    slug = re.sub(r"[^a-z0-9.]+", "-", where["device"].lower()).strip("-")
+    path = options.output_dir / f"{slug}.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    status = DONE
+    for row in tqdm([r for r in rows(options.tiny) if re.search(options.only, str(r))], unit="row"):
+        name = {"model": row.model, "precision": row.precision, "method": row.method}
+        name["batch_size"] = row.setting.batch_size
+        old = [other for other in results if name.items() <= other.items()]
+        if any(_is_current(other, where) for other in old):
+            continue
+        if time.monotonic() > end:
+            status = UNFINISHED
+            break
+        run = in_another_process if "torch_compile" in row.options else measure
+        try:
+            found = run(row, device, options.steps)
+        except Exception as error:  # the other rows are worth having
+            found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            status = FAILED
+        rank = {} if row.method in (ADAMW, DP_ADAM) else {"rank": row.setting.rank}
+        results = [other for other in results if other not in old]
+        results.append({**name, **rank, **found, **where})
+        write(path, results)
+    sys.stdout.write(as_markdown(results))
+    return status
+
+
+def _is_current(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    names = ("device", "versions", "git_commit")
+    return "failed" not in row and all(row[name] == where[name] for name in names)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ SWEEPS = (
     *("rte_chosen", "rte_epsilons", "vision_chosen", "vision_epsilons", "vision_sizes"),
     "vision_before",
 )
-GPU = "gpu_report/results/gpu_report-nvidia-h100-80gb-hbm3.json"
+GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
@@ -103,7 +103,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),
     "benchmark-opake-lora": _times("opake", *LORA),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),
-    "gpu": _of(GPU, gpu.summary),
+    "gpu": _of(GPU, gpu.as_markdown),
     "privacy-costs": lambda root: front_page.privacy_costs(
         [
             (_summary(root / PAPER / name), _read(root / PAPER / name / RUNS))

@@ -176,11 +176,11 @@ class Findings:
 
     Args:
         runs: the results of experiments, each once.
-        reports: of ``gpu_report``, each with its path.
+        reports: rows of ``gpu_report``, by path.
     """
 
     runs: list[Run] = field(default_factory=list)
-    reports: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
+    reports: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def is_private(method: str) -> bool:
@@ -219,12 +219,12 @@ def collect(folders: Iterable[Path]) -> Findings:
             if sweeps.keys() & {*path.parents}:
                 continue
             found = _load(path)
+            if isinstance(found, list) and found and "precision" in found[0]:
+                findings.reports[path] = found
             if not isinstance(found, dict):
                 continue
             if {"family", "script", "settings", "metrics"} <= found.keys():
                 runs.setdefault(_key(found), Run(found))
-            elif {"cells", "simulations"} <= found.keys():
-                findings.reports[path] = found
     findings.runs = list(runs.values())
     return findings
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recipes.benchmark import timing
 from recipes.benchmark.methods import ADAMW, ADAMW_LORA, DP_ADAM, DP_GRAPE, DP_LORA, METHODS
 from recipes.common.markdown import NOT_RUN, table
 from recipes.digits.train import DigitsArguments, load_data
-from recipes.gpu_report.table import SHORT, short
+from recipes.gpu_report.table import ADAMW as GPU_ADAMW
+from recipes.gpu_report.table import DP_ADAM as GPU_DP_ADAM
+from recipes.gpu_report.table import GIB, PRINCIPAL, beside
 
 BUDGETS = (None, 8.0, 2.0, 1.0)
 """Columns; None is training without privacy."""
@@ -21,9 +23,9 @@ _TASKS = {
 }
 _ROWS = ("DP-GRAPE", "AdamW")
 _ON_GPU = {
-    "RoBERTa-large, T=128, B=40": "RoBERTa-large, 128 tokens, batch 40",
-    "ViT-Base, 224 pixels, B=200": "ViT-Base, 224 pixels, batch 200",
-    "OPT-1.3B, T=512, B=8": "OPT-1.3B, 512 tokens, batch 8",
+    "RoBERTa-large, T=128": "RoBERTa-large, 128 tokens",
+    "ViT-Base, 224 pixels": "ViT-Base, 224 pixels",
+    "OPT-1.3B, T=512": "OPT-1.3B, 512 tokens",
 }
 
 
@@ -75,20 +77,22 @@ def privacy_costs(
     return table(head, rows)
 
 
-def time_and_memory(gpu: Mapping[str, Any], cpu: Mapping[str, Any], lora: Mapping[str, Any]) -> str:
+def time_and_memory(
+    gpu: Sequence[Mapping[str, Any]], cpu: Mapping[str, Any], lora: Mapping[str, Any]
+) -> str:
     """Returns the speed of a training step relative to AdamW's, and peak memory on a GPU.
 
     Args:
-        gpu: measured on a GPU.
+        gpu: rows of ``gpu_report``.
         cpu: timings on a CPU.
         lora: timings on a CPU of the same model, with LoRA among them.
     """
-    cells, (plain, _, principal, _, full) = gpu["cells"], SHORT
     rows = []
-    for key, title in _ON_GPU.items():
-        ways = (cells[f"{key}, {way}"] for way in (plain, principal, full))
-        costs = (short(way, cells[f"{key}, {plain}"]) for way in ways)
-        rows.append([f"{title}; H100", *costs, NOT_RUN])
+    for row in gpu:
+        if (row["precision"], row["method"]) == ("float32", GPU_ADAMW) and row["model"] in _ON_GPU:
+            ways = (beside(gpu, row, method) for method in (GPU_ADAMW, PRINCIPAL, GPU_DP_ADAM))
+            title = f"{_ON_GPU[row['model']]}, batch {row['batch_size']}; H100"
+            rows.append([title, *(_costs(way, row) for way in ways), NOT_RUN])
     rows.append(
         [
             "RoBERTa classifier, hidden 512, 6 layers; CPU",
@@ -104,6 +108,13 @@ def time_and_memory(gpu: Mapping[str, Any], cpu: Mapping[str, Any], lora: Mappin
         ]
     )
     return table(["Model", "AdamW, no privacy", "This package", "DP-Adam", "Opacus"], rows)
+
+
+def _costs(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
+    if row is None:
+        return NOT_RUN
+    peak, speed = row["allocated"] / GIB, plain["seconds"] / row["seconds"]
+    return f"{peak:.1f} GiB, {row['samples_per_second']:.3g}/s ({speed:.2f}x)"
 
 
 def _speed(results: Mapping[str, Any], name: str, plain: str = ADAMW) -> str:

@@ -54,7 +54,7 @@ from recipes.report.paper_match import (
     unlike,
     variant,
 )
-from recipes.report.tables_gpu import comparison, memory, timings
+from recipes.report.tables_gpu import memory, timings
 
 PLACE = ("task", "model_name_or_path")  # what is in one column
 BEST_EPOCH = ", best epoch, chosen on the test data"
@@ -91,7 +91,6 @@ def render(findings: Findings, paper: Spec) -> str:
         lines += ["", *table(own, spec), "", *settings_beside(own, spec, paper["settings"][name])]
         for model, apart in partition(_apart(own, spec), lambda run: run.model).items():
             lines += ["", *stand_in(model, apart, spec)]
-    lines += ["", *comparison(findings, paper["comparison"])]
     lines += ["", *timings(findings, paper), "", *memory(findings, paper)]
     families = ", ".join(dict.fromkeys(f"{run.family} on {run.task}" for run in rest))
     left_out = {
