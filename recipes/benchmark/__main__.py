@@ -1,4 +1,4 @@
-"""Times one logical step: plain AdamW, DP-GRAPE, DP-Adam, and Opacus with hooks and ghost clipping.
+"""Time one logical step: plain AdamW, DP-GRAPE, DP-Adam, and Opacus with hooks and ghost clipping.
 
     python -m recipes.benchmark
     python -m recipes.benchmark --model vit --length 196 --batch_size 32 --rounds 20
@@ -22,33 +22,30 @@ from typing import Any
 
 import torch
 
-from recipes.benchmark.methods import METHODS, PRINCIPAL, USUAL, measuring_time
+from recipes.benchmark.methods import METHODS, USUAL
 from recipes.benchmark.models import TITLES, Setting
-from recipes.benchmark.timing import as_markdown, measure, measuring_line, remarks
+from recipes.benchmark.timing import as_markdown, measure, remarks
 from recipes.common.provenance import origin, versions, write
 
 ROUNDS, WARMUP = 12, 2
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints a table, and returns what ``--json`` writes."""
+    """Measure, print a table, and return what ``--json`` writes."""
     options = parse(argv)
     setting = Setting(**{f.name: getattr(options, f.name) for f in fields(Setting)})
     device = torch.device(options.device)
     results = measure(setting, options.methods, options.rounds, options.warmup, device)
     more = {"threads": torch.get_num_threads(), "versions": versions("dp_grape_hf", "opacus")}
     record = {**origin(), **more, "setting": vars(setting), "results": results}
-    sys.stdout.write(f"{setting}\n\n{as_markdown(results)}\n{remarks(results)}")
-    if PRINCIPAL in options.methods:
-        record["measuring"] = measuring_time(setting, device)
-        sys.stdout.write(measuring_line(record))
+    sys.stdout.write(f"{as_markdown([record])}\n{remarks(results)}")
     if options.json is not None:
         write(options.json, record)
     return record
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     for f in fields(Setting):

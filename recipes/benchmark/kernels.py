@@ -1,4 +1,4 @@
-"""How many kernels a step launches on a GPU, counted without one.
+"""Count the kernels that a step launches on a GPU, without one.
 
     python -m recipes.benchmark.kernels --json recipes/benchmark/results/kernels.json
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +26,26 @@ from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
 from recipes.common.markdown import table
 from recipes.common.provenance import write
 
-LARGE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "layers": 24,
-    "vocab_size": 50_265,
-    "batch_size": 40,
-    "length": 128,
-    "dropout": 0.1,
-}
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "layers": 24,
-    "heads": 2,
-    "vocab_size": 1000,
-    "batch_size": 8,
-    "length": 16,
-    "dropout": 0.1,
-}
-SHORT: dict[str, Any] = {"dtype": "bfloat16"}
+_LARGE = Setting(
+    hidden_size=1024, layers=24, vocab_size=50_265, batch_size=40, length=128, dropout=0.1
+)
+_SMALL = Setting(
+    hidden_size=64, layers=24, heads=2, vocab_size=1000, batch_size=8, length=16, dropout=0.1
+)
+_VIT = Setting(VIT, hidden_size=768, layers=12, batch_size=64, length=196)
+_LLAMA = Setting(LLAMA, hidden_size=2048, layers=16, batch_size=8, length=128, dtype="bfloat16")
+_OPT = Setting(
+    OPT, hidden_size=4096, layers=32, heads=32, vocab_size=50_272, batch_size=8, length=128
+)
 MODELS: Mapping[str, tuple[Setting, bool]] = {
-    "RoBERTa-large, float32": (Setting(**LARGE), False),
-    "RoBERTa-large, bf16 autocast": (Setting(**LARGE), True),
-    "RoBERTa-large, bfloat16 weights": (Setting(**LARGE, **SHORT), False),
-    "RoBERTa, hidden 64, 24 layers, float32": (Setting(**SMALL), False),
-    "ViT-Base, bf16 autocast": (
-        Setting(model=VIT, hidden_size=768, layers=12, batch_size=64, length=196),
-        True,
-    ),
-    "Llama, hidden 2048, 16 layers, bfloat16 weights": (
-        Setting(model=LLAMA, hidden_size=2048, layers=16, batch_size=8, length=128, **SHORT),
-        False,
-    ),
+    "RoBERTa-large, float32": (_LARGE, False),
+    "RoBERTa-large, bf16 autocast": (_LARGE, True),
+    "RoBERTa-large, bfloat16 weights": (replace(_LARGE, dtype="bfloat16"), False),
+    "RoBERTa, hidden 64, 24 layers, float32": (_SMALL, False),
+    "ViT-Base, bf16 autocast": (_VIT, True),
+    "Llama, hidden 2048, 16 layers, bfloat16 weights": (_LLAMA, False),
     "OPT-6.7B, bfloat16 weights, checkpointing": (
-        Setting(
-            model=OPT,
-            hidden_size=4096,
-            layers=32,
-            heads=32,
-            vocab_size=50_272,
-            batch_size=8,
-            length=128,
-            gradient_checkpointing=True,
-            **SHORT,
-        ),
+        replace(_OPT, dtype="bfloat16", gradient_checkpointing=True),
         False,
     ),
 }
@@ -75,7 +53,7 @@ MODELS: Mapping[str, tuple[Setting, bool]] = {
 
 
 def count(model: Setting, autocast: bool, method: str) -> int:
-    """Returns the kernels of a step.
+    """Return the kernels of a step.
 
     Args:
         model: with its batch.
@@ -105,7 +83,7 @@ def _under_autocast(forward: Any) -> Any:
 
 
 def as_markdown(found: Mapping[str, Mapping[str, int]]) -> str:
-    """Returns the numbers, and their ratio, as a table in Markdown."""
+    """Return the numbers, and their ratio, as a table in Markdown."""
     rows = [
         [name, f"{own[ADAMW]:,}", f"{own[DP_GRAPE]:,}", f"{own[DP_GRAPE] / own[ADAMW]:.2f}"]
         for name, own in found.items()
@@ -114,7 +92,7 @@ def as_markdown(found: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, int]]:
-    """Counts, prints the table, and returns what ``--json`` writes."""
+    """Count, print the table, and return what ``--json`` writes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     options = parser.parse_args(argv)

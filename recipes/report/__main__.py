@@ -16,22 +16,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from recipes.attacks import membership
-from recipes.benchmark import kernels, memory, noise_left, timing
-from recipes.benchmark.methods import (
-    ADAMW,
-    COMPILED,
-    CORRELATED,
-    DP_GRAPE,
-    LORA,
-    OPAKE,
-    PRINCIPAL,
-    PRIVATE_COMPILED,
-)
+from recipes.benchmark import kernels, memory, timing
 from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
@@ -65,11 +55,6 @@ def _of(pattern: str, render: Callable[[Any], str]) -> Callable[[Path], str]:
     return rendered
 
 
-def _times(kind: str, *names: str) -> Callable[[Path], str]:
-    render = partial(timing.times_table, names=names)
-    return _of(f"benchmark/results/{kind}_*.json", render)
-
-
 @cache
 def _summary(folder: Path) -> dict[str, Any]:
     return Sweep(_read(folder / "sweep.json")["config"], folder).summary()
@@ -95,14 +80,12 @@ GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
-    "benchmark": _of("benchmark/results/cpu.json", lambda run: timing.as_markdown(run["results"])),
-    "benchmark-compiled": _times("compiled", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
-    "benchmark-launches": _times("launches", ADAMW, COMPILED, DP_GRAPE, PRIVATE_COMPILED),
-    "benchmark-correlated": _times("correlated", ADAMW, PRINCIPAL, CORRELATED),
+    "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
+    "benchmark-compiled": _of("benchmark/results/compiled_*.json", timing.as_markdown),
     "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),
-    "benchmark-opake": _times("opake", ADAMW, DP_GRAPE, OPAKE),
-    "benchmark-opake-lora": _times("opake", *LORA),
-    "benchmark-principal": _of("benchmark/results/principal_*.json", timing.principal_table),
+    "benchmark-lora": _of("benchmark/results/lora_*.json", timing.as_markdown),
+    "benchmark-launches": _of("benchmark/results/launches_*.json", timing.as_markdown),
+    "benchmark-principal": _of("benchmark/results/principal_*.json", timing.as_markdown),
     "gpu": _of(GPU, gpu.as_markdown),
     "privacy-costs": lambda root: front_page.privacy_costs(
         [
@@ -114,19 +97,18 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "time-and-memory": lambda root: front_page.time_and_memory(
         *(
             _read(root / "recipes" / name)
-            for name in (GPU, "benchmark/results/cpu.json", "benchmark/results/opake_roberta.json")
+            for name in (GPU, "benchmark/results/cpu.json", "benchmark/results/lora_roberta.json")
         )
     ),
-    "noise-left": _of("benchmark/results/noise_left.json", noise_left.as_markdown),
     "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
     "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),
     "digits-chosen": _of("digits/results/chosen.json", lambda record: _first(_digits(record))),
     "digits-epsilons": _of("digits/results/epsilons.json", lambda record: _first(_digits(record))),
     "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
-    "memory-principal": _of("benchmark/results/memory_*.json", memory.as_markdown),
-    "memory-packed": _of("benchmark/results/packed_*.json", memory.of_few_bits),
-    "memory-messages": _of("benchmark/results/sharded_*.json", memory.messages),
-    "memory-sharded": _of("benchmark/results/sharded_*.json", memory.by_processes),
+    **{
+        f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", memory.as_markdown)
+        for kind in ("dense", "packed", "sharded")
+    },
     "scripts": _of("scripts/results/scripts.json", lambda run: scripts.as_markdown(run["scripts"])),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
     "models": _of(MATRIX, matrix.summarise),

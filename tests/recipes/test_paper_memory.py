@@ -18,7 +18,6 @@ from dp_grape_hf.memory import (
     prepared,
     simulate,
 )
-from recipes.benchmark.memory import messages
 from recipes.paper import memory
 from recipes.paper.memory import (
     FORMULAS,
@@ -250,6 +249,5 @@ def test_the_command_shows_what_one_of_several_processes_sends(
     assert plain["all-gather"] == ours["all-gather"] > 0
     assert plain["reduce-scatter"] > 0 == ours["reduce-scatter"]
     assert ours["all-reduce"] > 0 == plain["all-reduce"]
-    assert len(messages([result]).splitlines()) == 2 + 2
     assert main(command.split()) == 0
     assert "sent by a process in a step, GiB" in capsys.readouterr().out
