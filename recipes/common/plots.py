@@ -52,7 +52,7 @@ class Panels:
         self._numbers = count()
 
     def line(self, panel: Axes, label: str, points: Points) -> None:
-        """Draws a line through points, with bars, or a band along many, for standard errors.
+        """Draw a line through points, with bars for standard errors.
 
         Args:
             panel: one of ``axes``.
@@ -68,13 +68,7 @@ class Panels:
         panel.plot(places, means, label=label, **style)
         if not any(errors):
             return
-        if len(places) > MANY:
-            low, high = (
-                [m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1)
-            )
-            panel.fill_between(places, low, high, color=style["color"], alpha=0.2, lw=0)
-        else:
-            panel.errorbar(places, means, errors, color=style["color"], fmt="none", capsize=2)
+        panel.errorbar(places, means, errors, color=style["color"], fmt="none", capsize=2)
 
     def across(self, panel: Axes, label: str, height: float) -> None:
         """Draws a line from side to side."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,13 @@ from transformers import (
 from dp_grape_hf import (
     DPGrapeTrainer,
     DPGrapeTrainingArguments,
-    per_sample_gradients,
 )
+from dp_grape_hf.tables import table
 from recipes.common.provenance import recorded, spent_as_json, versions, write
 from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIG = Path(__file__).with_name("config.yaml")
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a number
 
 Example = dict[str, Tensor]
 
@@ -77,7 +77,8 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
         "metric": {"name": "test accuracy", "value": accuracy, "examples": len(test)},
         "privacy": spent_as_json(trainer.privacy_spent()),
         "seconds": round(seconds, 2),
-        "bytes": count_bytes(trainer, loaded, train[: args.per_device_train_batch_size]),
+        "parameters": sum(p.numel() for p in loaded.parameters()),
+        "state_bytes": trainer.optimizer.optimizer.state_bytes(),
         "settings": asdict(script_args) | recorded(args),
         "versions": versions(),
         "checkpoint": args.output_dir,
@@ -132,113 +133,31 @@ def accuracy_of(model: nn.Module, examples: Sequence[Example]) -> float:
     return int((logits.argmax(-1).cpu() == batch["labels"]).sum()) / len(examples)
 
 
-# ---- Measuring ----
-
-
-def count_bytes(
-    trainer: DPGrapeTrainer, model: nn.Module, examples: list[Example]
-) -> dict[str, Any]:
-    """Returns bytes of per-sample gradients and optimizer state: ours measured, others computed."""
-    row = METHODS[trainer.args.method]
-    held = 0
-    if row.query is None:
-        projections = trainer.private_run.projectors_at(trainer.state.global_step)
-        device = trainer.args.device
-        batch = {k: v.to(device) for k, v in default_data_collator(examples).items()}
-        _, found = per_sample_gradients(model.train(), batch, projections=projections)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(found)}
-        held = sum(storage.nbytes() for storage in storages.values())
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        "parameters": parameters,
-        "physical_batch_size": len(examples),
-        "this_run": {
-            "method": row.title,
-            "gradients": held,
-            "optimizer_state": trainer.optimizer.optimizer.state_bytes(),
-            "how": "measured; 0 gradients where none is held for each sample",
-        },
-        "dp_adam": {
-            "gradients": len(examples) * parameters * FLOAT,
-            "optimizer_state": 2 * parameters * FLOAT,
-            "how": "computed: one gradient per sample, two moments",
-        },
-        "adam": {
-            "gradients": parameters * FLOAT,
-            "optimizer_state": 2 * parameters * FLOAT,
-            "how": "computed: one gradient, two moments",
-        },
-    }
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor that per-sample gradients of any representation hold."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value):
-        for f in fields(value):
-            yield from tensors_in(getattr(value, f.name))
-
-
 # ---- Reporting ----
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """Returns the closing tables and how to load the checkpoint, as text."""
-    spent, held, folder = results["privacy"], results["bytes"], results["checkpoint"]
+    """Return the closing table and how to load the checkpoint, as text."""
+    spent, folder = results["privacy"], results["checkpoint"]
     rate, batch = spent["sample_rate"], spent["expected_batch_size"]
-    rows = [
-        ("test accuracy", f"{results['metric']['value']:.1%} of {results['metric']['examples']}"),
-        ("epsilon spent", f"{spent['epsilon']:.4g} at delta {spent['delta'] or 0:g}"),
-        ("noise multiplier", f"{spent['noise_multiplier']:.4g}"),
-        (
-            "sampling rate q",
-            f"{rate:.4g}, on average {batch:g} of {batch / rate:.0f} images a step",
-        ),
-        ("steps", f"{spent['steps']}"),
-        ("seconds", f"{results['seconds']:.1f}"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    summary = [f"{name:<{width}}  {value}" for name, value in rows]
-    header = ("", held["this_run"]["method"], "DP-Adam", "Adam")
-    methods = ("this_run", "dp_adam", "adam")
-    size = held["physical_batch_size"]
-    memory = [
-        header,
-        ("", "measured", "computed", "computed"),
-        (f"gradients, batch of {size}", *(mebibytes(held[m]["gradients"]) for m in methods)),
-        ("optimizer state", *(mebibytes(held[m]["optimizer_state"]) for m in methods)),
-    ]
-    lines = [f"{name:<26}" + "".join(f"{c:>16}" for c in cells) for name, *cells in memory]
-    return "\n".join(
-        [
-            "",
-            *summary,
-            "",
-            *lines,
-            "",
-            f"Computed from {held['parameters']:,} parameters in float32: DP-Adam holds a gradient",
-            "per sample, Adam one per batch, and both hold two moments per parameter.",
-            "",
-            f"Saved in {folder}: weights, config, privacy_ledger.json, README.md (the model card)",
-            "and results.json. Loaded back, the model has the same accuracy:",
-            "",
-            "    from transformers import ViTForImageClassification",
-            f'    model = ViTForImageClassification.from_pretrained("{folder}")',
-            "",
-        ]
-    )
+    rows = {
+        "test accuracy": f"{results['metric']['value']:.1%} of {results['metric']['examples']}",
+        "epsilon spent": f"{spent['epsilon']:.4g} at delta {spent['delta'] or 0:g}",
+        "noise multiplier": f"{spent['noise_multiplier']:.4g}",
+        "sampling rate q": f"{rate:.4g}, on average {batch:g} of {batch / rate:.0f} images a step",
+        "steps": f"{spent['steps']}",
+        "seconds": f"{results['seconds']:.1f}",
+        "optimizer state": f"{results['state_bytes'] / 1024:.1f} KiB, of Adam "
+        f"{2 * FLOAT * results['parameters'] / 1024:.1f} KiB",
+    }
+    return f"""
+{table(rows.items())}
+Saved in {folder}: weights, config, privacy_ledger.json, README.md (the model card)
+and results.json. Loaded back, the model has the same accuracy:
 
-
-def mebibytes(count: int) -> str:
-    """Returns a number of bytes in MiB, to three digits."""
-    return f"{count / 2**20:.2f} MiB"
+    from transformers import ViTForImageClassification
+    model = ViTForImageClassification.from_pretrained("{folder}")
+"""
 
 
 # ---- The command line ----

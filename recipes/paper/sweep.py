@@ -193,34 +193,19 @@ def as_json(summary: Mapping[str, Any]) -> str:
 
 
 def as_markdown(summary: Mapping[str, Any]) -> str:
-    """Returns what ``sweep.md`` says: the scores, and those of the search."""
-    return "\n".join(filter(None, (table(summary), search_table(summary))))
-
-
-def table(summary: Mapping[str, Any]) -> str:
-    """Returns the scores as a table in Markdown, if any: a line for each row and budget."""
-    config = summary["config"]
-    budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
-    rows = []
-    for budget, name in product(budgets, config["rows"]):
-        found = [
-            summary["tasks"].get(task, {}).get(name, {"scores": {}})["scores"].get(budget)
-            for task in config["tasks"]
-        ]
-        if any(found):
-            rows.append([name, budget.replace("inf", "∞"), *map(score_text, found)])
-    if not rows:
-        return ""
-    of_tasks = summary["tasks"].values()
-    cost = sum(own["search_runs"] for of_task in of_tasks for own in of_task.values())
+    """Return what ``sweep.md`` says: the scores, if there are any, and those of the search."""
+    rows = [row for rows in summary["tasks"].values() for row in rows.values()]
+    if not any(row["scores"] for row in rows):
+        return search_table(summary)
+    cost = sum(row["search_runs"] for row in rows)
     origin = "are those of the sweep's file, without a search"
     if cost:
         origin = f"were chosen on the dev split from {counted(cost, 'run')}, which no ε here covers"
-    return (
-        f"{markdown.table(['Method', 'ε', *config['tasks']], rows)}\n"
-        "Test score, mean ± standard error over the seeds, whose number is in brackets. The "
-        f"settings {origin}.\n"
+    text = (
+        f"{wide_table(summary)}\nTest score, mean ± standard error over the seeds, whose number is "
+        f"in brackets. The settings {origin}.\n"
     )
+    return "\n".join(filter(None, (text, search_table(summary))))
 
 
 def wide_table(summary: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.common.plots import MANY, Panels
+from recipes.common.plots import Panels
 from recipes.report import figures
 from recipes.report.figures import (
     accuracy_against_epsilon,
@@ -114,7 +114,7 @@ def test_figures_are_files_and_other_results_are_passed_over(
     assert all(picture.read_bytes()[:4] == b"\x89PNG" for picture in written)
 
 
-def test_a_label_has_one_style_in_all_panels_and_long_lines_a_band() -> None:
+def test_a_label_has_one_style_in_all_panels() -> None:
     picture = Panels(["a", "b", "c", "d"], "many")
     for number, panel in enumerate(picture.axes):
         for label in ("x", "y")[:: -1 if number else 1]:
@@ -126,7 +126,3 @@ def test_a_label_has_one_style_in_all_panels_and_long_lines_a_band() -> None:
     assert all(style["x"] == styles[0]["x"] != style["y"] for style in styles)
     figure = picture.finished("steps", "score")
     assert [panel.axison for panel in figure.axes] == [True] * 4 + [False] * 2
-    long = Panels(["a"], "long")
-    long.line(long.axes[0], "x", {float(i): (0.0, 1.0, 3) for i in range(MANY + 1)})
-    (band,) = long.axes[0].collections
-    assert band.get_paths()[0].get_extents().height == pytest.approx(2.0)

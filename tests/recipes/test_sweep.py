@@ -104,8 +104,9 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     assert row["search_runs"] == 2
     assert row["scores"]["2"] == pytest.approx([53.017, 0.004, 2])  # 53.013 and 53.021
     text = capsys.readouterr().out
-    assert "| DP-GRAPE | 2 | 53.0 ± 0.0 [2] |" in text
-    assert "| Adam | ∞ | 55.0 ± 0.0 [2] |" in text
+    assert "| Method | ε = 2 | ε = 6 | ε = ∞ | search, dev, at ε = 6 |" in text
+    assert "| DP-GRAPE | 53.0 ± 0.0 [2] |" in text
+    assert "| Adam |  |  | 55.0 ± 0.0 [2] |" in text
     assert "from 2 runs" in text
 
 
@@ -177,7 +178,7 @@ def test_one_run_has_no_error_and_that_is_json(
     run(tmp_path, CONFIG | {"final": {"epsilons": [2], "seeds": [13]}})
     row = strict(tmp_path / "out" / "sweep.json")["tasks"]["points"]["DP-GRAPE"]
     assert row["scores"]["2"] == [pytest.approx(53.013), None, 1]
-    assert "| DP-GRAPE | 2 | 53.0 [1] |" in capsys.readouterr().out
+    assert "| DP-GRAPE | 53.0 [1] |" in capsys.readouterr().out
 
 
 def test_a_row_may_be_searched_with_settings_of_its_own(
