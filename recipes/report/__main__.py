@@ -26,9 +26,8 @@ from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
-from recipes.models import matrix
 from recipes.paper import sweep
-from recipes.report import front_page, host_tests, scripts, tables
+from recipes.report import front_page, host_tests, models, scripts, tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
@@ -111,7 +110,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     },
     "scripts": _of("scripts/results/scripts.json", lambda run: scripts.as_markdown(run["scripts"])),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
-    "models": _of(MATRIX, matrix.summarise),
+    "models": _of(MATRIX, models.summarise),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
         for name in SWEEPS
@@ -122,7 +121,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
 PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/digits/results/compare.md": _of("digits/results/compare.json", _digits),
     "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
-    "recipes/models/results/model_matrix.md": _of(MATRIX, matrix.render),
+    "recipes/models/results/model_matrix.md": _of(MATRIX, models.render),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
         collect([*(root / PAPER / name for name in OF_THE_PAPER), (root / "recipes" / GPU).parent]),
         read_paper(),

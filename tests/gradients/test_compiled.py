@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dp_grape_hf.gradients import Compilation, flat
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
-from recipes.models.matrix import dense, projectors_for
 from tests.gradients.functions import Function, mean_output
+from tests.models.matrix import dense, projectors_for
 from tests.support.models import only
 from tests.support.oracles import (
     assert_gradients_equal,

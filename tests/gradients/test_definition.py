@@ -15,8 +15,8 @@ from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import Dense, make_engine
 from dp_grape_hf.gradients.definition import vmap_safe
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
-from recipes.models.matrix import dense, projectors_for
 from tests.gradients.functions import Function, mean_output
+from tests.models.matrix import dense, projectors_for
 from tests.support.models import VOCABULARY, Batch, only
 from tests.support.oracles import Largest, assert_exact
 

@@ -10,8 +10,8 @@ from torch import nn
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import ENGINES, make_engine
 from dp_grape_hf.gradients.rows import batch_size_of
-from recipes.models.matrix import projectors_for
 from tests.gradients.functions import mean_output
+from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import HEADS, TYPICAL, Case, only, texts
 from tests.support.oracles import assert_exact

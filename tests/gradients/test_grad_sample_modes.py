@@ -25,8 +25,8 @@ from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.mechanism import clipping
 from dp_grape_hf.projections import Projector, Side
-from recipes.models.matrix import projectors_for
 from tests.gradients.functions import Function
+from tests.models.matrix import projectors_for
 from tests.support import mechanism
 from tests.support.mechanism import make_private, sample_norms, split
 from tests.support.models import only

@@ -16,8 +16,8 @@ from dp_grape_hf.gradients import Dense, flat, loss_for, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
-from recipes.models.matrix import dense, projectors_for
 from tests.gradients.functions import Function, mean_output
+from tests.models.matrix import dense, projectors_for
 from tests.support.models import only
 from tests.support.oracles import (
     assert_exact,

@@ -2,7 +2,7 @@
 
 The oracle is autograd of the loss that the model itself returns for a batch of one with labels. It
 shares nothing with this package: neither losses nor engines. To check another model, add a row to
-``recipes/models/families.yaml``.
+``tests/models/families.yaml``.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from dp_grape_hf.gradients import (
     replay,
 )
 from recipes.common.runs import read_lines
-from recipes.models.matrix import (
+from tests.models.matrix import (
     CONDITIONS,
     ENGINE_NAMES,
     cell,
@@ -32,7 +32,7 @@ from recipes.models.matrix import (
     whole_error,
     worst_error,
 )
-from recipes.models.zoo import FAMILIES, WIDE, rows
+from tests.models.zoo import FAMILIES, WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, Batch, Row, row
 from tests.support.oracles import assert_gradients_equal, relative_error

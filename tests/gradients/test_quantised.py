@@ -12,7 +12,7 @@ from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradie
 from dp_grape_hf.gradients import StateGuard
 from dp_grape_hf.publishing.file_checks import MISMATCH
 from dp_grape_hf.publishing.verification import verify
-from recipes.models.zoo import QUANTISED
+from tests.models.zoo import QUANTISED
 from tests.support.marks import slow_but
 from tests.support.oracles import assert_exact
 from tests.support.trainers import make_args

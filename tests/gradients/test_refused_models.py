@@ -14,7 +14,7 @@ from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.gradients.adapters import ADAPTERS
 from dp_grape_hf.gradients.losses.heads import HEADS
 from dp_grape_hf.gradients.losses.losses import loss_for
-from recipes.models import zoo
+from tests.models import zoo
 from tests.support.trainers import make_trainer
 
 SMALL: dict[str, Any] = {

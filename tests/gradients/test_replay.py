@@ -14,7 +14,7 @@ from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.rules import RULES, LayerRule
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import require_each_once
-from recipes.models.matrix import projectors_for
+from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
 from tests.support.trainers import (

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.gradients import Gradients, make_engine
 from dp_grape_hf.gradients.stand_ins import outside_vmap
 from dp_grape_hf.projections import Projector, Side
-from recipes.models.matrix import dense
 from tests.gradients.functions import Function
+from tests.models.matrix import dense
 from tests.support.oracles import Largest, relative_error, single_sample_gradients
 
 B, T, N = 3, 5, 6  # samples, positions, features

@@ -19,7 +19,7 @@ from dp_grape_hf.gradients.forms import Factored, SparseRows
 from dp_grape_hf.ledger import Clipping, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
 from dp_grape_hf.mechanism.noise import grid_of
-from recipes.models.matrix import projectors_for
+from tests.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,

@@ -21,7 +21,7 @@ from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.losses.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import add_clipped_sum_
-from recipes.models.matrix import projectors_for
+from tests.models.matrix import projectors_for
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,

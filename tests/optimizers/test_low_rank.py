@@ -19,7 +19,7 @@ from dp_grape_hf.memory.timeline import Timeline
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from dp_grape_hf.optimizers import projected as optimizer_module
 from dp_grape_hf.projections import ProjectionSchedule, Projector
-from recipes.models.matrix import projectors_for
+from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients

@@ -18,7 +18,7 @@ from dp_grape_hf.projections import (
     synthetic_batches,
 )
 from dp_grape_hf.projections.probes import LENGTHS, natural_noise
-from recipes.models.zoo import WIDE, rows
+from tests.models.zoo import WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, row
 

@@ -22,7 +22,7 @@ from recipes.benchmark import timing as benchmark_timing
 from recipes.benchmark.methods import METHODS, OPACUS, USUAL, DoesNotRun, OpacusTraining, prepare
 from recipes.benchmark.models import OPT, ROBERTA, VIT, Setting
 from recipes.benchmark.timing import as_markdown, measure, ratio, remarks
-from recipes.models.matrix import own_gradients
+from tests.models.matrix import own_gradients
 
 CPU = torch.device("cpu")
 TINY = Setting(hidden_size=32, layers=1, vocab_size=50, batch_size=3, length=4, rank=2, heads=2)

@@ -1,8 +1,6 @@
 """The GPU report works without a GPU, goes on where it stopped, and says what failed."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -212,42 +210,3 @@ def test_a_row_that_fails_is_a_result_and_tried_again_unless_it_has_no_memory(
         assert report(tmp_path, PAIR)[0] == status
     assert len(tries) == (2 if status == DONE else 4)
     assert text in as_markdown(report(tmp_path, PAIR)[1])
-
-
-# ---- Without a device ----
-
-WITHOUT_DEVICE = """
-import torch
-from recipes.gpu_report import dry_run
-from recipes.models.zoo import rows
-
-assert dry_run.main(["--only", "^RoBERTa, seq"]) == 0
-(row,) = (row for row in rows() if str(row) == "RoBERTa, sequence classification")
-setting = dry_run.settings()[0]
-
-def with_constant():
-    model = row.model()
-    model.classifier.register_forward_hook(lambda module, args, output: output + torch.ones(3))
-    return model
-
-def with_stream():
-    model, stream = row.model(), torch.Generator("cpu")
-    model.classifier.register_forward_hook(
-        lambda module, args, output: output + torch.empty_like(output).normal_(generator=stream)
-    )
-    return model
-
-for build in (row.model, with_constant, with_stream):
-    print(dry_run.run(build, row.batch(dry_run.BATCH), setting).partition(": ")[0] or "one device")
-"""
-
-
-@pytest.mark.slow
-def test_a_step_on_an_absent_device_is_on_no_other_and_a_mixture_is_found() -> None:
-    """In a process of its own: a device that torch knows it never forgets."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DEVICE], capture_output=True, text=True, check=False
-    )
-    assert "0 refused, 0 not simulated, 0 on two devices" in done.stdout, done.stderr
-    expected = ["one device", "WRONG", "WRONG"]
-    assert done.stdout.splitlines()[-3:] == expected, done.stderr

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import IGNORE_INDEX, make_engine
-from recipes.models.matrix import dense, projectors_for
 from recipes.paper import opt
 from recipes.paper.experiment import accuracy, main, parse
 from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
@@ -33,6 +32,7 @@ from recipes.paper.opt_tasks import (
     load_splits,
     permutation,
 )
+from tests.models.matrix import dense, projectors_for
 from tests.support.mechanism import ROUNDING, joint_norm, make_private, released
 from tests.support.models import FIRST_WORD, PAD, only
 from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients

@@ -35,10 +35,10 @@ from dp_grape_hf.projections import (
     projection_targets,
     synthetic_batches,
 )
-from recipes.models.matrix import projectors_for
 from recipes.paper import roberta
 from recipes.paper.experiment import accuracy, main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
+from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 from tests.support.questions import byte_level

@@ -25,6 +25,7 @@ from recipes.paper.methods import directions as directions_module
 from recipes.paper.methods.directions import Directions
 from recipes.paper.methods.zeroth_order import ZerothOrderEngine, ZerothOrderSGD
 from tests.gradients.functions import Function
+from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
 from tests.support.models import IGNORED, TYPICAL, Batch, Case, only

@@ -1,6 +1,6 @@
 """The models of the tests: a few that many suites iterate over, and the whole zoo.
 
-To check another family, add a row to ``recipes/models/families.yaml``; ``ROWS`` has one entry for
+To check another family, add a row to ``tests/models/families.yaml``; ``ROWS`` has one entry for
 each of its tasks. ``CASES`` and ``TYPICAL`` stay small, because other suites multiply them.
 
 Shapes: B samples in the batch, T positions.
@@ -29,7 +29,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from recipes.models.zoo import (
+from tests.models.zoo import (
     BERT,
     FIRST_WORD,
     GPT2,

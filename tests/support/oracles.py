@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.gradients import Gradients, LossFunction, loss_for, per_sample_gradients
 from dp_grape_hf.projections import Projector
-from recipes.models.matrix import dense, worst_error
+from tests.models.matrix import dense, worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 

@@ -9,7 +9,7 @@ import torch
 
 from dp_grape_hf import principal_adapter
 from dp_grape_hf.projections import principal
-from recipes.models.zoo import QUANTISED, quantised
+from tests.models.zoo import QUANTISED, quantised
 from tests.support.models import only, without_dropout
 from tests.support.trainers import (
     EXACT,

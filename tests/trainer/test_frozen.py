@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_grape_hf.errors import UnsupportedModelError
-from recipes.models.zoo import BERT, WIDE, Row, build, rows, texts
+from tests.models.zoo import BERT, WIDE, Row, build, rows, texts
 from tests.support.trainers import Examples, make_trainer, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap

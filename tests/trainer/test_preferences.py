@@ -13,7 +13,7 @@ from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import PREFERENCES, functions, make_engine
 from dp_grape_hf.gradients.losses.pairs import by_halves, side_by_side
-from recipes.models.matrix import dense, projectors_for
+from tests.models.matrix import dense, projectors_for
 from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing
 

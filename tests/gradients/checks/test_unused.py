@@ -11,7 +11,7 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import freeze_unused, loss_for, make_engine
 from dp_grape_hf.gradients import refuse_reached as refuse
 from dp_grape_hf.projections import synthetic_batches
-from recipes.models.zoo import FAMILIES, WIDE, Row, rows
+from tests.models.zoo import FAMILIES, WIDE, Row, rows
 from tests.support.marks import slow_but
 from tests.support.trainers import weights_of
 

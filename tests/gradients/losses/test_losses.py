@@ -14,7 +14,7 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import PerSampleEngine, loss_for
 from dp_grape_hf.gradients.losses.heads import HEADS, UNKNOWN_LOSSES
 from dp_grape_hf.gradients.losses.losses import LabelledPositions, checked, split
-from recipes.models.zoo import WIDE, rows
+from tests.models.zoo import WIDE, rows
 from tests.support.models import LABELS, ROWS, VOCABULARY, Batch, Row, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT

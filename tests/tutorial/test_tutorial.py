@@ -11,7 +11,7 @@ pytest.importorskip("nbclient", reason="the tutorial is an optional extra")
 
 import nbformat
 
-from recipes.tutorial.notebooks import (
+from tests.tutorial.notebooks import (
     FOLDER,
     NOTEBOOKS,
     PICTURES,

@@ -1,4 +1,4 @@
-"""Runs the notebooks of this folder, and makes of what they show what is committed."""
+"""Run the notebooks of the tutorial, and make of what they show what is committed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-FOLDER = Path(__file__).parent
+_ROOT = Path(__file__).parents[2]
+FOLDER = _ROOT / "recipes" / "tutorial"
 NOTEBOOKS = tuple(sorted(FOLDER.glob("[0-9]_*.ipynb")))
 PICTURES = FOLDER / "pictures"
-_ROOT = FOLDER.parent.parent
 _PATIENCE = 600  # seconds for a cell, on a machine that is busy
 
 

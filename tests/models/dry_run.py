@@ -1,11 +1,11 @@
 """Runs private steps on a device that is not there: what would be on two devices fails here.
 
-    python -m recipes.gpu_report.dry_run --only "OPT|RoBERTa|ViT"
+    python -m tests.models.dry_run --only "OPT|RoBERTa|ViT"
 
 Most of what fails when a program meets its first GPU is a tensor, or a generator, that is on the
 CPU. This needs no GPU and no build of torch for one: torch lets Python register a device, and fake
 tensors have one without contents. A step of every method, with each way to clip and to compute
-norms, is run on it for the models of ``recipes.models``. The exit status is 1 if an operation was
+norms, is run on it for the models of ``tests.models``. The exit status is 1 if an operation was
 given tensors of two devices, or a generator of another device than its result.
 
 What depends on contents (the examination of a first batch), or on a kernel, is not seen; a CUDA
@@ -178,7 +178,7 @@ def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs every setting on every model; returns 1 if something was on two devices."""
-    from recipes.models.zoo import rows
+    from tests.models.zoo import rows
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="a pattern in the names of the models")

@@ -1,7 +1,7 @@
-"""Runs the notebooks, and writes what they show into them and into ``pictures``.
+"""Run the notebooks of recipes/tutorial, and write into them what they show.
 
-    python -m recipes.tutorial
-    python -m recipes.tutorial --only 3
+    python -m tests.tutorial
+    python -m tests.tutorial --only 3
 
 Needs the extras ``tutorial`` and ``sft``. A notebook takes two or three minutes on one core of a
 CPU. What it writes lies in a temporary folder.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nbformat
 
-from recipes.tutorial.notebooks import NOTEBOOKS, PICTURES, execute, load, pictures
+from tests.tutorial.notebooks import NOTEBOOKS, PICTURES, execute, load, pictures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Renders which models, heads and conditions have exact per-sample gradients, as a table.
+"""Compute which models, heads and conditions have exact per-sample gradients, as a table.
 
-    python -m recipes.models.matrix
-    python -m recipes.models.matrix --only "BERT|Llama" --conditions full projected
-    python -m recipes.models.matrix --output recipes/models/results/model_matrix.jsonl
+    python -m tests.models.matrix
+    python -m tests.models.matrix --only "BERT|Llama" --conditions full projected
+    python -m tests.models.matrix --output recipes/models/results/model_matrix.jsonl
 
 Every family of ``families.yaml`` runs with every task of its row through both engines. A cell is
 the worst relative error of one sample's gradient of one parameter, compared with autograd of the
@@ -33,8 +33,8 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import ENGINES, Gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.common.markdown import table
-from recipes.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
+from recipes.report.models import render
+from tests.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
 
 RANK = 4
 BATCH_SIZE = 4
@@ -143,9 +143,6 @@ CONDITIONS = {
     "bf16 autocast": Condition(autocast=torch.bfloat16),
 }
 
-EXACT = ("full", "projected")
-"""What the summary is of: conditions in float32 that every row has."""
-
 
 def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     """Returns the worst error, or why there is none, or None where the condition does not apply.
@@ -175,58 +172,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     return error(dense(gradients, BATCH_SIZE), expected)
 
 
-# ---- The table ----
-
-
-Line = Mapping[str, Any]
-"""A model and a head, and its cells by condition and engine: a line of what ``main`` writes."""
-
-
-def render(matrix: Sequence[Line]) -> str:
-    """Returns the table as Markdown, one row per model and head, with the reasons below it."""
-    reasons: list[str] = []
-
-    def text(value: float | str | None) -> str:
-        if isinstance(value, str):
-            outcome, _, reason = value.partition(": ")
-            if reason not in reasons:
-                reasons.append(reason)
-            return f"{outcome} ({reasons.index(reason) + 1})"
-        return "" if value is None else f"{value:.0e}"
-
-    lines = table(
-        ["model", "head", *matrix[0]["cells"]],
-        ([found["model"], found["head"], *map(text, found["cells"].values())] for found in matrix),
-    )
-    below = [f"{i}. {reason}" for i, reason in enumerate(reasons, start=1)]
-    return "\n".join([lines, *below]).rstrip() + "\n"
-
-
-def summarise(matrix: Sequence[Line]) -> str:
-    """Returns one row per family: its heads, and its worst error with all weights and projected."""
-    families: dict[str, list[Line]] = {}
-    for found in matrix:
-        families.setdefault(found["model"], []).append(found)
-
-    def text(family: Sequence[Line], engine: str) -> str:
-        columns = [f"{condition}, {engine}" for condition in EXACT]
-        of_head = {found["head"]: [found["cells"][c] for c in columns] for found in family}
-        refused = [
-            head for head, found in of_head.items() if any(isinstance(v, str) for v in found)
-        ]
-        errors = [v for found in of_head.values() for v in found if isinstance(v, float)]
-        worst = [f"{max(errors):.0e}"] if errors else []
-        some = [f"refused: {', '.join(refused)}"] if refused else []
-        return "; ".join(worst + some)
-
-    return table(
-        ["model", "heads", *ENGINE_NAMES],
-        (
-            [name, ", ".join(found["head"] for found in family)]
-            + [text(family, engine) for engine in ENGINE_NAMES]
-            for name, family in families.items()
-        ),
-    )
+# ---- The command ----
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,1 +1,0 @@
-"""The supported families of models, and how exact their per-sample gradients are."""

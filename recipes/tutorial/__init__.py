@@ -1,1 +1,0 @@
-"""Three notebooks that teach private training, run from end to end."""

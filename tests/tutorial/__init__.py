@@ -1,0 +1,1 @@
+"""The notebooks of recipes/tutorial, run from end to end."""
