@@ -24,7 +24,6 @@ Shapes: M models, n texts in the pool, T words.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -32,7 +31,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
-from transformers import PrinterCallback, set_seed
+from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
@@ -66,35 +65,26 @@ Example = dict[str, Tensor]
 
 @dataclass
 class Settings:
-    """What is trained and attacked.
+    """What is trained and attacked."""
 
-    Without a folder with ``train.jsonl`` sentences are made up.
-    """
-
-    dataset_path: str | None = None
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "Folder with train.jsonl. Default: made-up texts."}
+    )
     pool: int = 6000  # n
     models: int = 12  # M, for each way of training
-    epsilons: tuple[float, ...] = (8.0, 2.0)
+    epsilons: list[float] = field(default_factory=lambda: [8.0, 2.0])
     epochs: int = 20  # of training without privacy
     steps: int = 60  # of private training
     batch: int = 1024  # expected, of private training
     seed: int = 0  # of the pool, the halves and the initial weights
+    output_dir: str = str(Path(__file__).parent / "results")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Trains, attacks, writes the three files, and returns what is in the JSON."""
-    default = Settings()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dataset_path", help="folder with train.jsonl; default: made-up texts")
-    for name in ("pool", "models", "epochs", "steps", "batch", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--epsilons", type=float, nargs="+", default=default.epsilons)
-    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    given = vars(parser.parse_args(argv))
-    folder: Path = given.pop("output_dir")
-    settings = Settings(**given | {"epsilons": tuple(given["epsilons"])})
+    """Train, attack, write the three files, and return what is in the JSON."""
+    (settings,) = HfArgumentParser(Settings).parse_args_into_dataclasses(argv)
     results = run(settings)
-    path = folder / "membership.json"
+    path = Path(settings.output_dir) / "membership.json"
     write(path, results)
     path.with_suffix(".md").write_text(as_markdown(results), encoding="utf-8")
     draw(results).savefig(path.with_suffix(".png"), dpi=130)
@@ -134,14 +124,10 @@ def run(settings: Settings) -> dict[str, Any]:
                 "lira": measure(scores[member], scores[~member]),
             },
         }
-    described = asdict(settings) | {"dataset_path": None}  # which is one machine's
-    return {
-        "data": source,
-        "delta": DELTA,
-        "ways": ways,
-        "settings": described,
-        "versions": versions(),
-    }
+    paths = ("dataset_path", "output_dir")  # which are one machine's
+    described = {name: value for name, value in asdict(settings).items() if name not in paths}
+    made = {"settings": described, "versions": versions()}
+    return {"data": source, "delta": DELTA, "ways": ways, **made}
 
 
 # ---- Data ----

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from dp_grape_hf import memory
 from dp_grape_hf.mechanism import NOISE_SLICE
 from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
 from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
@@ -60,11 +61,17 @@ def count(model: Setting, autocast: bool, method: str) -> int:
         autocast: whether its forward pass runs under autocast to bfloat16.
         method: ``adamw`` or a method of the package.
     """
-    setting = model.of_step(method=method)
+    setting = memory.Setting(
+        method=method,
+        batch_size=model.batch_size,
+        dtype=model.torch_dtype,
+        gradient_checkpointing=model.gradient_checkpointing,
+        rank=model.rank,
+    )
     with fake_tensors(gpu=True):
         built = prepared(model.build(), setting)
         if autocast:
-            built.forward = _under_autocast(built.forward)
+            built.forward = torch.autocast("cpu", torch.bfloat16)(built.forward)
         inputs = model.inputs()
         gpu: dict[str, Any] = {"noise_slice": NOISE_SLICE, "recompute_activations": True}
         step = Step(built, inputs, setting, redraws=False, **gpu)
@@ -72,14 +79,6 @@ def count(model: Setting, autocast: bool, method: str) -> int:
         step.timeline.kernels.clear()
         step.run()
         return step.timeline.kernels.total()
-
-
-def _under_autocast(forward: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def as_markdown(found: Mapping[str, Mapping[str, int]]) -> str:

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -33,14 +32,8 @@ DATASET_SIZE = 1_000
 LEARNING_RATE = 1e-4
 
 
-class Training(Protocol):
-    """A model in training."""
-
-    def step(self) -> None:
-        """Run one step."""
-
-
-Maker = Callable[[nn.Module, Setting, Batch, Path], Training]
+Maker = Callable[[nn.Module, Setting, Batch, Path], Any]
+"""Returns a model in training, which has a method ``step``."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,7 @@ class OpacusTraining:
 # ---- LoRA ----
 
 
-def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Path) -> Training:
+def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Path) -> Any:
     """Return what trains an adapter of the setting's rank on all layers but the head."""
     task = "CAUSAL_LM" if setting.model in DECODERS else "SEQ_CLS"
     config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
@@ -274,10 +267,8 @@ def prepare(
     """Return a method's step on a copy of the model, after it has run once.
 
     Raises:
-        DoesNotRun: if Opacus refuses the model, fails, or has not the memory.
+        DoesNotRun: if Opacus refuses the model or fails.
     """
-    if name == OPACUS_HOOKS:
-        _require_memory(original, setting, next(iter(batch.values())).device)
     try:
         with quiet():
             training = METHODS[name].make(copy.deepcopy(original), setting, batch, folder / name)
@@ -288,16 +279,3 @@ def prepare(
         text = " ".join(str(error).split()) or "no message"
         raise DoesNotRun(f"{type(error).__name__}: {text[:160]}") from error
     return training.step
-
-
-def _require_memory(model: nn.Module, setting: Setting, device: torch.device) -> None:
-    """Refuse what would make the machine end the process: a CPU has no out-of-memory error."""
-    if device.type != "cpu":
-        return
-    needed = setting.batch_size * sum(4 * p.numel() for p in model.parameters())
-    free = psutil.virtual_memory().available
-    if 1.25 * needed > free:
-        raise DoesNotRun(
-            f"per-sample gradients of {needed / 2**30:.1f} GiB do not fit into "
-            f"{free / 2**30:.1f} GiB"
-        )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-
-from dp_grape_hf import memory
 
 Batch = dict[str, Tensor]
 
@@ -72,6 +71,12 @@ class Setting:
     dtype: str = "float32"
     gradient_checkpointing: bool = False
     autocast: bool = False
+    classes: ClassVar[Mapping[str, Any]] = {
+        ROBERTA: RobertaForSequenceClassification,
+        OPT: OPTForCausalLM,
+        LLAMA: LlamaForCausalLM,
+        VIT: ViTForImageClassification,
+    }
 
     def __post_init__(self) -> None:
         if self.model not in TITLES:
@@ -90,10 +95,9 @@ class Setting:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
-        """Returns the model with random weights, on the default device, in training mode."""
-        families = {ROBERTA: self.roberta, OPT: self.opt, LLAMA: self.llama, VIT: self.vit}
-        cls, config = families[self.model]()
-        return cls._from_config(config, dtype=dtype or self.torch_dtype).train()
+        """Return the model with random weights, on the default device, in training mode."""
+        cls = self.classes[self.model]
+        return cls._from_config(self.config(), dtype=dtype or self.torch_dtype).train()
 
     def build_on(self, device: torch.device) -> Any:
         """Returns the model on a device, with gradient checkpointing if that is asked for."""
@@ -105,20 +109,6 @@ class Setting:
                 warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
                 model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
-
-    def of_step(self, **options: Any) -> memory.Setting:
-        """Returns what a simulated step of this model is run with.
-
-        Args:
-            **options: of the step, ``method`` among them.
-        """
-        return memory.Setting(
-            **options,
-            batch_size=self.batch_size,
-            dtype=self.torch_dtype,
-            gradient_checkpointing=self.gradient_checkpointing,
-            rank=self.rank,
-        )
 
     def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
         """Returns a random batch on the default device, labels included.
@@ -150,55 +140,29 @@ class Setting:
         parts += ["bf16 autocast"] if self.autocast else []
         return ", ".join(parts)
 
-    @property
-    def _heads(self) -> int:
-        return self.heads or max(1, self.hidden_size // 64)
-
-    def roberta(self) -> tuple[Any, Any]:
-        return RobertaForSequenceClassification, RobertaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self._heads,
-            intermediate_size=4 * self.hidden_size,
-            max_position_embeddings=self.max_length or self.length + 8,
-            type_vocab_size=1,
-            hidden_dropout_prob=self.dropout,
-            attention_probs_dropout_prob=self.dropout,
-        )
-
-    def opt(self) -> tuple[Any, Any]:
-        return OPTForCausalLM, OPTConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            word_embed_proj_dim=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self._heads,
-            ffn_dim=4 * self.hidden_size,
-            max_position_embeddings=self.max_length or self.length + 8,
-            dropout=self.dropout,
-        )
-
-    def llama(self) -> tuple[Any, Any]:
-        return LlamaForCausalLM, LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self._heads,
-            num_key_value_heads=self._heads,
-            intermediate_size=11 * self.hidden_size // 4,
-            max_position_embeddings=self.max_length or self.length + 8,
-            use_cache=False,
-        )
-
-    def vit(self) -> tuple[Any, Any]:
-        return ViTForImageClassification, ViTConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self._heads,
-            intermediate_size=4 * self.hidden_size,
-            image_size=PATCH * math.isqrt(self.length),
-            patch_size=PATCH,
-            hidden_dropout_prob=self.dropout,
-            attention_probs_dropout_prob=self.dropout,
-        )
+    def config(self) -> Any:
+        """Return the configuration of the model."""
+        wide = 4 * self.hidden_size
+        common: dict[str, Any] = {
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads or max(1, self.hidden_size // 64),
+        }
+        dropout = {
+            "hidden_dropout_prob": self.dropout,
+            "attention_probs_dropout_prob": self.dropout,
+        }
+        if self.model == VIT:
+            size = PATCH * math.isqrt(self.length)
+            common |= {"image_size": size, "patch_size": PATCH, "intermediate_size": wide}
+            return ViTConfig(**common, **dropout)
+        common["vocab_size"] = self.vocab_size
+        common["max_position_embeddings"] = self.max_length or self.length + 8
+        if self.model == ROBERTA:
+            return RobertaConfig(**common, **dropout, intermediate_size=wide, type_vocab_size=1)
+        if self.model == OPT:
+            width = {"word_embed_proj_dim": self.hidden_size, "ffn_dim": wide}
+            return OPTConfig(**common, **width, dropout=self.dropout)
+        width = {"intermediate_size": 11 * self.hidden_size // 4}
+        width["num_key_value_heads"] = common["num_attention_heads"]
+        return LlamaConfig(**common, **width, use_cache=False)

@@ -7,7 +7,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,6 @@ from recipes.common.markdown import table
 
 Results = dict[str, Any]  # title of a method -> what was measured, as JSON has it
 
-SLOW = 4.0  # a method this much slower than the fastest takes part in fewer rounds
-FEWEST = 3  # rounds that a slow method takes part in, at least
-
-
-@dataclass
-class Times:
-    """Steps of one method, by round."""
-
-    rounds: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)  # of all threads together
-
 
 def measure(
     setting: Setting,
@@ -51,9 +38,8 @@ def measure(
 ) -> Results:
     """Return seconds per step of each method, and its speed relative to plain AdamW.
 
-    Each round runs every method once, in a changing order; of a method that is much slower than the
-    others, only every few rounds. A ratio is the median over the rounds that both took part in. A
-    method that does not run has an ``error`` instead.
+    Each round runs every method once, in a changing order. A ratio is the median over the rounds
+    that both took part in. A method that does not run has an ``error`` instead.
     """
     gc.collect()  # trainers are cycles, and the last setting's hold its models
     set_seed(0)
@@ -62,55 +48,41 @@ def measure(
         batch = setting.inputs()
     prepared: dict[str, Callable[[], None]] = {}
     results: Results = {METHODS[name].title: {} for name in methods}
-    times = {name: Times() for name in methods}
+    kinds = ("rounds", "seconds", "cpu_seconds")  # the last of all threads together
+    times: dict[str, Results] = {name: {kind: [] for kind in kinds} for name in methods}
     with tempfile.TemporaryDirectory() as folder, quiet():
         for name in methods:
             try:
                 prepared[name] = prepare(name, original, setting, batch, Path(folder))
             except DoesNotRun as error:
                 results[METHODS[name].title] = {"error": str(error)}
-        every = _shares(prepared, rounds, warmup, device)
+        for step in prepared.values():
+            for _ in range(warmup):
+                step()
         for number in tqdm(range(rounds), desc="rounds", file=sys.stderr, disable=None):
             order = list(prepared)
             shift = number % max(1, len(order))  # no method always follows the same one
             for name in order[shift:] + order[:shift]:
-                if number % every[name] == 0:
-                    start = now(device)
-                    prepared[name]()
-                    wall, cpu = (b - a for a, b in zip(start, now(device), strict=True))
-                    times[name].rounds.append(number)
-                    times[name].seconds.append(wall)
-                    times[name].cpu_seconds.append(cpu)
+                start = now(device)
+                prepared[name]()
+                wall, cpu = (b - a for a, b in zip(start, now(device), strict=True))
+                for kind, value in zip(kinds, (number, wall, cpu), strict=True):
+                    times[name][kind].append(value)
     for name in prepared:
         results[METHODS[name].title] = _summary(times[name], times.get(ADAMW))
     return results
 
 
-def _shares(
-    prepared: dict[str, Callable[[], None]], rounds: int, warmup: int, device: torch.device
-) -> dict[str, int]:
-    """Run the warm-up, and return in which rounds a method takes part: in every n-th."""
-    seconds = {}
-    for name, step in prepared.items():
-        for _ in range(max(1, warmup)):
-            start = now(device)[0]
-            step()
-            seconds[name] = now(device)[0] - start
-    fastest = min(seconds.values(), default=1.0)
-    most = max(1, rounds // FEWEST)
-    return {name: max(1, min(most, int(s / (SLOW * fastest)))) for name, s in seconds.items()}
-
-
-def _summary(times: Times, baseline: Times | None) -> dict[str, Any]:
+def _summary(times: Results, baseline: Results | None) -> Results:
     wall = cpu = None
     if baseline is not None:
-        wall, cpu = (ratio(vars(baseline), vars(times), of) for of in ("seconds", "cpu_seconds"))
+        wall, cpu = (ratio(baseline, times, of) for of in ("seconds", "cpu_seconds"))
     return {
-        "median_seconds": statistics.median(times.seconds),
-        "median_cpu_seconds": statistics.median(times.cpu_seconds),
+        "median_seconds": statistics.median(times["seconds"]),
+        "median_cpu_seconds": statistics.median(times["cpu_seconds"]),
         "speed_of_plain_adamw": wall,
         "cpu_speed_of_plain_adamw": cpu,
-        **vars(times),
+        **times,
     }
 
 

@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,7 +32,6 @@ from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer
 from recipes.common import markdown
-from recipes.common.plots import Panels, logarithmic
 from recipes.common.provenance import origin, with_adapter, write
 from recipes.common.sweep import Cell, Sweep
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
@@ -46,7 +44,7 @@ LORA_RANK = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs what is missing, and writes the table and the plot."""
+    """Run what is missing, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, default=CONFIG, help="what is run")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
@@ -57,10 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stage in (runs.search, runs.final):
         runs.complete(stage())
     record = summary(config, runs)
-    text = table(config, record)
+    text = table(record)
     write(options.output_dir / "compare.json", record)
     (options.output_dir / "compare.md").write_text(text, encoding="utf-8")
-    plot(config, record, options.output_dir / "compare.png")
     sys.stdout.write(text)
 
 
@@ -161,8 +158,9 @@ def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
     }
 
 
-def table(config: dict[str, Any], record: dict[str, Any]) -> str:
+def table(record: Mapping[str, Any]) -> str:
     """Returns the comparison as a table in Markdown, with what it cost."""
+    config = record["config"]
     budgets = [f"{epsilon:g}" for epsilon in config["epsilons"]] + ["inf"]
     titles = [f"ε = {b}".replace("inf", "∞") for b in budgets]
     rows = []
@@ -200,40 +198,6 @@ def _length(shared: dict[str, Any]) -> str:
         return f"{shared['num_train_epochs']} passes"
     size, rank = shared["expected_batch_size"], shared["projection_rank"]
     return f"{shared['max_steps']} steps, expected batch {size}, r = {rank}"
-
-
-def panels_of(rows: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the rows of each panel: the methods, and the variants of those that have some.
-
-    A variant is called "method, what differs".
-    """
-    bases = Counter(row.split(",")[0] for row in rows)
-    varied = [base for base, count in bases.items() if count > 2 and base in rows]
-    methods = [row for row in rows if row in varied or row.split(",")[0] not in varied]
-    variants = {
-        f"variants of {base}": [row for row in rows if row.split(",")[0] == base] for base in varied
-    }
-    return {"methods": methods, **variants}
-
-
-def plot(config: dict[str, Any], record: dict[str, Any], path: Path) -> None:
-    """Draws accuracy against epsilon; what is not private is a line across."""
-    panels, seeds = panels_of(list(record["rows"])), len(config["seeds"])
-    picture = Panels(list(panels), "Handwritten digits")
-    for panel, rows in zip(picture.axes, panels.values(), strict=True):
-        for name in rows:
-            cells = {float(key): value for key, value in record["rows"][name]["accuracy"].items()}
-            if math.inf in cells:
-                picture.across(panel, name, 100 * cells[math.inf][0])
-            else:
-                points = {
-                    e: (100 * mean, 100 * (error or 0.0), seeds)
-                    for e, (mean, error) in cells.items()
-                }
-                picture.line(panel, name, points)
-        logarithmic(panel, config["epsilons"])
-    delta = config["shared"]["target_delta"]
-    picture.finished(f"ε at δ = {delta:g}", "test accuracy, %").savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

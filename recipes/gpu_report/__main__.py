@@ -108,11 +108,6 @@ class Row:
     def __str__(self) -> str:
         return f"{self.model}, {self.precision}: {self.method}"
 
-    @property
-    def tf32(self) -> bool:
-        """Whether products of float32 matrices may be rounded to TF32."""
-        return self.precision == "TF32"
-
 
 def rows(tiny: bool = False) -> list[Row]:
     """Return all rows in order; of tiny models if asked for."""
@@ -142,11 +137,12 @@ def measure(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
         steps: how many are timed.
     """
     gc.collect()  # trainers are cycles, and the last row's holds its model
-    set_precision(row.tf32)
+    tf32 = row.precision == "TF32"
+    set_precision(tf32)
     try:
-        return _measured(row, device, steps) | {"tf32": row.tf32}
+        return _measured(row, device, steps) | {"tf32": tf32}
     except torch.OutOfMemoryError as error:
-        return {"out_of_memory": str(error).split(".")[0], "tf32": row.tf32}
+        return {"out_of_memory": str(error).split(".")[0], "tf32": tf32}
 
 
 def in_another_process(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
     kind = PrivateTraining if "method" in row.options else PlainTraining
     with tempfile.TemporaryDirectory() as folder, quiet():
         training = kind(model, setting, batch, Path(folder), **row.options)
-        set_precision(row.tf32)  # which the arguments may have changed
+        set_precision(row.precision == "TF32")  # which the arguments may have changed
         for _ in range(WARMUP):
             training.step()
         wait()

@@ -61,6 +61,11 @@ class OPTAnswersForCausalLM(OPTForCausalLM):
 class RecipeSetting(Setting):
     """A model and its batch as the recipes have them: a mask is filled in, a text answered."""
 
+    classes = Setting.classes | {
+        ROBERTA: RobertaPromptForSequenceClassification,
+        OPT: OPTAnswersForCausalLM,
+    }
+
     def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
         """Return a random batch; if ``padded``, OPT's first or RoBERTa's last token is padding."""
         batch = super().inputs(batch_size, padded)
@@ -70,12 +75,6 @@ class RecipeSetting(Setting):
             batch = {name: value.flip(1) for name, value in batch.items()}
             batch["labels"] = batch["labels"][:, -LAST:]
         return batch
-
-    def roberta(self) -> tuple[Any, Any]:
-        return RobertaPromptForSequenceClassification, super().roberta()[1]
-
-    def opt(self) -> tuple[Any, Any]:
-        return OPTAnswersForCausalLM, super().opt()[1]
 
 
 def _opt(hidden_size: int, layers: int, batch_size: int, rank: int) -> Setting:

@@ -187,11 +187,6 @@ def write_summary(sweep: Sweep) -> dict[str, Any]:
     return summary
 
 
-def as_json(summary: Mapping[str, Any]) -> str:
-    """Returns what ``sweep.json`` holds."""
-    return json.dumps(summary, indent=1) + "\n"
-
-
 def as_markdown(summary: Mapping[str, Any]) -> str:
     """Return what ``sweep.md`` says: the scores, if there are any, and those of the search."""
     rows = [row for rows in summary["tasks"].values() for row in rows.values()]

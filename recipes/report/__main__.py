@@ -27,7 +27,7 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import front_page, host_tests, models, scripts, tables
+from recipes.report import checks, front_page, tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
@@ -57,10 +57,6 @@ def _of(pattern: str, render: Callable[[Any], str]) -> Callable[[Path], str]:
 @cache
 def _summary(folder: Path) -> dict[str, Any]:
     return Sweep(_read(folder / "sweep.json")["config"], folder).summary()
-
-
-def _digits(record: Mapping[str, Any]) -> str:
-    return compare.table(record["config"], record)
 
 
 def _first(text: str) -> str:
@@ -99,18 +95,24 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
             for name in (GPU, "benchmark/results/cpu.json", "benchmark/results/lora_roberta.json")
         )
     ),
-    "host-tests": _of("models/results/host_tests.json", host_tests.as_markdown),
-    "digits": _of("digits/results/compare.json", lambda record: _first(_digits(record))),
-    "digits-chosen": _of("digits/results/chosen.json", lambda record: _first(_digits(record))),
-    "digits-epsilons": _of("digits/results/epsilons.json", lambda record: _first(_digits(record))),
+    "host-tests": _of("models/results/host_tests.json", checks.host_tests),
+    "digits": _of("digits/results/compare.json", lambda record: _first(compare.table(record))),
+    "digits-chosen": _of(
+        "digits/results/chosen.json", lambda record: _first(compare.table(record))
+    ),
+    "digits-epsilons": _of(
+        "digits/results/epsilons.json", lambda record: _first(compare.table(record))
+    ),
     "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
     **{
         f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", memory.as_markdown)
         for kind in ("dense", "packed", "sharded")
     },
-    "scripts": _of("scripts/results/scripts.json", lambda run: scripts.as_markdown(run["scripts"])),
+    "scripts": _of(
+        "scripts/results/scripts.json", lambda run: checks.converted_scripts(run["scripts"])
+    ),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
-    "models": _of(MATRIX, models.summarise),
+    "models": _of(MATRIX, checks.model_families),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
         for name in SWEEPS
@@ -119,9 +121,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
 """What a page may have between markers, by name: each from the root of the repository."""
 
 PAGES: Mapping[str, Callable[[Path], str]] = {
-    "recipes/digits/results/compare.md": _of("digits/results/compare.json", _digits),
+    "recipes/digits/results/compare.md": _of("digits/results/compare.json", compare.table),
     "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
-    "recipes/models/results/model_matrix.md": _of(MATRIX, models.render),
+    "recipes/models/results/model_matrix.md": _of(MATRIX, checks.model_matrix),
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
         collect([*(root / PAPER / name for name in OF_THE_PAPER), (root / "recipes" / GPU).parent]),
         read_paper(),
@@ -131,7 +133,10 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
             _summary(root / PAPER / name)
         )
         for name in SWEEPS
-        for ending, render in (("json", sweep.as_json), ("md", sweep.as_markdown))
+        for ending, render in (
+            ("json", lambda found: json.dumps(found, indent=1) + "\n"),
+            ("md", sweep.as_markdown),
+        )
     },
 }
 """What is rendered as a whole, by path."""

@@ -8,8 +8,6 @@ seed, and others that differ in that and in what only a machine notices, repeat 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,12 +102,6 @@ class Run:
         """The seed of the run."""
         return int(self.result["settings"]["seed"])
 
-    @property
-    def curve(self) -> dict[float, float]:
-        """The metric that counts by step, as far as it was scored during training."""
-        metric = next(iter(self.result["metrics"]["test"]))
-        return {point["step"]: point[metric] for point in self.result["curve"]}
-
     @cached_property
     def silent(self) -> frozenset[str]:
         """The names of options that the score does not depend on, or on their seed alone."""
@@ -155,11 +147,14 @@ class Group(tuple[Run, ...]):
 
         None if a run has no curve. It is biased: whatever the curve scores has chosen the step.
         """
-        if not all(run.result["curve"] for run in self):
-            return None
-        return mean_and_error(
-            [max(*run.curve.values(), first_score(run.result, "test")) for run in self]
-        )
+        scores = []
+        for run in self:
+            metric, points = next(iter(run.result["metrics"]["test"])), run.result["curve"]
+            if not points:
+                return None
+            last = first_score(run.result, "test")
+            scores.append(max(last, *(point[metric] for point in points)))
+        return mean_and_error(scores)
 
 
 @dataclass(frozen=True)
@@ -277,17 +272,7 @@ def lines_of(groups: Sequence[Group], along: Sequence[str]) -> list[Line]:
         for line in found:
             parts = [f"{name} = {line[0][0].facts.get(name)}" for name in names]
             lines.append(Line(", ".join([label, *parts]), tuple(line)))
-    return sorted(lines, key=lambda line: natural(line.label))
-
-
-def natural(text: str) -> list[tuple[float, str]]:
-    """Returns what text is sorted by, numbers in it by their size.
-
-    >>> sorted(["r = 16", "r = 4"], key=natural)
-    ['r = 4', 'r = 16']
-    """
-    parts = re.split(r"(\d+(?:\.\d+)?)", text)
-    return [(float(part), "") if part[:1].isdigit() else (math.inf, part) for part in parts]
+    return sorted(lines, key=lambda line: line.label)
 
 
 def _values(group: Group, names: Iterable[str]) -> str:

@@ -32,14 +32,11 @@ from recipes.common.markdown import (
     shown,
 )
 from recipes.report.findings import (
-    TUNED,
-    ZERO_SHOT,
     Findings,
     Line,
     Run,
     collect,
     groups_of,
-    is_private,
     lines_of,
     partition,
     title_of,
@@ -89,7 +86,8 @@ def render(findings: Findings, paper: Spec) -> str:
         own = [run for run in rest if belongs(run, spec)]
         rest = [run for run in rest if not belongs(run, spec)]
         lines += ["", *table(own, spec), "", *settings_beside(own, spec, paper["settings"][name])]
-        for model, apart in partition(_apart(own, spec), lambda run: run.model).items():
+        others = [run for run in own if unlike(run, spec)]
+        for model, apart in partition(others, lambda run: run.model).items():
             lines += ["", *stand_in(model, apart, spec)]
     lines += ["", *timings(findings, paper), "", *memory(findings, paper)]
     families = ", ".join(dict.fromkeys(f"{run.family} on {run.task}" for run in rest))
@@ -102,10 +100,6 @@ def render(findings: Findings, paper: Spec) -> str:
         lines += ["", "## Results that are not shown", ""]
         lines += bullets(said for said, count in left_out.items() if count)
     return "\n".join(lines) + "\n"
-
-
-def _apart(runs: Iterable[Run], spec: Spec) -> list[Run]:
-    return [run for run in runs if unlike(run, spec)]
 
 
 def _same(runs: Iterable[Run], spec: Spec) -> list[Run]:
@@ -153,12 +147,6 @@ def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
                 yield row([line.label + ending, budget(epsilon), *cells])
     yield from ("", "What is not the paper's:", "")
     yield from bullets([*reasons(runs, spec), *origin(runs)])
-    yield from ("", "Settings behind it:", "", *header(["Method", "Setting", *tasks]))
-    by_task = partition(runs, lambda run: run.task)
-    for method in dict.fromkeys(method for method, _ in by_row if method != ZERO_SHOT):
-        for name in TUNED if is_private(method) else TUNED[:1]:
-            values = [_values(by_task[task], method, name) for task in tasks]
-            yield row([title_of(method), name, *values])
 
 
 def _row_of(run: Run) -> tuple[str, float | None]:

@@ -55,6 +55,9 @@ FORMULA = re.compile(
 )
 """A formula as pymdownx.arithmatex leaves it in a page."""
 
+OPTIONS = "<!-- options -->"
+"""What the page of the arguments has where the options come."""
+
 ROOM = """# {0}
 
 ::: dp_grape_hf.{0}
@@ -98,7 +101,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             add_notebook(path, files, config)
         else:
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-    for path, text in {**REFERENCE, "reference/arguments.md": arguments_page()}.items():
+    for path, text in REFERENCE.items():
         files.append(File.generated(config, path, content=text))
     return files
 
@@ -117,7 +120,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return shown + hash_sign + anchor
         return in_repository(target, source)
 
-    return with_links(markdown, link)
+    return with_links(markdown.replace(OPTIONS, options()), link)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -163,10 +166,10 @@ def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, place, content=data))
 
 
-def arguments_page() -> str:
-    """Returns the page of all options: a field's ``help`` is its only text."""
+def options() -> str:
+    """Return a section for each option of the package: a field's ``help`` is its only text."""
     hints: dict[str, Any] = get_type_hints(DPGrapeArguments, include_extras=True)
-    parts = [ARGUMENTS]
+    parts = []
     for field in fields(DPGrapeArguments):
         ranges = getattr(hints[field.name], "__metadata__", ())
         said = [f"short name `{alias}`" for alias in field.metadata.get("aliases", ())]
@@ -177,31 +180,4 @@ def arguments_page() -> str:
             field.metadata["help"],
             f"*{'; '.join(said)}*" * bool(said),
         ]
-    return "\n\n".join([*parts, CLASSES])
-
-
-ARGUMENTS = """---
-search:
-  boost: 4
----
-
-# Arguments
-
-::: dp_grape_hf.DPGrapeTrainingArguments
-    options:
-      members: []
-      separate_signature: false
-      show_signature: false
-
-## Options
-
-Those beside the options of `transformers.TrainingArguments`, and those that mean something else
-there. [The room's page](../dp_grape_hf/arguments/README.md) has the methods and what is refused.
-"""
-CLASSES = """::: dp_grape_hf.arguments.DPGrapeArguments
-    options:
-      separate_signature: false
-      show_signature: false
-
-::: dp_grape_hf.PrivacySpent
-"""
+    return "\n\n".join(parts)

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, Value
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -103,6 +102,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     examples = load(options, options.dataset_path)
     config = AutoConfig.from_pretrained(name)
     tokenizer = None if options.task == IMAGES else AutoTokenizer.from_pretrained(name)
+    if tokenizer is not None and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     classes = {} if options.task == CAUSAL_LM else {"num_labels": 1 + max(y for _, y in examples)}
     model = MODELS[options.task].from_pretrained(
         name, dtype=torch.float32, ignore_mismatched_sizes=True, **classes
@@ -177,23 +178,21 @@ def batches_of(
                 ]
             )
         else:
-            batch = tokenized(contents, tokenizer, options.max_length)
+            batch = dict(
+                tokenizer(
+                    list(contents),
+                    truncation=True,
+                    max_length=options.max_length,
+                    padding=True,
+                    padding_side="right",
+                    return_tensors="pt",
+                )
+            )
             batch["labels"] = torch.tensor(labels)
             if options.task == CAUSAL_LM:
                 counted = batch["attention_mask"].bool()
                 batch["labels"] = batch["input_ids"].masked_fill(~counted, IGNORE_INDEX)
         yield {name: value.to(options.device) for name, value in batch.items()}
-
-
-def tokenized(texts: Sequence[str], tokenizer: Any, length: int) -> dict[str, Tensor]:
-    """Returns texts as a batch, padded on the right."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    given = tokenizer(
-        list(texts), truncation=True, max_length=length, padding=True, return_tensors="pt"
-    )
-    return dict(given)
 
 
 def without_labels(inputs: Inputs) -> Inputs:

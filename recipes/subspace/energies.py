@@ -91,12 +91,6 @@ def energies(moment: Tensor, directions: Tensor) -> tuple[float, float]:
     return float(kept), float(moment.diagonal().double().sum())
 
 
-def share(moment: Tensor, directions: Tensor) -> float:
-    """Returns ``tr(P^T A P) / tr(A)``, of A (n, n) and P (n, r)."""
-    kept, whole = energies(moment, directions)
-    return kept / whole
-
-
 # ---- Where P comes from ----
 
 

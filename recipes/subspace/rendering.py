@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,14 @@ Record = Mapping[str, Any]
 
 
 def read_results(folder: Path) -> list[Record]:
-    """Returns what the files of a folder hold, by model and data."""
-    return ordered(json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json"))
-
-
-def ordered(records: Iterable[Record]) -> list[Record]:
-    """Returns records by model and data."""
-    return sorted(records, key=lambda record: (record["model"].lower(), record["data"].lower()))
+    """Return what the files of a folder hold, by model and data."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: path.name.lower())
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def as_markdown(records: Sequence[Record]) -> str:
     """Returns a table: all layers together, and in brackets the median, the least and the most."""
-    records = ordered(records)
+    records = sorted(records, key=lambda record: _title(record).lower())
     ranks = sorted({int(rank) for record in records for rank in record["layers"]})
     return table(
         ["Model, data", "P from", *(f"r = {rank}" for rank in ranks)],

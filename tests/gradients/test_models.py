@@ -20,6 +20,7 @@ from dp_grape_hf.gradients import (
     replay,
 )
 from recipes.common.runs import read_lines
+from recipes.report.checks import model_matrix
 from tests.models.matrix import (
     CONDITIONS,
     ENGINE_NAMES,
@@ -28,7 +29,6 @@ from tests.models.matrix import (
     main,
     own_gradients,
     projectors_for,
-    render,
     whole_error,
     worst_error,
 )
@@ -267,7 +267,7 @@ def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
     only = ["--only", "ViT, image|a loop over", "--conditions", "full", "left padding"]
     main([*only, "--output", str(path)])
     table, progress = capsys.readouterr()
-    assert render(read_lines(path)) == table
+    assert model_matrix(read_lines(path)) == table
     assert "8/8" in progress
     titles, _, vit, mixture = (
         [value.strip() for value in line.split("|")[1:-1]] for line in table.splitlines()[:4]

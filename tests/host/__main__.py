@@ -41,7 +41,7 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.gradients import loss_for
 from recipes.common.provenance import origin, write
-from recipes.report.host_tests import as_markdown
+from recipes.report.checks import host_tests
 
 OUTCOMES, PRIVATE = "DP_GRAPE_HOST_OUTCOMES", "DP_GRAPE_HOST_PRIVATE"  # environment variables
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         **compare(*both),
     }
     write(options.output_dir / "host_tests.json", record)
-    sys.stdout.write(as_markdown(record))
+    sys.stdout.write(host_tests(record))
     return record
 
 

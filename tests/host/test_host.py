@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.report.host_tests import as_markdown
+from recipes.report import checks
 from tests.host import __main__ as host_tests
 
 CHECKOUT = """
@@ -50,7 +50,7 @@ def test_a_checkout_is_run_twice_and_compared(
     }
     assert record["tests"]["test_refused"]["refusal"].startswith("optim='sgd' is refused")
     assert json.loads((tmp_path / "out/host_tests.json").read_text()) == record
-    assert capsys.readouterr().out.endswith(as_markdown(record))
+    assert capsys.readouterr().out.endswith(checks.host_tests(record))
 
 
 def test_a_part_of_a_test_that_failed_is_not_made_up_for_by_the_next(tmp_path: Path) -> None:

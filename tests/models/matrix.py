@@ -33,7 +33,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import ENGINES, Gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
-from recipes.report.models import render
+from recipes.report.checks import model_matrix
 from tests.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
 
 RANK = 4
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [
         {"model": row.family.name, "head": row.task, "cells": cells[str(row)]} for row in entries
     ]
-    sys.stdout.write(render(lines))
+    sys.stdout.write(model_matrix(lines))
     if options.output is not None:
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

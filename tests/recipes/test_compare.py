@@ -44,7 +44,6 @@ def test_a_comparison_is_resumed_and_rendered(
     assert set(record["rows"]["Adam (not private)"]["accuracy"]) == {"inf"}
     assert "The search cost 3 runs" in first
     assert first.count("±") == 2
-    assert (tmp_path / "out" / "compare.png").stat().st_size > 10_000
     lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
     assert len(lines) == 7
     found = [json.loads(line)["result"] for line in lines]

@@ -19,11 +19,11 @@ from recipes.subspace.energies import (
     SOURCES,
     SYNTHETIC,
     WEIGHTS,
+    energies,
     first_eigenvectors,
     gradient_moments,
     measure,
     projected_weights,
-    share,
     summary,
 )
 from recipes.subspace.rendering import as_markdown, read_results
@@ -59,7 +59,8 @@ def test_shares_are_those_of_single_samples(name: str, dropout: str) -> None:
             whole[name] = whole[name] + gradient.square().sum()
     for name in weights:
         expected = kept[name] / whole[name]
-        found = torch.tensor([share(moments[name], p[name]) for p in (random, best)])
+        both = [energies(moments[name], p[name]) for p in (random, best)]
+        found = torch.tensor([part / all_of_it for part, all_of_it in both])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         assert found[1] >= found[0]
 

@@ -31,7 +31,7 @@ from dp_grape_hf.cli.convert import converted, modules_of
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.common.provenance import origin, write
-from recipes.report.scripts import FAILED, TRAINED, as_markdown
+from recipes.report.checks import FAILED, TRAINED, converted_scripts
 from tests.scripts.materials import ROWS, save_data, save_in_cache, save_model
 from tests.scripts.provided import run_in
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found.append({**entry, "as_it_is": before, "private": after})
             if options.output is not None:
                 write(options.output, {**origin(), "scripts": found})
-    sys.stdout.write(as_markdown(found))
+    sys.stdout.write(converted_scripts(found))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from dp_grape_hf import PrivacyError
-from recipes.report.scripts import FAILED, REFUSED, TRAINED
+from recipes.report.checks import FAILED, REFUSED, TRAINED
 
 # ---- What is provided ----
 

@@ -9,7 +9,7 @@ import pytest
 from dp_grape_hf.cli.convert import converted
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from recipes.report.scripts import FAILED, REFUSED, TRAINED, as_markdown
+from recipes.report.checks import FAILED, REFUSED, TRAINED, converted_scripts
 from tests.scripts.__main__ import CASES, keep_ids, parse
 from tests.scripts.materials import MODELS, ROWS, save_images, save_model, save_rows, save_sounds
 from tests.scripts.provided import METRICS, run
@@ -225,7 +225,7 @@ def test_a_row_says_what_became_of_a_script() -> None:
     trained = {"outcome": TRAINED, "reason": None, "warnings": ["rows: and more"], "provided": []}
     spent = {"lines": [2, 1], "epsilon": 7.9912, "units": 240, "privacy_unit": "example"}
     refused = {"outcome": REFUSED, "reason": "The loss: it is.", "warnings": [], "lines": [1, 1]}
-    table = as_markdown(
+    table = converted_scripts(
         [
             {"script": "run_a", "as_it_is": trained, "private": trained | spent},
             {"script": "run_b", "as_it_is": trained, "private": refused | {"provided": ["metric"]}},
