@@ -71,6 +71,7 @@ SWEEPS = (
     *("rte_chosen", "rte_epsilons", "vision_chosen", "vision_epsilons", "vision_sizes"),
     "vision_before",
 )
+DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
 
@@ -96,13 +97,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
         )
     ),
     "host-tests": _of("models/results/host_tests.json", checks.host_tests),
-    "digits": _of("digits/results/compare.json", lambda record: _first(compare.table(record))),
-    "digits-chosen": _of(
-        "digits/results/chosen.json", lambda record: _first(compare.table(record))
-    ),
-    "digits-epsilons": _of(
-        "digits/results/epsilons.json", lambda record: _first(compare.table(record))
-    ),
+    **{
+        table: _of(f"digits/results/{name}.json", lambda record: _first(compare.table(record)))
+        for table, name in DIGITS.items()
+    },
     "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
     **{
         f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", memory.as_markdown)
