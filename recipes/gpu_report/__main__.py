@@ -1,4 +1,4 @@
-"""Time steps of large models on a GPU, private steps next to those of AdamW.
+"""Time steps of large models on a GPU, private steps next to AdamW's.
 
     python -m recipes.gpu_report --only "RoBERTa-large" --minutes 9
     python -m recipes.gpu_report --device cpu --tiny --output_dir runs/gpu-report  # tries it out

@@ -1,4 +1,4 @@
-"""Tables of what the tests check: models, transformers' own tests, and its example scripts.
+"""Render the tables of checks: models, transformers' own tests, and its example scripts.
 
 ``python -m tests.models.matrix``, ``tests.host`` and ``tests.scripts`` write the results.
 """

@@ -47,7 +47,7 @@ def timings(findings: Findings, paper: Spec) -> Iterator[str]:
 
 
 def memory(findings: Findings, paper: Spec) -> Iterator[str]:
-    """Yield reserved memory, the paper's and ours, and what is saved against DP-Adam."""
+    """Yield reserved memory and the share saved against DP-Adam, the paper's and ours."""
     yield from ("## Memory", "", "Of all that a method takes:", "")
     columns = ["GB", "saved against DP-Adam"]
     yield from header(["Model", "Method", "B", *headings(columns), "GiB", "measured with"])
