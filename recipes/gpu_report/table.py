@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.common.markdown import table
-from recipes.paper.methods import METHODS
 
 ADAMW, DP_GRAPE, PRINCIPAL, DP_ADAM = "AdamW", "DP-GRAPE", "DP-GRAPE, principal", "DP-Adam"
 GIB = 2**30

@@ -31,8 +31,8 @@ from dp_grape_hf.mechanism import (
     add_clipped_sum_,
     read_units,
 )
-from recipes.models.matrix import projectors_for
 from recipes.paper.methods.zeroth_order import ZerothOrderEngine
+from tests.models.matrix import projectors_for
 from tests.support.mechanism import coins, make_private, released
 from tests.support.models import only, row
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients

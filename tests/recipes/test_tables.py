@@ -10,6 +10,7 @@ import pytest
 from recipes.common.sweep import Sweep
 from recipes.gpu_report.__main__ import rows as gpu_rows
 from recipes.gpu_report.models import MODELS
+from recipes.paper.methods import METHODS
 from recipes.report import tables
 from recipes.report.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
 from recipes.report.paper_match import read_paper

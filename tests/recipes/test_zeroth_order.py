@@ -20,7 +20,6 @@ from dp_grape_hf.memory import WEIGHTS
 from dp_grape_hf.memory.timeline import Timeline
 from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections.seeds import projection_seed_for
-from recipes.models.matrix import projectors_for
 from recipes.paper.methods import directions as directions_module
 from recipes.paper.methods.directions import Directions
 from recipes.paper.methods.zeroth_order import ZerothOrderEngine, ZerothOrderSGD
