@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory import (
     COMPARED,
-    Card,
+    RESERVE,
     ModelOfConfig,
     Setting,
     plan,
@@ -28,16 +28,15 @@ def run(args: argparse.Namespace) -> str:
     given = {name: value for name, value in vars(args).items() if name in names}
     setting = Setting(**given | {"dtype": getattr(torch, args.dtype)})
     methods = list(dict.fromkeys(args.methods or COMPARED))
-    card = None if args.gpu_memory is None else Card(args.gpu_memory, args.reserve)
-    steps = len(methods) * (1 if card is None else 4)
-    with tqdm(disable=None, total=steps, unit=" steps", desc="simulating") as progress:
-        report = plan(model, setting, methods, card, progress.update)
+    total = len(methods) if args.gpu_memory is None else None
+    with tqdm(disable=None, total=total, unit=" steps", desc="simulating") as progress:
+        report = plan(model, setting, methods, args.gpu_memory, progress.update)
     return report.as_json() if args.json else report.as_text()
 
 
 def _refuse_combinations(args: argparse.Namespace) -> None:
-    if args.gpu_memory is not None and not args.gpu_memory > args.reserve >= 0:
+    if args.gpu_memory is not None and not args.gpu_memory > RESERVE:
         raise PrivacyError(
-            f"gpu_memory={args.gpu_memory:g} leaves no room beside reserve={args.reserve:g}; both "
-            "are in GiB, and the reserve must be at least 0."
+            f"gpu_memory={args.gpu_memory:g} leaves no room for tensors: CUDA needs "
+            f"{RESERVE:g} GiB of it. Give the memory of the whole card, in GiB."
         )

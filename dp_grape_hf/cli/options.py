@@ -198,7 +198,7 @@ and no weights are needed, only the model's config.
   DP-Adam dense   unprojected, a gradient of every weight for every sample
 
 What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
-and temporary memory inside kernels. --reserve leaves room for it.
+and temporary memory inside kernels. --gpu_memory leaves 1 GiB of the card to it.
 """
 
 _MEMORY_EXAMPLES = """\
@@ -234,7 +234,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
-    add("--bits", type=int, choices=(4, 8), help="of linear layers, which have an adapter then")
     add(
         "--bands",
         type=_positive,
@@ -244,7 +243,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
     add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
-    add("--reserve", type=float, default=1.0, metavar="GiB", help="left to CUDA (default: 1)")
     add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
 
 

@@ -1,17 +1,16 @@
-"""The memory of a training step, before there is a GPU.
+"""The memory of a training step, without a GPU.
 
-``step`` runs the step of the trainer on fake tensors, ``timeline`` says what was alive when;
-and ``planning`` compares methods with each other and with a card.
+``step`` runs the trainer's step on fake tensors, ``timeline`` records what is allocated, and
+``planning`` compares methods with each other and with a card.
 """
 
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, read_config
-from dp_grape_hf.memory.planning import TITLES, Card, Plan, Report, plan
+from dp_grape_hf.memory.planning import RESERVE, TITLES, Plan, Report, plan
 from dp_grape_hf.memory.step import (
     ADAMW,
     COMPARED,
     DP_GRAPE,
-    Footprint,
     Setting,
     Step,
     prepared,
@@ -23,6 +22,7 @@ from dp_grape_hf.memory.timeline import (
     OPTIMIZER,
     PROJECTIONS,
     WEIGHTS,
+    Footprint,
     Timeline,
 )
 
@@ -34,9 +34,9 @@ __all__ = [
     "DP_GRAPE",
     "OPTIMIZER",
     "PROJECTIONS",
+    "RESERVE",
     "TITLES",
     "WEIGHTS",
-    "Card",
     "Footprint",
     "ModelOfConfig",
     "Plan",

@@ -1,10 +1,10 @@
-"""Tensors without contents: everything runs on them, and nothing is computed."""
+"""Tensors without contents: every operation runs on them and computes nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,33 +24,39 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dp_grape_hf.errors import UnsupportedModelError
 
 
-@contextlib.contextmanager
+@contextmanager
 def fake_tensors(gpu: bool = True) -> Iterator[None]:
-    """Makes every new tensor one without contents, on the CPU.
+    """Make every new tensor a fake one on the CPU, with a shape and a type but no memory.
 
-    A fake GPU needs a build of torch for GPUs, so tensors are on a fake CPU, and the two functions
-    that take another amount of memory there are replaced by what CUDA runs: attention, which keeps
-    no T x T matrix, and dropout, whose mask has one byte per number.
+    A fake GPU needs a build of torch for GPUs. So tensors are on a fake CPU, and the two functions
+    that need a different amount of memory on a GPU are replaced by the kernels of CUDA: attention,
+    which stores no T x T matrix, and dropout, whose mask has one byte per number. Function modes
+    cannot replace them: they do not see a backward pass, which may compute activations again.
+
+    Args:
+        gpu: whether to replace these two functions.
 
     Raises:
         UnsupportedModelError: if a shape depends on the contents of a tensor.
     """
     try:
-        with contextlib.ExitStack() as stack:
-            # FakeTensors have no address; whoever asks for one to compare it is told 0, and warned.
+        with ExitStack() as stack:
+            # A fake tensor has no address: code that compares addresses reads 0, with a warning.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            # Transformers renames this one; the old name is the one that all versions have.
+            # Transformers renames this method; the old name is the one that all versions have.
             warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
-            stack.enter_context(FakeTensorMode())
-            stack.enter_context(_Answers())
+            # What fake tensors cannot do: be objects of another subclass, have numbers, and be
+            # swapped by ``Module.to`` while something refers to them weakly.
             stack.enter_context(replaced(FakeTensor, "as_subclass", _as_subclass))
             stack.enter_context(replaced(FakeTensor, "numpy", _numpy))
-            stack.enter_context(replaced(torch.utils, "swap_tensors", _swap))
+            stack.enter_context(replaced(torch.utils, "swap_tensors", torch._C._swap_tensor_impl))
             if gpu:
                 attention = partial(_attention, functional.scaled_dot_product_attention)
                 stack.enter_context(replaced(functional, "dropout", _dropout))
                 stack.enter_context(replaced(functional, "scaled_dot_product_attention", attention))
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(_Answers())
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedModelError(
@@ -59,9 +65,9 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Has torch use another function in place of its own."""
+    """Use another function in place of an attribute."""
     own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -69,17 +75,17 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
     finally:
         if own:
             setattr(owner, name, original)
-        else:
+        else:  # inherited
             delattr(owner, name)
 
 
 class _Answers(TorchDispatchMode):
-    """Answers what code asks of contents, which fake tensors do not have: nothing is unusual.
+    """Answer questions about contents, which fake tensors lack: nothing is unusual.
 
     ``any()`` is False (no number is out of range), every other condition holds
     (``isfinite().all()``: no sample is left out; ``allclose``: a norm layer computes what its name
-    says), and numbers are 1. Where Transformers asks whether a mask masks anything, it does not ask
-    fake tensors, and makes the mask, as for a batch with padding.
+    says), and numbers are 1. Transformers does not ask fake tensors whether a mask masks anything:
+    it makes the mask, as for a batch with padding.
     """
 
     def __init__(self) -> None:
@@ -104,10 +110,10 @@ class _Answers(TorchDispatchMode):
 
 
 def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
-    """``Tensor.as_subclass`` for what is an object of a subclass already, a fake tensor.
+    """``Tensor.as_subclass`` of a fake tensor, which is an object of a subclass already.
 
-    The engine puts objects that stand for weights in their place, and reads only metadata off them.
-    Memory that is never written to is never taken.
+    The engine replaces weights by such objects, and reads only their metadata. Memory that is not
+    written to stays virtual.
     """
     with _disable_current_modes():
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -115,16 +121,8 @@ def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """``Tensor.numpy`` of what has no contents: zeros, for the digest of a measured projection."""
+    """``Tensor.numpy`` of a fake tensor: zeros, for the digest of a measured projection."""
     return np.zeros(tensor.shape, np.float32)
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    """``torch.utils.swap_tensors`` of fake parameters, also if something refers to them weakly.
-
-    ``Module.to`` calls it for every one, even where it changes neither type nor device.
-    """
-    torch._C._swap_tensor_impl(one, other)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -152,7 +150,7 @@ def _attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:  # a number per position, made anew in every layer
+        if attn_mask.dtype is torch.bool:  # every layer makes a mask of numbers
             numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])

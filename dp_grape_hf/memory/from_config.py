@@ -1,4 +1,4 @@
-"""A model of which there is only a configuration, and batches with the shapes of real ones."""
+"""A model that is given by its configuration alone, and batches with the shapes of real ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.errors import PrivacyError, UnsupportedModelError, require
 from dp_grape_hf.gradients import choice, classification, is_regression, loss_for
 from dp_grape_hf.memory.fakes import fake_tensors
 
@@ -16,31 +16,38 @@ _CHOICES = 4  # options of a multiple-choice question
 
 
 class ModelOfConfig:
-    """What a configuration describes: ``build`` makes the model, and ``batch`` its inputs.
+    """A model of a configuration: ``build`` makes it, and ``batch`` makes its inputs.
 
     Args:
         config: of the model.
-        head: names a class ``AutoModelFor...``, as ``causal-lm``; None for the first architecture
-            of the config.
+        head: the end of the name of a class ``AutoModelFor...``, as ``causal-lm``; None for the
+            first architecture of the config.
         seq_len: T, of text.
 
     Attributes:
         name: of the model's class.
-        parameters: how many it has.
+        parameters: number of parameters.
         length: of a sample, in words.
 
     Raises:
-        PrivacyError: no model with that head, no head, or a sample that is not known how to make.
+        PrivacyError: no model with that head, no head, or inputs of an unknown kind.
         UnsupportedModelError: if the head's loss is not known per sample.
     """
 
     def __init__(self, config: Any, head: str | None, seq_len: int) -> None:
         self._config, self._seq_len = config, seq_len
         most = getattr(config, "max_position_embeddings", None) or seq_len
-        if seq_len > most:
-            raise PrivacyError(f"{seq_len=} is more than the model's {most} positions.")
-        self._cls = _named(config) if head is None else auto_class(head)
-        self._make = self._cls._from_config if head is None else self._cls.from_config
+        require(seq_len <= most, f"{seq_len=} is more than the model's {most} positions.")
+        if head is None:
+            name = (config.architectures or [""])[0]
+            require(
+                bool(name) and hasattr(transformers, name),
+                "Give --head, for example sequence-classification: the config names the "
+                f"architecture {name!r}, from which no head follows.",
+            )
+            self._make = getattr(transformers, name)._from_config
+        else:
+            self._make = auto_class(head).from_config
         with fake_tensors():
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
@@ -48,67 +55,55 @@ class ModelOfConfig:
         try:
             self._head = loss_for(model).head
         except UnsupportedModelError:
-            if head is not None:
-                raise
-            raise PrivacyError(
+            require(
+                head is not None,
                 f"Give --head, for example sequence-classification: the config names {self.name}, "
-                "which has no head of which the loss is known per sample."
-            ) from None
-        if model.main_input_name not in _INPUTS:
-            raise PrivacyError(
-                f"{self.name} takes {model.main_input_name}, and it is known how to make "
-                f"{', '.join(_INPUTS)}."
+                "which has no head of which the loss is known per sample.",
             )
-        self._inputs = _INPUTS[model.main_input_name]
+            raise
+        self._inputs = _INPUTS.get(model.main_input_name)
+        require(
+            self._inputs is not None,
+            f"{self.name} takes {model.main_input_name}, and the simulation makes only "
+            f"{', '.join(_INPUTS)}.",
+        )
         self.length = f"{seq_len} tokens"
-        if model.main_input_name == "pixel_values":
+        if self._inputs is _image:
             self.length = "{}x{} pixels".format(*_sides(config))
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the model, with weights of that type."""
+        """Return the model, with weights of that type."""
         try:
             model: nn.Module = self._make(self._config, dtype=dtype)
         except ValueError as error:
             raise PrivacyError(
-                f"{type(self._config).__name__} makes no {self._cls.__name__}: "
+                f"{type(self._config).__name__} makes no {self._make.__self__.__name__}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         return model
 
     def batch(self, size: int) -> dict[str, Tensor]:
-        """Returns B = ``size`` samples, with labels as the head takes them."""
+        """Return B = ``size`` samples, with labels as the head takes them."""
+        assert self._inputs is not None
         choices = (_CHOICES,) if self._head.loss is choice else ()
         inputs = self._inputs(self._config, (size, *choices), self._seq_len)
-        return inputs | dict.fromkeys(self._head.labels, self._labels(size))
-
-    def _labels(self, size: int) -> Tensor:
+        labels = torch.zeros(size, dtype=torch.long)
         if self._head.targets is not None:
-            return torch.zeros(size, self._seq_len, dtype=torch.long)
-        if self._head.loss is classification:
-            labels, problem = self._config.num_labels, self._config.problem_type
-            if problem == "multi_label_classification" or is_regression(self._config, labels):
-                return torch.zeros(size, labels)
-        return torch.zeros(size, dtype=torch.long)
-
-
-def _named(config: Any) -> Any:
-    """Returns the class that a configuration names."""
-    name = (config.architectures or [""])[0]
-    if not (name and hasattr(transformers, name)):
-        raise PrivacyError(
-            f"Give --head, for example sequence-classification: the config names the architecture "
-            f"{name!r}, from which no head follows."
-        )
-    return getattr(transformers, name)
+            labels = torch.zeros(size, self._seq_len, dtype=torch.long)
+        elif self._head.loss is classification:
+            columns, problem = self._config.num_labels, self._config.problem_type
+            if problem == "multi_label_classification" or is_regression(self._config, columns):
+                labels = torch.zeros(size, columns)
+        return inputs | dict.fromkeys(self._head.labels, labels)
 
 
 def read_config(option: str, name: str, num_labels: int | None) -> Any:
-    """Returns the configuration of a model.
+    """Return the configuration of a model.
 
     Args:
         option: that names the model, for the error.
         name: of the model, or its folder or file.
-        num_labels: of a classifier; None for what the configuration says.
+        num_labels: of a classifier; None for the configuration's own.
 
     Raises:
         PrivacyError: if there is none.
@@ -125,7 +120,7 @@ def read_config(option: str, name: str, num_labels: int | None) -> Any:
 
 
 def auto_class(head: str) -> Any:
-    """Returns the class ``AutoModelFor...`` of a head, as ``causal-lm``.
+    """Return the class ``AutoModelFor...`` of a head, as ``causal-lm``.
 
     Raises:
         PrivacyError: if there is none.
@@ -140,7 +135,7 @@ def auto_class(head: str) -> Any:
     return getattr(transformers, name)
 
 
-# ---- What a model is given ----
+# ---- Inputs ----
 
 
 def _text(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:

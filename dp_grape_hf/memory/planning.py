@@ -1,12 +1,12 @@
-"""What a step of several methods takes, beside a card: figures, and how they are shown."""
+"""Compare the memory of several methods, and find the largest batch that fits a card."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.memory.from_config import ModelOfConfig
@@ -15,50 +15,40 @@ from dp_grape_hf.memory.step import (
     COMPARED,
     DP_ADAM,
     DP_ADAM_DENSE,
-    Footprint,
     Setting,
     compared,
     simulate,
 )
-from dp_grape_hf.memory.timeline import COLLECTIVES, KINDS
+from dp_grape_hf.memory.timeline import COLLECTIVES, KINDS, Footprint
 from dp_grape_hf.tables import table
 
 _GIB = 2**30
+
+RESERVE = 1.0  # GiB of a card that CUDA needs beside tensors
+MOST_SAMPLES = 2**16  # the largest batch that is tried
 
 TITLES: Mapping[str, str] = {
     **{name: row.title for name, row in METHODS.items()},
     ADAMW: "AdamW",
     DP_ADAM_DENSE: f"{METHODS[DP_ADAM].title} dense",
 }
-"""What people call each method that is compared."""
-
-
-class Card(NamedTuple):
-    """A GPU: its memory, and how much of it is not for tensors, in GiB."""
-
-    memory: float
-    reserve: float
-
-    @property
-    def limit(self) -> int:
-        """What is for tensors, in bytes."""
-        return int((self.memory - self.reserve) * _GIB)
+"""Name -> usual name of each method that can be compared."""
 
 
 @dataclass
 class Report:
-    """What is asked of a model: text has tables in GiB, JSON the figures in bytes.
+    """A request for the memory of a model's step. Text is in GiB, JSON in bytes.
 
     Args:
         model: the model.
-        setting: what was asked for; its method does not count.
+        setting: what to run; its method does not count.
     """
 
     model: ModelOfConfig
     setting: Setting
 
     def request(self) -> dict[str, object]:
-        """Returns what was asked for, by the names of ``Setting``."""
+        """Return the request, by the names of ``Setting``."""
         return {
             "model": self.model.name,
             "parameters": self.model.parameters,
@@ -67,18 +57,16 @@ class Report:
             "dtype": str(self.setting.dtype).removeprefix("torch."),
             "projection": self.setting.projection,
             "rank": self.setting.rank,
-            "bits": self.setting.bits,
             "processes": self.setting.processes,
         }
 
     def heading(self) -> str:
-        """Returns the model, the batch and the options, in words."""
+        """Return the model, the batch and the options, in words."""
         setting = self.setting
         options = (
             f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
             "" if setting.projection == "gaussian" else f"{setting.projection} projections",
             "gradient checkpointing" if setting.gradient_checkpointing else "",
-            f"linear layers in {setting.bits} bits" if setting.bits else "",
             f"one of {setting.processes} processes" if setting.processes > 1 else "",
         )
         return (
@@ -89,20 +77,20 @@ class Report:
 
 @dataclass
 class Plan(Report):
-    """What was found out about a step.
+    """The memory of a step by several methods.
 
     Args:
         footprints: method -> what its step takes.
-        card: what the step is to fit, if there is one.
-        largest: method -> the largest batch that fits the card; empty without one.
+        gpu_memory: of a card, in GiB; None if the step need not fit one.
+        largest: method -> the largest batch that fits the card; empty without a card.
     """
 
     footprints: Mapping[str, Footprint]
-    card: Card | None = None
+    gpu_memory: float | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
 
     def as_json(self) -> str:
-        """Returns the figures."""
+        """Return the figures."""
         methods = {
             method: {
                 "peak": taken.total,
@@ -114,60 +102,46 @@ class Plan(Report):
             }
             for method, taken in self.footprints.items()
         }
-        result = {
-            **self.request(),
-            "gpu_memory_and_reserve_gib": self.card,
-            "methods": methods,
-        }
+        result = {**self.request(), "gpu_memory_gib": self.gpu_memory, "methods": methods}
         return json.dumps(result, indent=2) + "\n"
 
     def as_text(self) -> str:
-        """Returns the tables."""
-        parts = [self.heading(), self._peaks()]
+        """Return the tables."""
+        taken = self.footprints.values()
+        peaks = self._rows("peak memory, GiB", KINDS, [t.kinds for t in taken])
+        peaks.append(["total", *(_gib(t.total) for t in taken)])
+        peaks.append(["reached in", *(t.phase for t in taken)])
+        parts = [self.heading(), table(peaks, "<>")]
         if self.setting.processes > 1:
-            parts.append(self._sent())
-        if self.card is not None:
-            parts.append(self._card(self.card))
+            title = "sent by a process in a step, GiB"
+            parts.append(table(self._rows(title, COLLECTIVES, [t.sent for t in taken]), "<>"))
+        if self.gpu_memory is not None:
+            heading = f"On a {self.gpu_memory:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
+            parts.append(heading + table([[TITLES[n], _fits(b)] for n, b in self.largest.items()]))
         return "\n".join(parts)
 
-    def _peaks(self) -> str:
-        peaks = self.footprints.values()
-        rows = [["peak memory, GiB", *(TITLES[method] for method in self.footprints)]]
-        for kind in KINDS:
-            rows.append([kind, *(_gib(peak.kinds[kind]) for peak in peaks)])
-        rows.append(["total", *(_gib(peak.total) for peak in peaks)])
-        rows.append(["reached in", *(peak.phase for peak in peaks)])
-        return table(rows, "<>")
-
-    def _sent(self) -> str:
-        rows = [["sent by a process in a step, GiB", *(TITLES[name] for name in self.footprints)]]
-        for kind in COLLECTIVES:
-            rows.append([kind, *(_gib(taken.sent[kind]) for taken in self.footprints.values())])
-        return table(rows, "<>")
-
-    def _card(self, card: Card) -> str:
-        rows = []
-        for method, largest in self.largest.items():
-            fits = f"fits up to B={largest}" if largest else "does not fit, even B=1"
-            rows.append([TITLES[method], fits + (" or more" if largest >= MOST_SAMPLES else "")])
-        heading = f"On a {card.memory:g} GiB card, {card.reserve:g} GiB of it left to CUDA:\n"
-        return heading + table(rows)
+    def _rows(
+        self, title: str, names: Iterable[str], columns: Sequence[Mapping[str, int]]
+    ) -> list[list[str]]:
+        """Return rows with a column of bytes for each method."""
+        rows = [[title, *(TITLES[method] for method in self.footprints)]]
+        return rows + [[name, *(_gib(column[name]) for column in columns)] for name in names]
 
 
 def plan(
     model: ModelOfConfig,
     setting: Setting,
     methods: Sequence[str] = COMPARED,
-    card: Card | None = None,
+    gpu_memory: float | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """Simulates a step by each of some methods, and the largest batch that fits a card.
+    """Simulate a step by each of some methods, and find the largest batch that fits a card.
 
     Args:
         model: the model.
         setting: what to run, by whatever method.
         methods: names as ``compared`` takes them.
-        card: also find the largest batch of each method that fits it.
+        gpu_memory: of the card in GiB, of which CUDA needs ``RESERVE``; None for no card.
         tick: called after each simulation.
 
     Raises:
@@ -176,53 +150,45 @@ def plan(
 
     @cache
     def simulated(setting: Setting) -> Footprint:
-        found = simulate(model.build, model.batch, setting)
+        taken = simulate(model.build, model.batch, setting)
         tick()
-        return found
-
-    def largest(setting: Setting, limit: int) -> int:
-        return largest_batch(
-            lambda size: simulated(replace(setting, batch_size=size)).total,
-            limit,
-            setting.batch_size,
-        )
+        return taken
 
     settings = {name: compared(name, setting) for name in methods}
-    found = Plan(model, setting, {name: simulated(own) for name, own in settings.items()}, card)
-    if card is not None:
-        found.largest = {method: largest(own, card.limit) for method, own in settings.items()}
+    found = Plan(model, setting, {n: simulated(s) for n, s in settings.items()}, gpu_memory)
+    if gpu_memory is not None:
+        limit = int((gpu_memory - RESERVE) * _GIB)
+
+        def largest(setting: Setting) -> int:
+            def peak(size: int) -> int:
+                return simulated(replace(setting, batch_size=size)).total
+
+            return largest_batch(peak, limit, setting.batch_size)
+
+        found.largest = {method: largest(own) for method, own in settings.items()}
     return found
 
 
-MOST_SAMPLES = 2**16
-
-
 def largest_batch(peak: Callable[[int], int], limit: int, start: int) -> int:
-    """Returns the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
+    """Return the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
 
-    A peak is nearly a constant and so many bytes for each sample. So sizes are tried where the line
-    through two known sizes meets the limit, just above the largest that fits, and in the middle.
+    Sizes are doubled from ``start`` until one does not fit, and then bisected.
 
     Args:
         peak: returns the peak of a batch size, which must not fall as the size grows.
         limit: bytes.
         start: the size to try first.
     """
-    low, high = 0, MOST_SAMPLES + 1  # low fits, high does not, as far as it matters
-    peaks, turns = {0: 0}, 0
-    size = min(start, MOST_SAMPLES)
-    while high - low > 1:
-        peaks[size] = peak(size)
-        low, high = (size, high) if peaks[size] <= limit else (low, size)
-        if high not in peaks:
-            size = min(8 * low, MOST_SAMPLES)
-        elif low == 0:
-            size = max(1, high // 8)
-        else:
-            met = low + (limit - peaks[low]) * (high - low) // (peaks[high] - peaks[low])
-            size = (met, low + 1, (low + high) // 2)[turns % 3]
-            size, turns = min(max(size, low + 1), high - 1), turns + 1
-    return low
+    fits, size = 0, min(start, MOST_SAMPLES)
+    while fits < size and peak(size) <= limit:
+        fits, size = size, min(2 * size, MOST_SAMPLES)
+    return bisect_right(range(size), limit, lo=fits + 1, key=peak) - 1
+
+
+def _fits(largest: int) -> str:
+    if largest == 0:
+        return "does not fit, even B=1"
+    return f"fits up to B={largest}" + (" or more" if largest >= MOST_SAMPLES else "")
 
 
 def _gib(size: int) -> str:

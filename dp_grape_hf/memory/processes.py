@@ -1,6 +1,6 @@
-"""The first of several processes that share weights, of which the others are not there.
+"""The first of several processes that share weights, without the others.
 
-What is sent arrives nowhere, and what is received has no contents, as nothing of a simulation has.
+Messages that it sends arrive nowhere, and messages that it receives have no contents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _meta_registrations as made_up
+from torch.distributed import _meta_registrations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
@@ -23,12 +23,12 @@ from dp_grape_hf.sharding import mesh_of
 
 @contextmanager
 def first_of(processes: int, resized: Callable[[Tensor], None]) -> Iterator[DeviceMesh | None]:
-    """Makes this process the first of several, for as long as it lasts.
+    """Make this process the first of several inside the context.
 
     Args:
         processes: how many; with 1 nothing happens.
-        resized: is told when FSDP takes or frees the memory of a gathered weight, which is no
-            operation that a dispatch mode sees.
+        resized: called when FSDP allocates or frees the memory of a gathered weight, which no
+            dispatch mode sees.
 
     Yields:
         The mesh for ``shard_``; None for one process.
@@ -38,7 +38,7 @@ def first_of(processes: int, resized: Callable[[Tensor], None]) -> Iterator[Devi
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which takes a while
 
-    def telling(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def reporting(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def changed(tensor: Tensor) -> None:
             before = tensor.untyped_storage().nbytes()
             resize(tensor)
@@ -53,13 +53,15 @@ def first_of(processes: int, resized: Callable[[Tensor], None]) -> Iterator[Devi
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # as OPT's do
         stack.callback(dist.destroy_process_group)
         for name in ("alloc_storage", "free_storage"):
-            function = telling(getattr(_fsdp_param, name))
+            function = reporting(getattr(_fsdp_param, name))
             for module in (_fsdp_param, _fsdp_param_group):
                 if hasattr(module, name):
                     stack.enter_context(replaced(module, name, function))
-        if hasattr(made_up, "generate_unique_id"):  # draws from Python's stream, as no model may
-            stack.enter_context(replaced(made_up, "generate_unique_id", lambda: 0))
-        host = logging.getLogger("transformers.training_args")  # says that no launcher started this
-        stack.callback(host.setLevel, host.level)
-        host.setLevel(logging.ERROR)
+        # A communicator's name comes from Python's random numbers, which no model may draw from.
+        stack.enter_context(replaced(_meta_registrations, "generate_unique_id", lambda: 0))
+        logger = logging.getLogger(
+            "transformers.training_args"
+        )  # reports that there is no launcher
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         yield mesh_of(torch.device("cpu"))

@@ -1,13 +1,12 @@
-"""Peak memory of a training step, found by running it on tensors that have no contents.
+"""Peak memory of a training step, found by running it on tensors without contents.
 
-What runs is the product: the model's own code, and the engine, projections and optimizer that the
+The step runs the product: the model's own code, and the engine, projections and optimizer that the
 Trainer makes of the same arguments. Under ``FakeTensorMode`` every tensor has its shape, type and
-lifetime but no memory, so a model of any size is measured in seconds, without weights and without a
-GPU. ``Step`` also runs on real tensors, for a comparison with what a device reports.
+lifetime but no memory. So a model of any size is measured in seconds, without weights and without a
+GPU. ``Step`` also runs on real tensors, to compare it with measurements of a device.
 
-What a GPU takes beyond the sum of its tensors is not simulated: the CUDA context, the workspaces of
-matrix products and convolutions, what the allocator loses to fragmentation, and temporary memory
-inside a kernel.
+The simulation leaves out what a GPU needs beyond the sum of its tensors: the CUDA context, the
+workspaces of matrix products and convolutions, fragmentation, and temporary memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -25,54 +24,50 @@ from torch import Tensor, nn
 
 from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
-from dp_grape_hf.errors import require
 from dp_grape_hf.gradients import GradSampleMode, Inputs
 from dp_grape_hf.ledger import BANDED, Ledger
 from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.packed import pack_
 from dp_grape_hf.memory.processes import first_of
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
     PER_SAMPLE,
     PROJECTIONS,
+    SETUP,
     SUMS,
     WEIGHTS,
-    Peak,
+    Footprint,
     Timeline,
 )
 from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
-from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
+from dp_grape_hf.phases import BACKWARD, FORWARD, PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.sharding import is_sharded, reshard, shard_
 from dp_grape_hf.trainer import Run
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
 COMPARED = (ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE)
-"""What is compared unless something else is asked for. ``dp_adam_dense`` is ``dp_adam`` with the
-gradient of every weight formed for every sample, as by Opacus."""
+"""The methods that are compared by default. ``dp_adam_dense`` is ``dp_adam`` with the gradient of
+every weight formed for every sample, as by Opacus."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is run with.
+    """The method of a step, with its options.
 
     Args:
-        method: a name in ``methods.METHODS``; or ``adamw``, torch's own optimizer, which is given
-            the gradient of the batch.
+        method: a name in ``METHODS``; or ``adamw``, torch's optimizer on the gradient of the batch.
         batch_size: B, the physical batch.
         dtype: of the weights.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
-        projection: family of a method that projects as it captures; principal directions are
-            measured in every step that is simulated, and in a run only once.
+        gradient_checkpointing: whether the backward pass computes activations again.
+        projection: family of a method that projects as it captures. The simulated step measures
+            principal directions; a run measures them only once.
         rank: r of the projections, and of the adapter of a method that trains one.
-        grad_sample_mode: as ``LayerwiseEngine`` has it.
-        bits: of the weights of linear layers, 4 or 8, beside which a method that trains an adapter
-            then trains B alone, as in that of ``principal_adapter``; None: those of ``dtype``.
-        bands: over how many steps noise is correlated; what is kept of it is optimizer state.
-        processes: how many share the weights (FSDP2), each with a physical batch of its own; the
-            peak is that of one.
+        grad_sample_mode: of the training arguments.
+        bands: number of steps over which noise is correlated; kept noise is optimizer state.
+        processes: number of processes that share the weights (FSDP2), each with its own physical
+            batch; the peak is of one process.
     """
 
     method: str = DP_GRAPE
@@ -82,84 +77,73 @@ class Setting:
     projection: str = "gaussian"
     rank: int = 16
     grad_sample_mode: str = GradSampleMode.AUTO
-    bits: int | None = None
-    processes: int = 1
     bands: int = 1
+    processes: int = 1
+
+    def arguments(self, redraws: bool = True) -> DPGrapeTrainingArguments:
+        """Return the arguments of a run with some noise, without what its method does not do.
+
+        Args:
+            redraws: whether each step makes P anew.
+
+        Raises:
+            PrivacyError: for an unknown method.
+        """
+        given: dict[str, Any] = {}
+        row = METHODS.get(self.method)
+        if row is not None and row.private:
+            given["noise_multiplier"] = 1.0
+        if row is not None and row.projection == PRINCIPAL:
+            given["projection"] = self.projection
+        return DPGrapeTrainingArguments(
+            method=self.method,
+            target_delta=1e-9,
+            accountant="rdp",  # the fastest; nothing reads its result
+            max_steps=1,
+            learning_rate=1e-3,  # given, so that no choice is made
+            per_device_train_batch_size=self.batch_size,
+            projection_rank=self.rank,
+            projection_update_steps=1 if redraws else None,
+            grad_sample_mode=self.grad_sample_mode,
+            report_to="none",
+            **given,
+        )
 
 
 def compared(name: str, setting: Setting) -> Setting:
-    """Returns the setting with what a name is: a method, ``adamw`` or ``dp_adam_dense``."""
+    """Return the setting of a name: a method, ``adamw`` or ``dp_adam_dense``."""
     if name == DP_ADAM_DENSE:
         return replace(setting, method=DP_ADAM, grad_sample_mode=GradSampleMode.MATERIALISE)
     return replace(setting, method=name)
 
 
-def _arguments_of(setting: Setting, redraws: bool) -> DPGrapeTrainingArguments:
-    """Returns the arguments of a run with some noise; what a method does not do is left out."""
-    asked: dict[str, Any] = {}
-    row = METHODS.get(setting.method)
-    if row is not None and row.private:
-        asked["noise_multiplier"] = 1.0
-    if row is not None and row.projection == PRINCIPAL:
-        asked["projection"] = setting.projection
-    return DPGrapeTrainingArguments(
-        method=setting.method,
-        target_delta=1e-9,
-        accountant="rdp",  # the quickest; nobody asks for its answer
-        max_steps=1,
-        learning_rate=1e-3,  # given, as nothing is to be chosen
-        per_device_train_batch_size=setting.batch_size,
-        projection_rank=setting.rank,
-        projection_update_steps=1 if redraws else None,
-        grad_sample_mode=setting.grad_sample_mode,
-        report_to="none",
-        **asked,
-    )
-
-
 def prepared(model: Any, setting: Setting) -> nn.Module:
-    """Returns the model as a setting trains it: with checkpointing, and with a LoRA adapter.
+    """Return the model as a setting trains it, with checkpointing and a LoRA adapter.
 
-    The adapter is on all linear layers and has the rank of the setting.
-
-    Raises:
-        PrivacyError: for quantised weights that are to move.
+    A new adapter is on all linear layers and has the rank of the setting. A model that has an
+    adapter keeps it.
     """
     if setting.gradient_checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
     row = METHODS.get(setting.method)
-    adapts = row is not None and row.adapter
-    require(
-        adapts or setting.bits is None,
-        f"bits={setting.bits} with method={setting.method!r}: weights in few bits cannot move. "
-        "Take dp_lora, which trains an adapter beside them, or leave bits out.",
-    )
-    if adapts:
+    if row is not None and row.adapter and not hasattr(model, "peft_config"):
         import peft  # not above, because that takes seconds
 
         config = peft.LoraConfig(
             r=setting.rank, lora_alpha=setting.rank, target_modules="all-linear"
         )
-        if setting.bits is not None:
-            pack_(model, setting.bits)
         with warnings.catch_warnings():  # peft reads a name that transformers has renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             model = peft.get_peft_model(model, config)
-        if setting.bits is not None:
-            for name, weight in model.named_parameters():
-                weight.requires_grad_("lora_B" in name)
     trained: nn.Module = model
     return trained
 
 
-# ---- One step ----
-
-
 class _Watch(Observer):
-    """Tells a timeline where in the step it is, and what the memory of tensors is for.
+    """Tell a timeline the phase of the step, and what tensors are for.
 
-    Of phases within one another the outermost counts.
+    In nested phases the outermost one counts.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -167,9 +151,9 @@ class _Watch(Observer):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enters a phase, which lasts until the next one; the phase ``setup`` is not left."""
+        """Enter a phase, which lasts until the next one; the setup does not end here."""
         inside, self._inside = self._inside, True
-        if not inside and self._timeline.phase != "setup":
+        if not inside and self._timeline.phase != SETUP:
             self._timeline.phase = name
         try:
             yield
@@ -177,29 +161,28 @@ class _Watch(Observer):
             self._inside = inside
 
     def made(self, what: str, values: Mapping[str, Any]) -> None:
-        """Labels the tensors that were made, or that objects which were made consist of."""
+        """Label new tensors, or the tensors of new objects."""
         kind = {PROJECTORS: PROJECTIONS, phases.PER_SAMPLE: PER_SAMPLE, RELEASED: SUMS}[what]
         for value in values.values():
             for part in getattr(value, "parts", (value,)):
-                own = part if isinstance(part, Tensor) else list(vars(part).values())
-                self._timeline.label(kind, own)
+                tensors = part if isinstance(part, Tensor) else list(vars(part).values())
+                self._timeline.label(kind, tensors)
 
 
 @dataclass
 class Step:
-    """A training step of one method, with the optimizer's state in place.
+    """A training step of one method, with the optimizer's state allocated.
 
     Args:
-        model: the model, on any device, real or fake; ``prepared`` for the setting.
-        inputs: a batch of it, labels included.
-        setting: what to run; its dtype and gradient checkpointing are the model's affair.
+        model: on any device, real or fake; ``prepared`` for the setting.
+        inputs: a batch, labels included.
+        setting: what to run; the model has its dtype and gradient checkpointing already.
         timeline: records what is allocated.
-        noise_slice: as in ``add_noise_``.
-        recompute_activations: as ``LayerwiseEngine`` has it.
+        gpu: whether a CPU recomputes activations and splits noise and updates as a GPU does.
         redraws: whether each step makes P anew, which takes most memory.
 
     Attributes:
-        optimizer: the optimizer of the method, whose state is in place.
+        optimizer: the optimizer of the method.
 
     Raises:
         PrivacyError: for an unknown method, or a model that the engine refuses.
@@ -209,8 +192,7 @@ class Step:
     inputs: Inputs
     setting: Setting
     timeline: Timeline = field(default_factory=Timeline)
-    noise_slice: int | None = None
-    recompute_activations: bool | None = None
+    gpu: bool = False
     redraws: bool = True
     optimizer: torch.optim.Optimizer = field(init=False)
 
@@ -223,16 +205,16 @@ class Step:
             self.timeline.label(OPTIMIZER, list(state.values()))
 
     def run(self) -> None:
-        """Runs the step once more: redraw, forward, backward, clip, release, update."""
+        """Run the step once more: redraw, forward, backward, clip, release, update."""
         with self.timeline:
             self._run()
 
     def _plain(self) -> Callable[[], None]:
-        """AdamW with torch's fused kernel, which has no temporaries, as the Trainer has it."""
+        """AdamW with torch's fused kernel, which has no temporaries, as in the Trainer."""
         timeline = self.timeline
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        with timeline:
+        with timeline:  # allocates the optimizer's state
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
@@ -241,11 +223,11 @@ class Step:
             parameter.register_post_accumulate_grad_hook(lambda p: timeline.label(SUMS, p.grad))
 
         def run() -> None:
-            timeline.phase = "forward"
+            timeline.phase = FORWARD
             loss = self.model(**self.inputs).loss
-            timeline.phase = "backward"
+            timeline.phase = BACKWARD
             loss.backward()
-            timeline.phase = "update"
+            timeline.phase = UPDATE
             optimizer.step()
             optimizer.zero_grad()
 
@@ -254,21 +236,21 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """The run that the Trainer makes of the same arguments."""
         setting, timeline = self.setting, self.timeline
-        args = _arguments_of(setting, self.redraws)
-        recompute: Any = {"recompute_activations": self.recompute_activations}
-        run = Run(args, self.model, observer=_Watch(timeline), **recompute)
+        args, private = setting.arguments(self.redraws), METHODS[setting.method].private
+        options: dict[str, Any] = {"recompute_activations": True} if self.gpu else {}
+        run = Run(args, self.model, observer=_Watch(timeline), **options)
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
-        if setting.bands > 1 and METHODS[args.method].private:
-            some = json.dumps([setting.bands**-0.5] * setting.bands)
-            mechanism = replace(mechanism, noise=BANDED, coefficients=some)
+        if setting.bands > 1 and private:
+            coefficients = json.dumps([setting.bands**-0.5] * setting.bands)
+            mechanism = replace(mechanism, noise=BANDED, coefficients=coefficients)
         ledger = Ledger.start(mechanism, private=False, reason="a simulation")
         noise = torch.Generator(run.per_sample.device)
-        run.start(ledger, noise, self.noise_slice)
+        run.start(ledger, noise, NOISE_SLICE if self.gpu else None)
         optimizer = self.optimizer = run.make_optimizer()
-        if isinstance(optimizer, ProjectedOptimizer) and self.noise_slice is not None:
+        if isinstance(optimizer, ProjectedOptimizer) and self.gpu:
             optimizer.numbers_at_once = GPU_BLOCK
         run.keep_updates_apart()
-        with timeline:  # which makes the state of the optimizer
+        with timeline:  # allocates the optimizer's state
             run.step(0, LogicalBatch([], []))
             optimizer.step()
         if run.mechanism is not None:
@@ -277,7 +259,6 @@ class Step:
         if is_sharded(self.model):
             run.idle = self.inputs
             reshard(self.model)
-        timeline.phase = "setup"
         batch, numbers = LogicalBatch([self.inputs], [setting.batch_size]), count(1)
 
         def step() -> None:
@@ -289,20 +270,6 @@ class Step:
         return step
 
 
-# ---- Its simulation ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class Footprint(Peak):
-    """What a simulated step takes."""
-
-    gradients: int  # bytes, the most at one time: per sample, and summed
-    optimizer: int  # bytes kept from step to step
-    projectors: int  # bytes kept from step to step
-    flops: int  # of products, convolutions and attention
-    sent: Mapping[str, int]  # collective -> bytes, as ``Timeline`` counts them
-
-
 def simulate(
     build: Callable[[torch.dtype], nn.Module],
     batch: Callable[[int], Inputs],
@@ -310,13 +277,13 @@ def simulate(
     *,
     gpu: bool = True,
 ) -> Footprint:
-    """Returns what a training step takes, without running it on contents.
+    """Return what a training step takes, without running it on contents.
 
     Args:
         build: returns the model with weights of that dtype.
         batch: returns a batch of that size; floating-point inputs get the weights' dtype.
         setting: what to run.
-        gpu: whether attention and dropout take the memory that they take on a GPU, or on a CPU.
+        gpu: whether to simulate the memory of a GPU, or of a CPU.
 
     Raises:
         PrivacyError: for a combination that no run can have.
@@ -331,14 +298,6 @@ def simulate(
             name: value.to(setting.dtype) if value.is_floating_point() else value
             for name, value in batch(setting.batch_size).items()
         }
-        at_once = NOISE_SLICE if gpu else None  # on the CPU, where fake tensors are, less at once
-        step = Step(model, inputs, setting, timeline, at_once, recompute_activations=gpu)
-        step.run()  # and what it keeps is counted while there is a step
-        return Footprint(
-            **vars(timeline.peak()),
-            gradients=timeline.most(PER_SAMPLE, SUMS),
-            optimizer=timeline.kept(OPTIMIZER),
-            projectors=timeline.kept(PROJECTIONS),
-            flops=timeline.flops,
-            sent=timeline.sent,
-        )
+        step = Step(model, inputs, setting, timeline, gpu)
+        step.run()
+        return timeline.peak()  # before the step's tensors are freed

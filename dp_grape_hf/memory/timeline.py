@@ -1,11 +1,11 @@
-"""When tensor memory is allocated and freed, and what for; and what is sent to other processes."""
+"""Record when tensor memory is allocated and freed, its purpose, and the messages of processes."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,11 @@ WEIGHTS, OPTIMIZER, PROJECTIONS = "weights", "optimizer state", "projections"
 ACTIVATIONS, PER_SAMPLE, SUMS = "saved activations", "per-sample gradients", "summed gradients"
 TEMPORARY = "temporary"
 KINDS = (WEIGHTS, OPTIMIZER, PROJECTIONS, ACTIVATIONS, PER_SAMPLE, SUMS, TEMPORARY)
-"""Of what memory is used for. Summed gradients are clipped sums, or the gradients of plain AdamW;
-activations that gradient checkpointing computes a second time count as temporary."""
+"""What memory is used for. Summed gradients are clipped sums, or the gradients of plain AdamW.
+Activations that gradient checkpointing computes a second time are temporary."""
+
+SETUP = "setup"
+"""The phase before the step, which is not measured."""
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
@@ -41,169 +44,162 @@ _NO_KERNEL = (
     *("_record_function_enter_new", "_record_function_exit"),
 )
 
-_BLOCK = 512  # bytes that CUDA's allocator rounds a tensor up to a multiple of
+_BLOCK = 512  # bytes; CUDA's allocator rounds the size of a tensor up to whole blocks
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most memory that a step has allocated at one time, in bytes, and what for."""
+class Footprint:
+    """The memory (in bytes), products and messages of a step."""
 
-    kinds: Mapping[str, int]  # every one of ``KINDS``
-    phase: str  # of the step: redraw, forward, backward, clip, release or update
-    phases: Mapping[str, int] = field(default_factory=dict, compare=False)  # the most in each
+    kinds: Mapping[str, int]  # memory at the peak, for every one of ``KINDS``
+    phase: str  # of the peak: redraw, forward, backward, clip, release or update
+    phases: Mapping[str, int]  # phase -> its peak
+    kept: Mapping[str, int]  # memory that is still allocated at the end, for every kind
+    gradients: int  # the most per-sample and summed gradients together
+    flops: int  # of matrix products, convolutions and attention
+    sent: Mapping[str, int]  # collective -> bytes that this process sends
 
     @property
     def total(self) -> int:
-        """The sum over the kinds, in bytes."""
+        """The peak."""
         return sum(self.kinds.values())
+
+    @property
+    def optimizer(self) -> int:
+        """Memory of the optimizer's state."""
+        return self.kept[OPTIMIZER]
+
+    @property
+    def projectors(self) -> int:
+        """Memory of the projections that are kept for the next step."""
+        return self.kept[PROJECTIONS]
 
 
 @dataclass(eq=False, slots=True)
 class _Allocation:
-    size: int  # bytes that were asked for
+    size: int  # bytes, as requested
     born: str  # phase
     kind: str | None = None
-    died: str | None = None  # phase; None: alive to the end
-
-
-@dataclass(eq=False, slots=True)
-class _Event:
-    allocation: _Allocation
-    before: int  # bytes that were asked for
-    after: int
-    phase: str
+    died: str | None = None  # phase; None if alive
 
     @property
-    def change(self) -> int:
-        """Bytes, in whole blocks."""
-        return _blocks(self.after) - _blocks(self.before)
+    def known_kind(self) -> str:
+        if self.kind is not None:
+            return self.kind
+        survives = self.born == "forward" and self.died != "forward"
+        return ACTIVATIONS if survives else TEMPORARY
 
 
 class Timeline(TorchDispatchMode):
-    """Records every allocation and release of tensor memory while it is active.
+    """Record every allocation and release of tensor memory while it is active.
 
-    What a tensor is for may become known after its memory was allocated, a per-sample gradient's
-    for example; ``label`` then says so for its whole life. Views share their storage's memory.
+    The purpose of a tensor may become known after its allocation, a per-sample gradient's for
+    example. ``label`` sets the kind for the whole life of a tensor. Views share the memory of their
+    storage.
 
     Attributes:
-        phase: of the step that is going on; ``setup`` before it.
-        flops: of matrix products, convolutions and attention since ``setup``.
-        sent: collective -> bytes that this process sends since ``setup``, if all processes stand in
-            a ring, each of which passes on what it has received: of a tensor that is N bytes as a
-            whole, N (W - 1) / W in a gather or a scatter, and twice that in an all-reduce.
-        kernels: (phase, operator) -> how often the operator was handed to the device. Those that
-            return a view or reserve memory launch nothing, and are left out.
+        phase: current phase of the step; ``SETUP`` before it.
+        flops: of matrix products, convolutions and attention since the setup.
+        sent: collective -> bytes that this process sends since the setup, if the processes form a
+            ring and pass on what they receive: for a tensor of N bytes in W processes,
+            N (W - 1) / W in a gather or a scatter, and twice that in an all-reduce.
+        kernels: (phase, operator) -> number of calls that launch a kernel. Operators that return a
+            view or reserve memory launch none.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "setup"
+        self.phase = SETUP
         self.flops = 0
         self.sent = dict.fromkeys(COLLECTIVES, 0)
         self.kernels: Counter[tuple[str, str]] = Counter()
-        self._events: list[_Event] = []
+        self._changes: list[tuple[_Allocation, int, str]] = []  # by how many bytes, in which phase
         self._known = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def label(self, kind: str, tensors: Any) -> None:
-        """Says what the memory of tensors is for, which may have been allocated before."""
+        """Set what the memory of tensors is for, allocated before or not."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind
 
     def resized(self, tensor: Tensor) -> None:
-        """Notes that the memory of a tensor was taken or freed, while the tensor lives on."""
-        allocation, size = self._allocation(tensor), tensor.untyped_storage().nbytes()
-        self._events.append(_Event(allocation, allocation.size, size, self.phase))
-        allocation.size, allocation.kind = size, TEMPORARY
+        """Note that the memory of a tensor was allocated or freed while the tensor lives on."""
+        allocation = self._allocation(tensor)
+        allocation.kind = TEMPORARY
+        self._resize(allocation, tensor.untyped_storage().nbytes())
 
-    def peak(self) -> Peak:
-        """Returns the most that was allocated since the phase ``setup`` ended."""
-        now, most, at = 0, -1, -1
-        phases: dict[str, int] = {}
-        for index, event in enumerate(self._events):
-            now += event.change
-            phases[event.phase] = max(now, phases.get(event.phase, 0))
-            if event.phase != "setup" and now > most:
-                most, at = now, index
-        kinds: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-        for event in self._events[: at + 1]:
-            kinds[_kind(event.allocation)] += event.change
-        phases.pop("setup", None)
-        return Peak(dict(kinds), self._events[at].phase, phases)
-
-    def most(self, *kinds: str) -> int:
-        """Returns the most bytes of these kinds together at one time since ``setup`` ended."""
-        now, most = 0, 0
-        for event in self._events:
-            now += event.change if _kind(event.allocation) in kinds else 0
-            if event.phase != "setup":
-                most = max(most, now)
-        return most
+    def peak(self) -> Footprint:
+        """Return what was allocated, at the most, since the setup ended."""
+        now = dict.fromkeys(KINDS, 0)
+        total, most, gradients = 0, -1, 0
+        kinds, phase, phases = dict(now), SETUP, dict[str, int]()
+        for allocation, change, at in self._changes:
+            now[allocation.known_kind] += change
+            total += change
+            if at == SETUP:
+                continue
+            phases[at] = max(total, phases.get(at, 0))
+            gradients = max(gradients, now[PER_SAMPLE] + now[SUMS])
+            if total > most:
+                most, kinds, phase = total, dict(now), at
+        return Footprint(kinds, phase, phases, now, gradients, self.flops, dict(self.sent))
 
     def kept(self, kind: str) -> int:
-        """Returns the bytes of a kind that are allocated now."""
-        return sum(e.change for e in self._events if _kind(e.allocation) == kind)
+        """Return the bytes of a kind that are allocated now."""
+        return self.peak().kept[kind]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if self.phase != "setup" and func.overloadpacket in flop_registry:
-            count = flop_registry[func.overloadpacket]
-            self.flops += count(*args, **(kwargs or {}), out_val=output)
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if func.namespace != "prim" and name not in _NO_KERNEL and not _is_view(func._schema):
             self.kernels[self.phase, name] += 1
-        if self.phase != "setup" and func.namespace == "c10d":
-            self._note_message(name, args)
+        if self.phase != SETUP:
+            if (count := flop_registry.get(func.overloadpacket)) is not None:
+                self.flops += count(*args, **kwargs, out_val=output)
+            if func.namespace == "c10d" and name in _SENT_AS:
+                rounds, size = 2 if name == "allreduce_" else 1, dist.get_world_size()
+                self.sent[_SENT_AS[name]] += rounds * _whole(args) * (size - 1) // size
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)
         return output
 
-    def _note_message(self, operator: str, args: tuple[Any, ...]) -> None:
-        if (collective := _SENT_AS.get(operator)) is not None:
-            rounds, size = 2 if collective == ALL_REDUCE else 1, dist.get_world_size()
-            self.sent[collective] += rounds * _whole(args) * (size - 1) // size
-
     def _allocation(self, tensor: Tensor) -> _Allocation:
-        tensor = local(tensor)
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         known: _Allocation | None = self._known.get(storage)
-        if known is not None:
-            return known
-        allocation = _Allocation(storage.nbytes(), self.phase)
-        self._known[storage] = allocation
-        self._events.append(_Event(allocation, 0, allocation.size, self.phase))
-        self._references.add(weakref.ref(storage, partial(self._freed, allocation)))
-        return allocation
+        if known is None:
+            known = self._known[storage] = _Allocation(0, self.phase)
+            self._resize(known, storage.nbytes())
+            self._references.add(weakref.ref(storage, partial(self._freed, known)))
+        return known
+
+    def _resize(self, allocation: _Allocation, size: int) -> None:
+        change = _in_blocks(size) - _in_blocks(allocation.size)
+        self._changes.append((allocation, change, self.phase))
+        allocation.size = size
 
     def _freed(self, allocation: _Allocation, reference: weakref.ref[torch.UntypedStorage]) -> None:
         self._references.discard(reference)
         allocation.died = self.phase
-        self._events.append(_Event(allocation, allocation.size, 0, self.phase))
+        self._resize(allocation, 0)
 
 
 def _whole(args: tuple[Any, ...]) -> int:
-    """Returns the bytes of what all processes of a collective call have together."""
+    """Return the bytes of a collective call's tensor, as all processes hold it together."""
     sizes = [[x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args[:2]]
     return max(map(sum, sizes))
 
 
 def _is_view(schema: Any) -> bool:
-    """Whether what an operator returns is memory of an argument, which it does not write."""
+    """Whether an operator returns memory of an argument, which it does not write."""
     returned = [value.alias_info for value in schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
-def _blocks(size: int) -> int:
-    """Returns bytes, rounded up to whole blocks."""
+def _in_blocks(size: int) -> int:
+    """Return bytes, rounded up to whole blocks."""
     return -(-size // _BLOCK) * _BLOCK
-
-
-def _kind(allocation: _Allocation) -> str:
-    if allocation.kind is not None:
-        return allocation.kind
-    survives = allocation.born == "forward" and allocation.died != "forward"
-    return ACTIVATIONS if survives else TEMPORARY

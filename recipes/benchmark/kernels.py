@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dp_grape_hf import memory
-from dp_grape_hf.mechanism import NOISE_SLICE
 from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
 from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
 from recipes.common.markdown import table
@@ -73,8 +71,7 @@ def count(model: Setting, autocast: bool, method: str) -> int:
         if autocast:
             built.forward = torch.autocast("cpu", torch.bfloat16)(built.forward)
         inputs = model.inputs()
-        gpu: dict[str, Any] = {"noise_slice": NOISE_SLICE, "recompute_activations": True}
-        step = Step(built, inputs, setting, redraws=False, **gpu)
+        step = Step(built, inputs, setting, gpu=True, redraws=False)
         step.run()
         step.timeline.kernels.clear()
         step.run()

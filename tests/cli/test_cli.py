@@ -269,7 +269,7 @@ def test_memory_in_json_adds_up_and_names_what_fits(
 ) -> None:
     model = f"--model_name_or_path {config}"
     peak = found(f"{model} --methods dp_grape", capsys)["methods"]["dp_grape"]["peak"]
-    card = f"--gpu_memory {0.98 * peak / 2**30 + 1} --reserve 1"
+    card = f"--gpu_memory {0.98 * peak / 2**30 + 1}"
     result = found(f"{model} {card} --methods adamw dp_grape", capsys)
     assert set(result["methods"]) == {"adamw", "dp_grape"}
     for method in result["methods"].values():
@@ -281,12 +281,12 @@ def test_memory_in_json_adds_up_and_names_what_fits(
 @pytest.mark.slow
 def test_memory_says_which_batch_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
-    text = run(f"{command} --seq_len 32 --gpu_memory 1.002 --reserve 1", capsys)
+    text = run(f"{command} --seq_len 32 --gpu_memory 1.002", capsys)
     assert text.startswith("RobertaForSequenceClassification, ")
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
     assert re.search(r"^DP-GRAPE  fits up to B=\d+$", text, re.M)
-    nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001 --reserve 1", capsys)
+    nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001", capsys)
     assert "AdamW     does not fit, even B=1\n" in nothing
     assert "DP-GRAPE  does not fit, even B=1\n" in nothing
 

@@ -23,6 +23,7 @@ from dp_grape_hf.memory import (
     OPTIMIZER,
     PROJECTIONS,
     WEIGHTS,
+    Footprint,
     ModelOfConfig,
     Setting,
     Step,
@@ -31,15 +32,13 @@ from dp_grape_hf.memory import (
     prepared,
 )
 from dp_grape_hf.memory import simulate as simulate_step
-from dp_grape_hf.memory.packed import PackedLinear
 from dp_grape_hf.memory.planning import MOST_SAMPLES, largest_batch
-from dp_grape_hf.memory.step import DP_ADAM, Footprint, compared
+from dp_grape_hf.memory.step import DP_ADAM, compared
 from dp_grape_hf.memory.timeline import (
     KINDS,
     PER_SAMPLE,
     SUMS,
     TEMPORARY,
-    Peak,
 )
 from tests.support.trainers import TinyForSequenceClassification
 
@@ -175,12 +174,11 @@ def test_a_timeline_finds_the_peak_and_what_it_is_made_of() -> None:
         del kept, alias
         torch.zeros(128)
     timeline.label(PER_SAMPLE, [gradient])  # known afterwards only
-    assert timeline.peak() == Peak(
-        {kind: 0 for kind in KINDS}
-        | {WEIGHTS: 1024, ACTIVATIONS: 2048, PER_SAMPLE: 4096, TEMPORARY: 512},
-        "backward",
-    )
-    assert timeline.peak().phases == {"forward": 4096, "backward": 7680}
+    peak = timeline.peak()
+    of_kinds = {WEIGHTS: 1024, ACTIVATIONS: 2048, PER_SAMPLE: 4096, TEMPORARY: 512}
+    assert peak.kinds == dict.fromkeys(KINDS, 0) | of_kinds
+    assert peak.phase == "backward"
+    assert peak.phases == {"forward": 4096, "backward": 7680}
     assert small.numel() == 1
 
 
@@ -192,7 +190,7 @@ def test_measuring_principal_directions_takes_less_than_a_training_step() -> Non
     assert peak.kinds[WEIGHTS] < peak.phases["redraw"] < peak.total
 
 
-def test_a_timeline_finds_what_is_kept_and_the_most_of_some_kinds() -> None:
+def test_a_timeline_finds_what_is_kept_and_the_most_of_gradients() -> None:
     timeline = Timeline()
     with timeline:
         early = torch.zeros(2**20)  # of the setup
@@ -205,8 +203,8 @@ def test_a_timeline_finds_what_is_kept_and_the_most_of_some_kinds() -> None:
         del one
         kept = torch.zeros(256)
         timeline.label(PER_SAMPLE, kept)
-    assert timeline.most(PER_SAMPLE, SUMS) == 1024 + 2048
-    assert timeline.most(PER_SAMPLE) == timeline.kept(PER_SAMPLE) == 1024
+    assert timeline.peak().gradients == 1024 + 2048
+    assert timeline.kept(PER_SAMPLE) == 1024
     assert timeline.kept(OPTIMIZER) == 0
     del other
     assert timeline.kept(SUMS) == 0
@@ -241,7 +239,7 @@ def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
     def peak(recompute: bool) -> int:
         with fake_tensors():
             built, inputs = model.build(torch.float32), model.batch(16)
-            step = Step(built, inputs, setting, recompute_activations=recompute)
+            step = Step(built, inputs, setting, gpu=recompute)
             step.run()
         return step.timeline.peak().total
 
@@ -301,13 +299,11 @@ def test_nothing_unusual_is_found_in_fake_tensors() -> None:
         assert x.sum().item() == 1
 
 
-def test_a_fake_parameter_is_moved_to_where_it_is_and_to_another_type() -> None:
+def test_a_fake_parameter_keeps_its_identity_when_it_is_moved() -> None:
     with fake_tensors():
         layer = nn.Linear(2, 3)
         reference = weakref.ref(layer.weight)
-        layer.to("cpu", dtype=torch.float32)
-        assert layer.weight is reference()
-        layer.to(torch.bfloat16)
+        layer.to("cpu", dtype=torch.bfloat16)
         assert layer.weight is reference()
         assert layer.weight.dtype is torch.bfloat16
         assert layer(torch.zeros(1, 2, dtype=torch.bfloat16)).requires_grad
@@ -361,10 +357,10 @@ def test_the_largest_batch_fits_and_the_next_does_not(name: str) -> None:
         largest = largest_batch(simulated, limit, start)
         assert largest == 0 or peak(largest) <= limit
         assert largest == MOST_SAMPLES or peak(largest + 1) > limit
-        assert len(asked) == len(set(asked)) <= (8 if name == "a line" else 30)
+        assert len(asked) == len(set(asked)) <= 2 * MOST_SAMPLES.bit_length()
 
 
-# ---- Weights that are shared, and weights of few bits ----
+# ---- Weights that are shared ----
 
 
 @pytest.mark.slow
@@ -393,34 +389,6 @@ def test_gathered_weights_are_freed_again() -> None:
         return simulate(opt(128, layers, 4, **SMALL), setting, length=4).kinds[TEMPORARY]
 
     assert temporary(6) - temporary(3) < 12 * 128**2 * 4
-
-
-@pytest.mark.slow
-def test_weights_of_few_bits_are_counted_in_them() -> None:
-    model = prepared(described("opt").build(torch.bfloat16), Setting("dp_lora", bits=4, rank=2))
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    assert len(packed) == 2 * 6
-    for layer in packed:
-        numbers = layer.in_features * layer.out_features
-        assert layer.weight.nbytes == numbers / 2
-        assert layer.scales.nbytes == numbers / 64 * 4
-    assert {n.split(".")[-3] for n, w in model.named_parameters() if w.requires_grad} == {"lora_B"}
-    few, all_of_them = (
-        simulate("opt", Setting("dp_lora", rank=2, bits=bits), length=8) for bits in (4, None)
-    )
-    assert few.kinds[WEIGHTS] < all_of_them.kinds[WEIGHTS]
-    with pytest.raises(PrivacyError, match=r"bits=4 with method='dp_grape'.*Take dp_lora"):
-        simulate("opt", Setting(DP_GRAPE, bits=4))
-
-
-def test_a_packed_layer_multiplies_forward_and_backward() -> None:
-    layer = nn.Linear(6, 5)
-    packed = PackedLinear(layer, 8)
-    packed.unpacked = lambda: layer.weight.detach()  # type: ignore[method-assign]
-    x = torch.randn(3, 6, requires_grad=True)
-    (found,) = torch.autograd.grad(packed(x).square().sum(), x)
-    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
-    torch.testing.assert_close(found, expected)
 
 
 # ---- What the project promises ----
