@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
@@ -114,28 +114,35 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 # ---- Trainers ----
 
 
+DEFAULTS: dict[str, Any] = {
+    "target_delta": 1e-3,
+    "accountant": "rdp",
+    "per_device_train_batch_size": 4,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "projection_rank": 2,
+    "projection_update_steps": 3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a short, quiet run on the CPU, unless a test gives others. The noise multiplier is 1
+unless a budget or the method says otherwise, and P of DP-GRAPE is Gaussian: it needs no inputs."""
+
+
 def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> Any:
-    """Returns quiet arguments of a short run on the CPU; a budget or method replaces the noise."""
-    plain = changes.get("method") in METHODS and not METHODS[changes["method"]].private
-    settings: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "noise_multiplier": None if {"target_epsilon", "eps"} & changes.keys() or plain else 1.0,
-        "target_delta": 1e-3,
-        "accountant": "rdp",
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "projection_rank": 2,
-        "projection_update_steps": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
-    if changes.get("method", "dp_grape") == "dp_grape":
-        settings["projection"] = "gaussian"  # which needs to know nothing of a model
+    """Returns arguments of a class, with ``DEFAULTS`` and changes."""
+    settings = {"output_dir": str(output_dir)} | DEFAULTS
+    method = changes.get("method", "dp_grape")
+    plain = method in METHODS and not METHODS[method].private
+    settings["noise_multiplier"] = (
+        None if plain or {"target_epsilon", "eps"} & changes.keys() else 1.0
+    )
+    if method == "dp_grape":
+        settings["projection"] = "gaussian"
     if {"perturbation", "n_directions"} & changes.keys():
         arguments = arguments or PaperArguments
     return (arguments or DPGrapeTrainingArguments)(**settings | changes)
@@ -164,6 +171,13 @@ def make_trainer(
         train_dataset=points() if train_dataset is None else train_dataset,
         **keywords,
     )
+
+
+def assert_refused(trainer: Any, match: str) -> None:
+    """Training stops with a matching ``PrivacyError`` before the first release."""
+    with pytest.raises(PrivacyError, match=match):
+        trainer.train()
+    assert trainer.ledger.steps == 0
 
 
 EXACT = {
@@ -207,13 +221,17 @@ class Watch(TrainerCallback):
         self.weights: list[dict[str, Tensor]] = []
         self.events: list[str] = []
 
+    def keep(self, model: nn.Module) -> None:
+        """Keeps the weights of now."""
+        self.weights.append(weights_of(model))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append("train_begin")
-        self.weights.append(weights_of(kwargs["model"]))
+        self.keep(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.events.append("step_end")
-        self.weights.append(weights_of(kwargs["model"]))
+        self.keep(kwargs["model"])
         if state.global_step == self.stop_at:
             control.should_training_stop = True
 
@@ -233,6 +251,16 @@ class Watch(TrainerCallback):
         """Returns what each step added to the weights."""
         pairs = zip(self.weights, self.weights[1:], strict=False)
         return [{name: new[name] - old[name] for name in new} for old, new in pairs]
+
+
+def assert_turns(draws: list[Any], bands: int) -> dict[Any, int]:
+    """Nobody takes part twice in as many steps as there are bands; returns who took part, last."""
+    last: dict[Any, int] = {}
+    for step, draw in enumerate(draws):
+        for one in draw:
+            assert step - last.get(one, -bands) >= bands
+            last[one] = step
+    return last
 
 
 class Releases(Observer):

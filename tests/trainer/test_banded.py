@@ -1,6 +1,5 @@
 """Runs with correlated noise: what their weights hold, what they count, and how they resume."""
 
-import logging
 import math
 from copy import copy
 from itertools import islice
@@ -26,6 +25,7 @@ from tests.support.trainers import (
     RecordingTrainer,
     TinyForSequenceClassification,
     Watch,
+    assert_turns,
     examples_of,
     make_trainer,
     no_loss,
@@ -48,16 +48,6 @@ MANY = 120  # examples
 def _trainer(folder: Path, **changes: Any) -> Any:
     data = points(MANY)
     return make_trainer(folder, train_dataset=data, **{**BANDED, **changes})
-
-
-def assert_turns(draws: list[Any], bands: int) -> dict[Any, int]:
-    """Nobody takes part twice in as many steps as there are bands; returns who took part, last."""
-    last: dict[Any, int] = {}
-    for step, draw in enumerate(draws):
-        for one in draw:
-            assert step - last.get(one, -bands) >= bands
-            last[one] = step
-    return last
 
 
 # ---- What the weights hold ----
@@ -221,8 +211,7 @@ def test_methods_train_with_it(method: str, more: dict[str, Any], tmp_path: Path
 def test_a_projection_that_is_redrawn_is_told(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        _trainer(tmp_path, projection="gaussian", projection_update_steps=6)
+    _trainer(tmp_path, projection="gaussian", projection_update_steps=6)
     assert "takes back earlier noise only between two of these" in caplog.text
 
 
@@ -275,8 +264,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
     stopped = _trainer(tmp_path, callbacks=[Watch(stop_at=5)], **SAVING)
     stopped.train()
     resumed = _trainer(tmp_path, cls=RecordingTrainer, **SAVING)
-    with caplog.at_level(logging.WARNING):
-        resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=True)
     assert "of the 19 steps that are missing can be made" in caplog.text
     bands = len(resumed.plan.mechanism.bands)
     assert 5 % bands, "or nothing is lost"
@@ -305,9 +293,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
 def test_a_run_says_at_its_start_which_save_steps_lose_nothing(
     changes: dict[str, Any], advised: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    trainer = _trainer(tmp_path, **SAVING | changes)
-    with caplog.at_level(logging.WARNING):
-        trainer.start()
+    _trainer(tmp_path, **SAVING | changes).start()
     assert caplog.text.count("another multiple of 3") == advised
     assert caplog.text.count("save_steps=") == 2 * advised
 

@@ -33,6 +33,7 @@ def texts(count: int = 12, seed: int = 0) -> datasets.Dataset:
 # ---- Refused ----
 
 PARTS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda data: data,
     "subset": lambda data: Subset(data, [7, 3]),
     "concatenated": lambda data: ConcatDataset([points(2, seed=1), Subset(data, [0])]),
     "list": lambda data: [dict(row) for row in data.examples[20:]],
@@ -45,13 +46,15 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 def test_metrics_of_training_rows_are_refused(ask: str, part: str, tmp_path: Path) -> None:
     data = points()
     held = PARTS[part](data)
-    if not isinstance(held, dict):
+    if ask == "evaluate" or not isinstance(held, dict):
         with pytest.raises(PrivacyError, match="not covered by epsilon"):
             getattr(make_trainer(tmp_path, train_dataset=data), ask)(held)
     with pytest.raises(PrivacyError, match="training rows"):
         make_trainer(tmp_path, train_dataset=data, eval_dataset=held)
     for allowed in ({"eval_data_is_public": True}, {"noise_multiplier": 0.0}):
-        make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
+        trainer = make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
+        if ask == "evaluate":
+            assert trainer.evaluate(data)["eval_loss"] > 0
 
 
 def test_the_error_counts_shared_rows_and_names_the_first(tmp_path: Path) -> None:

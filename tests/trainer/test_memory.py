@@ -18,6 +18,7 @@ from tests.support.models import only
 from tests.support.trainers import (
     Examples,
     TinyForSequenceClassification,
+    assert_refused,
     examples_of,
     make_trainer,
     points,
@@ -76,9 +77,7 @@ def test_a_collator_that_remembers_releases_nothing(
     collator: Any, workers: int, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, data_collator=collator(), dataloader_num_workers=workers)
-    with pytest.raises(PrivacyError, match=rf"of the data collator \({collator.__name__}\)"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+    assert_refused(trainer, rf"of the data collator \({collator.__name__}\)")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -95,9 +94,7 @@ def test_a_collator_that_remembers_one_example_is_stopped_by_it(
         per_device_train_batch_size=1,
         expected_batch_size=24,
     )
-    with pytest.raises(PrivacyError, match="largest of the data collator"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+    assert_refused(trainer, "largest of the data collator")
 
 
 @pytest.mark.parametrize("unit", [None, "user"])
@@ -106,9 +103,7 @@ def test_a_data_set_that_remembers_releases_nothing(unit: str | None, tmp_path: 
     units: Any = {"privacy_unit_column": unit, "expected_batch_size": 4} if unit else {}
     data = Augmented(rows)
     trainer = make_trainer(tmp_path, train_dataset=data, data_collator=stacked, **units)
-    with pytest.raises(PrivacyError, match=r"generator of the train dataset \(Augmented\)"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+    assert_refused(trainer, r"generator of the train dataset \(Augmented\)")
 
 
 # ---- Models and losses ----
@@ -157,9 +152,7 @@ class SelfPaced:
 def test_a_model_that_its_first_batch_initialises_is_refused(tmp_path: Path) -> None:
     model = InitialisedForSequenceClassification()
     trainer = make_trainer(tmp_path, model=model, noise_multiplier=50.0)
-    with pytest.raises(PrivacyError, match=r"head\.bias of the model.*saved with the weights"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+    assert_refused(trainer, r"head\.bias of the model")
 
 
 def test_a_model_that_its_first_batch_initialises_is_refused_in_a_loop(tmp_path: Path) -> None:
@@ -184,16 +177,7 @@ def test_a_model_that_remembers_in_an_attribute_is_stopped(first: bool, tmp_path
         per_device_train_batch_size=1,
         expected_batch_size=24,
     )
-    with pytest.raises(PrivacyError, match="largest of the model"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
-
-
-def test_a_loss_that_remembers_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, compute_loss_func=SelfPaced())
-    with pytest.raises(PrivacyError, match="mean of the loss"):
-        trainer.train()
-    assert trainer.ledger.steps == 0
+    assert_refused(trainer, "largest of the model")
 
 
 class Averaging(DPGrapeTrainer):
@@ -208,9 +192,9 @@ class Averaging(DPGrapeTrainer):
         return loss
 
 
-def test_a_trainer_whose_loss_remembers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="mean of the loss"):
-        make_trainer(tmp_path, cls=Averaging).train()
+@pytest.mark.parametrize("where", [{"compute_loss_func": SelfPaced()}, {"cls": Averaging}])
+def test_a_loss_that_remembers_is_refused(where: dict[str, Any], tmp_path: Path) -> None:
+    assert_refused(make_trainer(tmp_path, **where), "mean of the loss")
 
 
 # ---- The configuration ----

@@ -1,4 +1,3 @@
-import logging
 import multiprocessing
 import os
 import shutil
@@ -40,6 +39,20 @@ def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[A
     resumed = make_trainer(folder, callbacks=[Watch()], **SAVING | settings)
     resumed.train(resume_from_checkpoint=True)
     return stopped, resumed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after three steps and its checkpoint; ``folder`` is a copy."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
 
 
 # ---- Resumed as if never stopped ----
@@ -176,12 +189,9 @@ def _claim_more_noise(folder: Path) -> None:
 def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     tamper: Callable[[Path], None],
     message: str,
-    finished: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
     tamper(folder)
     releases = spy_releases(monkeypatch)
     with pytest.raises(PrivacyError, match=message):
@@ -198,20 +208,10 @@ def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     ],
 )
 def test_arguments_that_change_the_mechanism_are_refused_by_name(
-    change: dict[str, Any], message: str, finished: Path, tmp_path: Path
+    change: dict[str, Any], message: str, folder: Path
 ) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
     with pytest.raises(PrivacyError, match=message):
         make_trainer(folder, **SAVING | change).train(resume_from_checkpoint=True)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped after three steps and its checkpoint; copy it before use."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
-    return folder
 
 
 @pytest.mark.slow
@@ -254,9 +254,7 @@ def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountant_her
     assert resumed.privacy_spent().epsilon == resumed.ledger.epsilon() < 4.0
 
 
-def test_what_may_change_on_resume_may_change(finished: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+def test_what_may_change_on_resume_may_change(folder: Path) -> None:
     changes = {"engine": "functorch", "accountant": "prv", "expected_batch_size": 4}
     resumed = make_trainer(folder, **SAVING | changes | {"per_device_train_batch_size": 1})
     resumed.train(resume_from_checkpoint=True)
@@ -322,8 +320,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     assert reported <= recorded <= reported + 1
     releases = spy_releases(monkeypatch)
     resumed = make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2})
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
-        resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=True)
     updates_before = resumed.state.global_step - len(releases)
     assert updates_before >= 2  # the first checkpoint, or a later one
     assert resumed.ledger.steps == recorded + len(releases)

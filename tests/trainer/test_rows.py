@@ -109,8 +109,7 @@ def said(
     dataset: Any, folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any
 ) -> list[str]:
     """What a trainer that is made with the data warns of."""
-    with caplog.at_level(logging.WARNING, logger="dp_grape_hf"):
-        make_trainer(folder / "out", train_dataset=dataset, **settings)
+    make_trainer(folder / "out", train_dataset=dataset, **settings)
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 

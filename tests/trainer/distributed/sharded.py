@@ -114,18 +114,10 @@ RESUMED = ("opt", "llama, LoRA")
 class WholeWeights(Watch):
     """Keeps whole weights, which every process helps to gather."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep(kwargs["model"])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep(kwargs["model"])
-        if state.global_step == self.stop_at:
-            control.should_training_stop = True
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep(kwargs["model"])
+        self.keep(kwargs["model"])
 
-    def _keep(self, model: nn.Module) -> None:
+    def keep(self, model: nn.Module) -> None:
         self.whole = sum(not isinstance(p, DTensor) for p in model.parameters())
         self.weights.append({n: whole(p.detach()).clone() for n, p in model.named_parameters()})
 

@@ -32,6 +32,7 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
+    assert_turns,
     make_trainer,
     weights_of,
 )
@@ -124,11 +125,8 @@ def test_two_processes_take_the_same_turns(two: Any) -> None:
     first, second = results(two, "equal_banded")
     bands = len(first["spent"].mechanism.bands)
     assert bands > 1
-    last: dict[int, int] = {}
-    for step, shares in enumerate(zip(first["draws"], second["draws"], strict=True)):
-        for example in [*shares[0], *shares[1]]:
-            assert step - last.get(example, -bands) >= bands
-            last[example] = step
+    shares = zip(first["draws"], second["draws"], strict=True)
+    assert_turns([[*one, *other] for one, other in shares], bands)
 
 
 @pytest.mark.slow

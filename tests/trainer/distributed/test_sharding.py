@@ -96,13 +96,19 @@ def four(folder: Path, one: Any) -> list[dict[str, Any]]:
 # ---- The same weights as one process ----
 
 
-@pytest.mark.parametrize("name", IN_TWO)
-def test_two_processes_with_sharded_weights_train_as_one(name: str, one: Any, two: Any) -> None:
-    assert_same_runs(results(two, name), one[name])
-
-
-def test_three_processes_with_uneven_rows_train_as_one(one: Any, three: Any) -> None:
-    assert_same_runs(results(three, "llama, uneven"), one["llama, uneven"])
+@pytest.mark.parametrize(
+    ("processes", "scenario", "run"),
+    [
+        *(("two", name, name) for name in IN_TWO),
+        ("two", "loaded_by_the_first", "opt"),  # the first process alone has weights
+        ("three", "llama, uneven", "llama, uneven"),  # and uneven rows
+        ("four", "hybrid", "opt"),  # in two groups
+    ],
+)
+def test_processes_with_sharded_weights_train_as_one(
+    processes: str, scenario: str, run: str, one: Any, request: pytest.FixtureRequest
+) -> None:
+    assert_same_runs(results(request.getfixturevalue(processes), scenario), one[run])
 
 
 def test_each_process_has_its_rows(two: Any) -> None:
@@ -111,14 +117,6 @@ def test_each_process_has_its_rows(two: Any) -> None:
         assert 0.4 < found["share"] < 0.6
         assert found["generated"] == (1, 6)
         assert found["metrics"]["eval_loss"] > 0
-
-
-def test_two_groups_of_two_processes_train_as_one(one: Any, four: Any) -> None:
-    assert_same_runs(results(four, "hybrid"), one["opt"])
-
-
-def test_the_first_process_alone_may_have_weights(one: Any, two: Any) -> None:
-    assert_same_runs(results(two, "loaded_by_the_first"), one["opt"])
 
 
 def test_16_bit_weights_are_rounded_by_the_same_coins(two: Any) -> None:
