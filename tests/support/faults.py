@@ -1,7 +1,24 @@
 """Runs that end in the middle of something."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_killed(function: Callable[..., None], *args: Any) -> None:
+    """Runs a function, which must not return, in a fork of a process that has only imported it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    process = context.Process(target=function, args=args, daemon=True)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def ending(

@@ -1,10 +1,7 @@
 """A resumed run reads from its checkpoint what the run chose at its start."""
 
-import multiprocessing
-import os
 import random
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertForSequenceClassification,
-    PreTrainedModel,
-    TrainerState,
-)
+from transformers import BertForSequenceClassification, PreTrainedModel, TrainerState
 
 from dp_grape_hf import PrivacyError, ProjectedOptimizer
 from dp_grape_hf.arguments import plan
@@ -24,7 +17,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
 from tests.support.choosing import EVERY, model_of, trainer_of
-from tests.support.faults import ending
+from tests.support.faults import die, ending, run_until_killed
 from tests.support.trainers import spy_releases
 
 WEIGHTS = ("fresh", "pretrained")
@@ -101,10 +94,10 @@ def test_a_run_killed_at_a_random_moment_resumes_with_its_choices(
     assert ledger.epsilon() <= 8.0
 
 
-def _train_until_killed(folder: Path, weights: str, seed: int) -> None:
+def _train(folder: Path, weights: str, seed: int) -> None:
     """Runs in a process of its own."""
     torch.set_num_threads(1)
-    with killing(seed, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+    with killing(seed, die):
         trainer_of(folder, model_of(weights)).train()
 
 
@@ -114,14 +107,7 @@ def _train_until_killed(folder: Path, weights: str, seed: int) -> None:
 def test_a_process_that_was_killed_is_resumed_with_its_choices(
     seed: int, weights: str, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(
-        target=_train_until_killed, args=(tmp_path, weights, seed), daemon=True
-    )
-    process.start()
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL
+    run_until_killed(_train, tmp_path, weights, seed)
     recorded = Ledger.load(tmp_path / LEDGER_NAME).steps
     resumed = trainer_of(tmp_path, model_of(weights))
     resumed.train(resume_from_checkpoint=True)

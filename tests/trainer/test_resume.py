@@ -1,7 +1,5 @@
-import multiprocessing
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from dp_grape_hf.accounting import find_noise_multiplier
 from dp_grape_hf.arguments import plan
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import PrivateMechanism
-from tests.support.faults import ending
+from tests.support.faults import die, ending, run_until_killed
 from tests.support.ledgers import edit, rewrite
 from tests.support.trainers import (
     EXACT,
@@ -264,10 +262,6 @@ def test_what_may_change_on_resume_may_change(folder: Path) -> None:
 # ---- Killed ----
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
 # (what is replaced, the call that dies, whether after it was made)
 MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
@@ -280,7 +274,7 @@ MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
 }
 
 
-def _train_until_killed(folder: Path, moment: str) -> None:
+def _train(folder: Path, moment: str) -> None:
     """Runs in a process of its own; notes each release in a file as soon as it is made."""
     torch.set_num_threads(1)
     report = os.open(folder.parent / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -293,7 +287,7 @@ def _train_until_killed(folder: Path, moment: str) -> None:
 
     PrivateMechanism.release = release  # type: ignore[method-assign]
     owner, name, at_call, after = MOMENTS[moment]
-    setattr(owner, name, ending(getattr(owner, name), at_call, _die, after=after))
+    setattr(owner, name, ending(getattr(owner, name), at_call, die, after=after))
     make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2}).train()
 
 
@@ -307,13 +301,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
 ) -> None:
     """Resumed by ``True``; every noisy update of both processes is in the ledger."""
     folder = tmp_path / "run"
-    # A fork of a process that has imported everything and run nothing.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=_train_until_killed, args=(folder, moment), daemon=True)
-    process.start()
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL
+    run_until_killed(_train, folder, moment)
     reported = (tmp_path / "reported").stat().st_size
     recorded = Ledger.load(folder / LEDGER_NAME).steps
     assert 2 <= reported < 8

@@ -5,7 +5,6 @@ As in ``run``, each scenario returns what the test wants to see.
 
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,6 +26,7 @@ from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
 from dp_grape_hf.sharding import whole
+from tests.support.faults import die
 from tests.support.models import only, row, without_dropout
 from tests.support.trainers import Examples, Watch, examples_of, make_trainer
 from tests.trainer.distributed import run
@@ -279,7 +279,7 @@ def killed(folder: Path) -> Any:
 
     def kill(*call: Any) -> None:
         if armed.armed:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     make, settings = RUNS["opt"]
     parts, armed = make(), run.Broken([])
