@@ -59,18 +59,21 @@ class TinyForSequenceClassification(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def tiny(method: str) -> nn.Module:
-    """Returns a model that the method can train."""
-    model = TinyForSequenceClassification()
-    if not METHODS[method].adapter:
-        return model
+def adapted(model: nn.Module, *layers: str) -> nn.Module:
+    """Returns a model with LoRA on some layers, none of whose weights are zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["body"]))
+        adapter = get_peft_model(model, LoraConfig(r=2, target_modules=[*layers]))
         for name, weight in adapter.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(weight, std=0.1)  # or lora_A has no gradient at first
     return adapter
+
+
+def tiny(method: str) -> nn.Module:
+    """Returns a model that the method can train."""
+    model = TinyForSequenceClassification()
+    return adapted(model, "body") if METHODS[method].adapter else model
 
 
 class Examples(Dataset[dict[str, Any]]):

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +27,7 @@ from dp_grape_hf.optimizers import projected
 from dp_grape_hf.sharding import whole
 from tests.support.faults import die
 from tests.support.models import only, row, without_dropout
-from tests.support.trainers import Examples, Watch, examples_of, make_trainer
+from tests.support.trainers import Examples, Watch, adapted, examples_of, make_trainer
 from tests.trainer.distributed import run
 from tests.trainer.distributed.traffic import per_call
 
@@ -45,16 +44,6 @@ CHECKPOINTED = dict.fromkeys(
     _NAMES & {"activation_checkpointing"} or {"gradient_checkpointing"}, True
 )
 UNEVEN = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "max_steps": 6}
-
-
-def with_lora() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = get_peft_model(only("llama").model(), LoraConfig(r=2, target_modules=["q_proj"]))
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(weight, std=0.1)  # or lora_A has no gradient at first
-    return model
 
 
 def _of_row(name: str) -> dict[str, Any]:
@@ -95,7 +84,10 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         {"privacy_unit_column": "user", "max_examples_per_unit": 2, "expected_batch_size": 4},
     ),
     "llama, uneven": (partial(_of_case, "llama"), UNEVEN),
-    "llama, LoRA": (lambda: _of_case("llama") | {"model": with_lora()}, {"method": "dp_lora"}),
+    "llama, LoRA": (
+        lambda: _of_case("llama") | {"model": adapted(only("llama").model(), "q_proj")},
+        {"method": "dp_lora"},
+    ),
     "roberta, principal": (
         partial(_of_case, "roberta-classifier"),
         {"projection": "principal", "projection_update_steps": 2, "update_rule": "momentum"},
