@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from dp_grape_hf import memory
 from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
 from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
 from recipes.common.markdown import table

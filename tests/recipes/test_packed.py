@@ -9,7 +9,7 @@ from torch import nn
 from transformers import OPTConfig
 
 from dp_grape_hf.memory import WEIGHTS, Setting, simulate
-from recipes.benchmark.memory import of_few_bits
+from recipes.benchmark.memory import as_markdown
 from recipes.benchmark.packed import METHOD, PackedLinear, PackedModel, main
 
 RANK = 2
@@ -43,7 +43,7 @@ def test_weights_of_few_bits_are_counted_in_them(
     report = json.loads(capsys.readouterr().out)
     assert report["bits"] == 8
     assert report["parameters"] == PackedModel(CONFIG, 8, 8, RANK).parameters
-    assert len(of_few_bits([report]).splitlines()) == 2 + 1
+    assert len(as_markdown([report]).splitlines()) == 2 + 1
 
 
 def test_a_packed_layer_multiplies_forward_and_backward() -> None:

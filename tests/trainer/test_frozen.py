@@ -14,7 +14,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_grape_hf.errors import UnsupportedModelError
 from tests.models.zoo import BERT, WIDE, Row, build, rows, texts
-from tests.support.trainers import Examples, make_trainer, weights_of
+from tests.support.trainers import Examples, assert_refused, make_trainer, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap
 
