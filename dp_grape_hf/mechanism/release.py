@@ -155,12 +155,8 @@ class PrivateMechanism:
         if self._clipped_sum is not None:
             raise PrivacyError("The last logical batch was never released; draws must not merge.")
         self.projectors = projectors
-        self._clipped_sum = {}
+        self._clipped_sum, self._flat = {}, None
         self._layout = self.per_sample.layout(projectors)
-        if self._layout is not None:
-            self._flat = torch.zeros(self._layout.size, device=self.per_sample.device)
-            parts = self._runs.of(self._layout)
-            self._clipped_sum = {name: self._flat[part] for name, part in parts.items()}
         # Tensors of a simulation have no numbers.
         thorough = not (self._watched or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
@@ -226,6 +222,10 @@ class PrivateMechanism:
         bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
             if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
+                if self._flat is None:  # not before the first backward pass, which needs the memory
+                    self._flat = self._zeros(self._layout.size)
+                    parts = self._runs.of(self._layout)
+                    total.update((name, self._flat[part]) for name, part in parts.items())
                 every, per_sample_grads = per_sample_grads, per_sample_grads.in_runs(self._runs)
                 every.others.clear()  # each is freed once it is added up
             factors = self.gradient_factors
@@ -262,6 +262,8 @@ class PrivateMechanism:
             self.ledger.record()
         self.turns.made += 1
         layout, flat, self._flat = self._layout, self._flat, None
+        if layout is not None and flat is None:
+            flat = self._zeros(layout.size)
         shapes = self.per_sample.released_shapes(self.projectors)
         others = {}
         for name, shape in shapes.items():
@@ -269,7 +271,7 @@ class PrivateMechanism:
                 continue
             value = clipped_sum.pop(name, None)
             if value is None:  # no sample was drawn, or none reached this parameter
-                value = torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
+                value = self._zeros(*shape)
             others[name] = value
         private_grads = FlatTensors(layout, flat, others, shapes)
         for name, value in private_grads.in_runs(self._runs).items():
@@ -287,6 +289,9 @@ class PrivateMechanism:
             if name in self.gradient_factors:
                 value.div_(self.gradient_factors[name])
         return private_grads
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
 
     def abandon(self) -> None:
         """Drops the logical batch after an error, and makes the other processes fail as well.
