@@ -265,7 +265,7 @@ def test_what_may_change_on_resume_may_change(folder: Path) -> None:
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
 # (what is replaced, the call that dies, whether after it was made)
 MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
-    "before a release is recorded": (os, "replace", 6, False),
+    "before a release is recorded": (Ledger, "record", 4, False),
     "after a release is recorded, before it is made": (Ledger, "record", 4, True),
     "before the gradient reaches the weights": (ProjectedOptimizer, "step", 3, False),
     "while weights are saved": (torch, "save", 5, False),
