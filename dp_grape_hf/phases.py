@@ -46,17 +46,18 @@ _bar: ContextVar[Any] = ContextVar("bar", default=None)
 
 
 @contextmanager
-def progress(doing: str, shown: bool | None = None) -> Iterator[None]:
+def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Iterator[None]:
     """Shows a progress bar if what runs inside takes longer than two seconds.
 
     Args:
         doing: what takes the time, in words.
         shown: whether a bar may be shown; by default if this runs inside of another one that may.
+        unit: what is counted.
     """
     outer = _bar.get()
     if shown is None:
         shown = outer is not None and not outer.disable
-    with tqdm(desc=doing, unit=" passes", delay=_QUIET, leave=False, disable=not shown) as bar:
+    with tqdm(desc=doing, unit=f" {unit}", delay=_QUIET, leave=False, disable=not shown) as bar:
         token = _bar.set(bar)
         try:
             yield
@@ -65,7 +66,7 @@ def progress(doing: str, shown: bool | None = None) -> Iterator[None]:
 
 
 def advance(of: int | None = None) -> None:
-    """Counts a pass of the model in the innermost progress bar, if there is one.
+    """Counts one more in the innermost progress bar, if there is one: a pass of the model, say.
 
     Args:
         of: how many there will be, if that is known by now.

@@ -26,6 +26,7 @@ from dp_grape_hf.accounting.accountants import ACCOUNTANTS, DEFAULT, ROUGH, Comp
 from dp_grape_hf.accounting.rdp import Block
 from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.phases import advance
 
 
 def compute_epsilon(
@@ -197,6 +198,7 @@ class EpsilonCurve:
         if steps > self._own.steps:
             self._own = replace(self._own, steps=max(int(steps), 2 * self._own.steps))
             self._composition = self._compose(self.accountant)
+        advance()
         if steps == 0:
             return compose_epsilon(self._earlier, delta=self._delta, accountant=self.accountant)
         return self._composition.epsilon(self._all(steps)[1])

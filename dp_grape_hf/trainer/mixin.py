@@ -269,7 +269,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         public = None if public is None else description(public)
         earlier = find_earlier(self.model, self.args)
         most = self.private_run.bands_at_most()
-        return PrivacyPlan(self.args, self._dataset_size, earlier, public, most)
+        with self._progress("Calibrating the noise", "tries"):
+            return PrivacyPlan(self.args, self._dataset_size, earlier, public, most)
 
     def _make_parts(self) -> None:
         """Chooses what is trained, once for each model, and makes the parts of a run for it."""
@@ -596,9 +597,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             ):
                 self._examine(loader)
 
-    def _progress(self, doing: str) -> AbstractContextManager[None]:
+    def _progress(self, doing: str, unit: str = "passes") -> AbstractContextManager[None]:
         shown = not self.args.disable_tqdm and self.is_world_process_zero()
-        return progress(doing, shown or None)
+        return progress(doing, shown or None, unit)
 
     def _require_as_planned(self, max_steps: int) -> None:
         """Refuses what has changed since the trainer was made; a collective call."""
