@@ -8,8 +8,18 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from copy import copy
+from dataclasses import dataclass, field, fields
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    TypeVar,
+    get_type_hints,
+)
 
 import torch
 from transformers import TrainingArguments
@@ -18,6 +28,7 @@ from transformers.trainer_utils import SchedulerType
 from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments.methods import METHODS, row_of
 from dp_grape_hf.arguments.refusals import (
+    FIXED_OF_HOST,
     REFUSED_IF_SET,
     reason_against_bands,
     refuse_contradictions,
@@ -338,6 +349,7 @@ class DPGrapeArguments(_Host):
 
     refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET
     """Name of an option of the host -> why it is refused, and what to do instead."""
+    _fixed = False  # an instance has True from the end of its checks on
 
     def __post_init__(self) -> None:
         """Fills in defaults and refuses what would void the guarantee."""
@@ -380,18 +392,35 @@ class DPGrapeArguments(_Host):
             self.gradient_accumulation_steps = 1
         if self.expected_batch_size is None:
             self._open |= {"expected_batch_size"}
+        self._fixed = True
 
-    def suit_fresh_weights(self) -> None:
-        """Chooses rule, rank, schedule and noise anew, for weights that are not pretrained.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses to change an option after the arguments were made and checked.
+
+        Raises:
+            PrivacyError: with the name, both values and what to do.
+        """
+        fixed = self._fixed and (name in _FIXED or name in self.refused_if_set)
+        if fixed and value != (now := getattr(self, name)):
+            raise PrivacyError(
+                f"{name}={value!r}: it is {now!r} and cannot be changed any more, because the "
+                "noise and the ledger rely on the options as they were checked. Make new arguments "
+                f"by dataclasses.replace(args, {name}=...), and a new trainer with them."
+            )
+        super().__setattr__(name, value)
+
+    def for_fresh_weights(self) -> Self:
+        """Returns arguments with choices for weights that are not pretrained.
 
         A step is what limits those, and less noise at the end gains nothing (``choosing``).
         """
-        self.choose({"noise": INDEPENDENT} | self._chosen(pretrained=False))
+        return self.with_choices({"noise": INDEPENDENT} | self._chosen(pretrained=False))
 
-    def choose(self, options: Mapping[str, Any]) -> None:
-        """Sets the options that were not given, from a mapping of names to values."""
-        for name in self._open & options.keys():
-            setattr(self, name, options[name])
+    def with_choices(self, options: Mapping[str, Any]) -> Self:
+        """Returns a copy in which the options that were not given have these values, by name."""
+        chosen = copy(self)
+        vars(chosen).update({name: options[name] for name in self._open & options.keys()})
+        return chosen
 
     @property
     def chosen_options(self) -> dict[str, Any]:
@@ -474,8 +503,6 @@ class DPGrapeArguments(_Host):
             and row.query is None
             and self.noise_multiplier != 0
         )
-        # A module whose parameters are clipped apart from all others.
-        self.clipped_apart: str | None = None
         if self.noise is None and (not self.chooses or reason_against_bands(self)):
             self.noise = INDEPENDENT
         if self.learning_rate is None and not self.chooses:
@@ -540,6 +567,10 @@ class DPGrapeArguments(_Host):
                     f"method: {', '.join(name for name, row in METHODS.items() if row.private)}."
                 )
         self.noise_multiplier, self.max_grad_norm = 0.0, math.inf
+
+
+# What a run, its noise and its ledger rely on. The host itself sets some of its other options.
+_FIXED = {f.name for f in fields(DPGrapeArguments)} | FIXED_OF_HOST
 
 
 def _is_factor(pattern: Any, value: Any) -> bool:

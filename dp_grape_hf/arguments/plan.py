@@ -74,7 +74,7 @@ class PrivacyPlan:
     """What the arguments mean for a dataset of a given size.
 
     Args:
-        args: the arguments of the run; a batch size that is to be chosen is filled in.
+        args: the arguments of the run.
         dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
             declares another; with an ``args.privacy_unit_column`` the number of its values.
         earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
@@ -82,8 +82,10 @@ class PrivacyPlan:
         public_dataset: what the projection is measured on, described, if not on synthetic inputs.
         most_bands: the most steps that noise may be correlated over where ``args.noise`` does not
             say that it is to be.
+        clipped_apart: the module, if any, whose parameters are clipped apart from all others.
 
     Attributes:
+        args: the arguments, with a batch size where it was to be chosen.
         steps: how many releases the run makes, and sigma was calibrated for.
 
     Raises:
@@ -97,8 +99,10 @@ class PrivacyPlan:
         earlier: Earlier | None = None,
         public_dataset: str | None = None,
         most_bands: int | None = None,
+        clipped_apart: str | None = None,
     ) -> None:
-        self._args, self._public_dataset, self._most_bands = args, public_dataset, most_bands
+        self._public_dataset, self._most_bands = public_dataset, most_bands
+        self._clipped_apart = clipped_apart
         self._earlier = earlier
         self._spent_before = [] if earlier is None else earlier.releases
         unit = "example" if args.privacy_unit_column is None else "unit"
@@ -106,7 +110,9 @@ class PrivacyPlan:
         given = args.max_steps if args.max_steps > 0 else None
         if args.expected_batch_size is None:
             passes = args.num_train_epochs
-            args.expected_batch_size = batch_and_steps(num_samples, passes, steps=given)[0]
+            size = batch_and_steps(num_samples, passes, steps=given)[0]
+            args = args.with_choices({"expected_batch_size": size})
+        self.args = args
         batch = args.logical_batch_size
         if batch > num_samples:
             raise PrivacyError(
@@ -137,9 +143,9 @@ class PrivacyPlan:
             "earlier_data='same': target_epsilon=%g is for all runs on the data, and earlier ones "
             "spent %.4g of it. That leaves %.4g for the %d steps of this run, whose noise "
             "multiplier is %.4g (that of the last run: %.4g).",
-            self._args.target_epsilon,
+            self.args.target_epsilon,
             rounded_up(spent),
-            max(0.0, (self._args.target_epsilon or 0.0) - spent),
+            max(0.0, (self.args.target_epsilon or 0.0) - spent),
             self.steps,
             own.noise_multiplier,
             self._spent_before[-1].noise_multiplier,
@@ -147,7 +153,7 @@ class PrivacyPlan:
 
     def _calibrated(self) -> Mechanism:
         """Returns the mechanism with the noise that the budget asks for."""
-        args = self._args
+        args = self.args
         assert args.target_epsilon is not None
         assert args.target_delta is not None
         reasons = [] if self._earlier is None else self._earlier.not_private_reasons
@@ -178,7 +184,7 @@ class PrivacyPlan:
 
     def _workload(self) -> dict[str, Any]:
         """Returns what the weights make of releases, as ``what_arrives`` takes it."""
-        args = self._args
+        args = self.args
         assert args.update_rule is not None
         averages = 1 in UPDATE_RULES[args.update_rule].moments.values()
         every = None
@@ -195,7 +201,7 @@ class PrivacyPlan:
         return {"schedule": schedule_of(args, self.steps), "inertia": inertia, "period": every}
 
     def _with_noise(self, noise_multiplier: float, coefficients: str | None = None) -> Mechanism:
-        plain = SECURE if self._args.secure_noise else None
+        plain = SECURE if self.args.secure_noise else None
         return replace(
             self._mechanism,
             noise_multiplier=noise_multiplier,
@@ -205,14 +211,14 @@ class PrivacyPlan:
 
     def _curve_of_run(self) -> EpsilonCurve:
         """Returns epsilon by this run's steps, in addition to earlier releases."""
-        delta = self._args.target_delta
+        delta = self.args.target_delta
         assert delta is not None
         own = self._mechanism.releases(self.steps)
-        return EpsilonCurve(own, delta, self._args.accountant, self._spent_before)
+        return EpsilonCurve(own, delta, self.args.accountant, self._spent_before)
 
     def _asked(self, num_samples: int) -> Mechanism:
         """Returns what the arguments ask for; without noise, where that is still to be found."""
-        args = self._args
+        args = self.args
         given = {name: getattr(args, name) for name in _RECORDED}
         if args.projection == "identity":
             given |= dict.fromkeys(
@@ -228,7 +234,7 @@ class PrivacyPlan:
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
             "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
             "public_dataset": self._public_dataset,
-            "clipped_apart": args.clipped_apart,
+            "clipped_apart": self._clipped_apart,
             "gradient_factors": None
             if factors is None
             else json.dumps({pattern: float(factor) for pattern, factor in factors.items()}),
@@ -262,8 +268,8 @@ class PrivacyPlan:
             "the number of steps": self.steps,
             "the number of updates to go on from": updates,
             "the checksum of the trainable parameters": zlib.crc32(names.encode()),
-            "dataloader_num_workers": self._args.dataloader_num_workers,
-            "dataloader_prefetch_factor": self._args.dataloader_prefetch_factor,
+            "dataloader_num_workers": self.args.dataloader_num_workers,
+            "dataloader_prefetch_factor": self.args.dataloader_prefetch_factor,
         }
         require_agreement(facts, unsaid={"the length of train_dataset": dataset_size})
 
@@ -283,7 +289,7 @@ class PrivacyPlan:
             PrivacyError: if nothing is left to spend, a resumed ledger does not fit, or the folder
                 is that of another run (``refuse_used_folder``).
         """
-        live = Path(str(self._args.output_dir)) / LEDGER_NAME
+        live = Path(str(self.args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
             copy = Path(checkpoint) / LEDGER_NAME
             recorded = Ledger.load(copy)
@@ -299,7 +305,7 @@ class PrivacyPlan:
             )
         else:
             earlier = self._earlier
-            refuse_used_folder(self._args, earlier)
+            refuse_used_folder(self.args, earlier)
             ledger = Ledger.start(
                 self.mechanism,
                 path=live,
@@ -328,7 +334,7 @@ class PrivacyPlan:
 
     def _advise_on_saving(self) -> None:
         """Says which save_steps a run with banded noise can be resumed from without a loss."""
-        args, bands = self._args, len(self.mechanism.bands)
+        args, bands = self.args, len(self.mechanism.bands)
         every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * self.steps)
         if args.save_strategy == "steps" and every < self.steps and every % bands:
             logger.warning(
@@ -349,7 +355,7 @@ class PrivacyPlan:
 
     def use_noise_of(self, mechanism: Mechanism) -> None:
         """Takes over the noise that the first process found or resumed: it alone adds any."""
-        before, banded = self._mechanism, self._args.noise != INDEPENDENT
+        before, banded = self._mechanism, self.args.noise != INDEPENDENT
         coefficients = mechanism.coefficients if banded else None
         self._mechanism = self._with_noise(mechanism.noise_multiplier, coefficients)
         if self._mechanism != before:
@@ -360,7 +366,7 @@ class PrivacyPlan:
 
         The accountant that found it may be another one than here, and may need less noise.
         """
-        target, found = self._args.target_epsilon, self._mechanism
+        target, found = self.args.target_epsilon, self._mechanism
         if target is not None:
             self.use_noise_of(recorded)
             if self._curve is None or self._curve.epsilon(self.steps) > target:
@@ -374,7 +380,7 @@ class PrivacyPlan:
             )
             raise PrivacyError(
                 f"{copy} records that its run began with {theirs} earlier releases on the same "
-                f"data, and this trainer counts {ours} (earlier_data={self._args.earlier_data!r}). "
+                f"data, and this trainer counts {ours} (earlier_data={self.args.earlier_data!r}). "
                 "Resume with the model, earlier_data and earlier_ledger that the run began with."
             )
 
@@ -388,7 +394,7 @@ class PrivacyPlan:
         epsilon = math.inf
         if private and self._curve is not None:
             epsilon = self._curve.epsilon(counted)
-        return PrivacySpent(epsilon, self._args.target_delta, steps, own)
+        return PrivacySpent(epsilon, self.args.target_delta, steps, own)
 
     @property
     def epsilon_of_run(self) -> float:
@@ -397,7 +403,7 @@ class PrivacyPlan:
 
     def releases_left(self, ledger: Ledger | None) -> float:
         """Returns how many more releases the budget allows; infinite without a target epsilon."""
-        if self._args.target_epsilon is None or ledger is None:
+        if self.args.target_epsilon is None or ledger is None:
             return math.inf
         *before, now = ledger.sessions
         own = self._mechanism

@@ -219,6 +219,15 @@ REFUSED_IF_SET = {
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
 
+FIXED_OF_HOST = {
+    *("max_steps", "num_train_epochs", "gradient_accumulation_steps", "ignore_data_skip"),
+    *("skip_memory_metrics", "label_smoothing_factor", "train_sampling_strategy", "optim"),
+    *("include_num_input_tokens_seen", "save_strategy", "load_best_model_at_end"),
+    *("metric_for_best_model", "optim_target_modules", "torch_compile", "fsdp"),
+}
+"""More options of ``TrainingArguments`` that do not change after they were checked: the number of
+steps that the noise is calibrated for, and those that could be refused."""
+
 _MLFLOW = ("HF_MLFLOW_LOG_ARTIFACTS", "false")
 UPLOADING_TRACKERS = {
     "wandb": (("WANDB_LOG_MODEL", "false"),),

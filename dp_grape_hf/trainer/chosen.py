@@ -93,8 +93,8 @@ class Choices(NamedTuple):
         content["rates"] = Rates.from_dict(content["rates"])
         return cls(**content)
 
-    def apply_options(self, args: DPGrapeArguments, checkpoint: str | Path) -> None:
-        """Sets the options of a resumed run that are not given.
+    def applied_to(self, args: DPGrapeArguments, checkpoint: str | Path) -> DPGrapeArguments:
+        """Returns the arguments of a resumed run, in which these are the options not given.
 
         Raises:
             PrivacyError: this run has other ``learning_rate_factors``.
@@ -106,7 +106,7 @@ class Choices(NamedTuple):
                 f"by {self.factors}. The moments in its optimizer state do not fit. Pass the "
                 "learning_rate_factors that the run began with."
             )
-        args.choose(self.options)
+        return args.with_choices(self.options)
 
 
 def choose_parts(
@@ -118,7 +118,7 @@ def choose_parts(
 
     Args:
         model: what is not to be trained is frozen.
-        args: what is chosen is filled in.
+        args: the arguments of the run.
         inputs: makes inputs that are no example's.
         unused: parameters that were frozen because they take no part in the loss.
 
@@ -140,20 +140,15 @@ def choose_parts(
             return Parts(pretrained, frozen, averaged, clipped_apart(model, name))
 
     parts = from_first(decide)
-    if not parts.pretrained:
-        args.suit_fresh_weights()
-    use_parts(model, args, parts)
+    use_parts(model, parts)
     return parts
 
 
-def use_parts(
-    model: nn.Module, args: DPGrapeArguments, parts: Parts, instead_of: Parts | None = None
-) -> None:
-    """Freezes what the choices name, and has the head clipped apart if they say so.
+def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -> None:
+    """Freezes what the choices name.
 
     Args:
         model: what is not to be trained is frozen.
-        args: what is chosen is filled in.
         parts: the choices.
         instead_of: choices that were made for this model before. What only they froze is trained.
     """
@@ -162,8 +157,6 @@ def use_parts(
     for name, parameter in model.named_parameters():
         if name in before ^ after:  # what you froze or unfroze since stays
             parameter.requires_grad_(name in before)
-    if args.gradient_factors is None:
-        args.clipped_apart = parts.clipped_apart
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:

@@ -16,7 +16,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
@@ -221,8 +220,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset = public_dataset
-        if args.chooses:
-            args = copy(args)  # what is chosen is filled in there
         super().__init__(  # by name, as hosts of TRL have others in between
             model=model,
             args=args,
@@ -248,7 +245,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self._refuse_training_data(self.eval_dataset)  # which the host may have prepared
             if args.private and args.privacy_unit_column is None:
                 warn_of_rows(prepared, self.processing_class)
-            self.plan = self._make_plan()
+            self._make_plan()
             self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._add_callbacks()
 
@@ -263,14 +260,23 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         self.add_callback(WarnOfDivergence(lambda releases: me._sampled(releases)))
 
-    def _make_plan(self) -> PrivacyPlan:
-        """Returns the plan of a run with the parts as they are now."""
+    @property
+    def _clipped_apart(self) -> str | None:
+        """The module that is clipped apart; gradient factors that are given take its place."""
+        if self._parts is None or self.args.gradient_factors is not None:
+            return None
+        return self._parts.clipped_apart
+
+    def _make_plan(self) -> None:
+        """Makes the plan of a run with the parts as they are now, which may choose a batch size."""
         public = self._public_dataset
         public = None if public is None else description(public)
         earlier = find_earlier(self.model, self.args)
         most = self.private_run.bands_at_most()
+        apart = self._clipped_apart
         with self._progress("Calibrating the noise", "tries"):
-            return PrivacyPlan(self.args, self._dataset_size, earlier, public, most)
+            self.plan = PrivacyPlan(self.args, self._dataset_size, earlier, public, most, apart)
+        self.args = self.plan.args
 
     def _make_parts(self) -> None:
         """Chooses what is trained, once for each model, and makes the parts of a run for it."""
@@ -278,10 +284,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         before = self._parts if self._parts_of is self.model else None
         if self._resumed is not None:
             self._parts = self._resumed.parts
-            use_parts(self.model, self.args, self._parts, instead_of=before)
+            use_parts(self.model, self._parts, instead_of=before)
         elif before is None and self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
             self._parts = choose_parts(self.model, self.args, inputs, self._frozen)
+            if not self._parts.pretrained:
+                self.args = self.args.for_fresh_weights()
         self._parts_of = self.model
         self.private_run = self._make_run()
 
@@ -291,11 +299,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if choices is None or not self.args.chooses or self.train_dataset is None:
             return
         before = self.args.chosen_options, self._parts
-        choices.apply_options(self.args, checkpoint)
+        self.args = choices.applied_to(self.args, checkpoint)
         self._resumed = choices
         if before != (self.args.chosen_options, choices.parts):
             self._make_parts()
-            self.plan = self._make_plan()
+            self._make_plan()
 
     def _make_ready(self) -> None:
         """Makes the parts of a run for the model as it is now, and chooses rates.
@@ -310,7 +318,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _make_run(self) -> Run:
         """Makes the parts of a run for the model as it is, which refuses what does not fit."""
-        return Run(self.args, self.model, self._loss(), self.observer, self._public_inputs())
+        inputs, apart = self._public_inputs(), self._clipped_apart
+        return Run(self.args, self.model, self._loss(), self.observer, inputs, apart)
 
     def _loss(self) -> LossFunction | None:
         """Returns the loss that is asked for; None for that of the model's head."""

@@ -93,6 +93,7 @@ class Run:
         loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
         observer: looks on.
         public_inputs: makes what principal directions are measured on; synthetic inputs if None.
+        clipped_apart: the module, if any, whose parameters are clipped apart from all others.
         **engine_options: of the per-sample engine, beside those that the arguments have.
 
     Attributes:
@@ -118,6 +119,7 @@ class Run:
         loss: LossFunction | None = None,
         observer: Observer | None = None,
         public_inputs: Batches | None = None,
+        clipped_apart: str | None = None,
         **engine_options: Any,
     ) -> None:
         self.args, self.model = args, model
@@ -139,7 +141,9 @@ class Run:
         self._public_inputs = public_inputs or partial(
             synthetic_batches, model, None, args.projection_seed
         )
-        self.schedule = _projections(args, model, self.trainable, self._public_inputs)
+        self.schedule = _projections(
+            args, model, self.trainable, self._public_inputs, clipped_apart
+        )
         self.projectors: Mapping[str, Projector] = {}
         self.mechanism: PrivateMechanism | None = None
         self.signal = Signal()
@@ -245,14 +249,13 @@ class Run:
                 _save_with(optimizer, own)
 
     def use_rates(self, by_name: Mapping[str, float]) -> None:
-        """Makes optimizers with these rates, by parameter name; that of most is the arguments'."""
+        """Makes optimizers with these rates, by parameter name."""
         cls, options = self.optimizer_cls_and_kwargs
         most = mode(by_name.values())
         self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
         self.rate_factors = {
             n: by_name[n] / most for n in self.trainable if by_name.get(n, most) != most
         }
-        self.args.learning_rate = most
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
         """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
@@ -512,6 +515,7 @@ def _projections(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     public_inputs: Batches,
+    apart: str | None,
 ) -> AtCapture | None:
     """Returns the projections of a run at capture, if it has any."""
     assert args.projection is not None
@@ -528,7 +532,7 @@ def _projections(
     if args.projection == PRINCIPAL:
         with _explaining(args):
             next(iter(public_inputs()))  # refuses a model of which it is not known what it reads
-        whole = _whole(args, trainable)
+        whole = _whole(args, trainable, apart)
         shapes |= {name: tuple(trainable[name].shape) for name in whole}
         measure = partial(_principal, args, model, public_inputs, whole)
         dims = feature_dimensions(model)
@@ -543,14 +547,16 @@ def _projections(
     return ProjectionSchedule(shapes, **settings)
 
 
-def _whole(args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+def _whole(
+    args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter], apart: str | None
+) -> list[str]:
     """Returns the weight that keeps all coordinates, evened out: that of a head clipped apart.
 
     Features have most of their energy in a few directions, and a gradient is as long as what the
     head reads, so these would take most of C and of the noise in logits. A saved adapter has no
     place for a change that has all ranks.
     """
-    weight = f"{args.clipped_apart}.weight"
+    weight = f"{apart}.weight"
     return [weight] if weight in trainable and args.save_as != "adapter" else []
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.arguments.arguments import ALIASES
-from dp_grape_hf.arguments.refusals import UPLOADING_TRACKERS
+from dp_grape_hf.arguments.refusals import FIXED_OF_HOST, UPLOADING_TRACKERS
 from dp_grape_hf.errors import PrivacyError
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
@@ -172,6 +173,25 @@ def test_no_clipping_as_the_trainer_asks_for_it_is_told_what_the_bound_is_for() 
     told = r"^max_grad_norm=0.0 must be greater than 0: .*\. Leave it at 1.0.*max_grad_norm=inf"
     with pytest.raises(PrivacyError, match=told):
         make(max_grad_norm=0)
+
+
+@pytest.mark.parametrize("name", [*OWN_FIELDS, *FIXED_OF_HOST, "fp16"])
+@pytest.mark.parametrize("copied", [lambda args: args, copy, through_torch])
+def test_an_option_is_fixed_from_its_check_on(copied: Any, name: str) -> None:
+    args = copied(make())
+    value = getattr(args, name)
+    setattr(args, name, value)  # which changes nothing
+    with pytest.raises(PrivacyError, match=rf"{name}=.*dataclasses.replace\(args, {name}="):
+        setattr(args, name, object())
+    assert getattr(args, name) == value
+    args.output_dir = "elsewhere"  # nothing relies on
+
+
+def test_only_what_was_not_given_is_chosen_and_in_a_copy() -> None:
+    args = make(projection_rank=8)
+    chosen = args.with_choices({"projection_rank": 2, "update_rule": "sgd", "target_epsilon": 9.0})
+    assert (chosen.projection_rank, chosen.update_rule, chosen.target_epsilon) == (8, "sgd", 6.0)
+    assert args.update_rule != "sgd"
 
 
 def test_a_copy_is_checked_again() -> None:

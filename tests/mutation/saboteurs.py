@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.accounting import Releases, calibration
+from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.gradients import Dense, Gradients, replay, units
 from dp_grape_hf.gradients import forms as representations
 from dp_grape_hf.gradients.checks import (
@@ -591,6 +592,10 @@ def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
 
 
+def _options_stay_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DPGrapeArguments, "__setattr__", object.__setattr__)
+
+
 def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
 
@@ -628,6 +633,11 @@ SABOTEURS = (
         "noise is seeded from args.seed",
         _noise_from_seed,
         ("test_privacy.py::test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise",),
+    ),
+    Saboteur(
+        "options can be changed during a run",
+        _options_stay_open,
+        ("test_privacy.py::test_a_callback_that_changes_an_option_ends_the_run",),
     ),
     Saboteur(
         "noise is the same in every step",

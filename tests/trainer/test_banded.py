@@ -1,7 +1,7 @@
 """Runs with correlated noise: what their weights hold, what they count, and how they resume."""
 
 import math
-from copy import copy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -232,8 +232,7 @@ def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
         assert trainer.rates is not None
         rates[noise] = trainer.rates.body.rate
     own = trainer.plan.mechanism
-    args = copy(trainer.args)
-    args.noise = "independent"
+    args = replace(trainer.args, noise="independent")
     alone = PrivacyPlan(args, MANY).mechanism.noise_multiplier
     arrives = what_arrives(**trainer.plan._workload())
     error = own.noise_multiplier * noise_left(own.bands, arrives)

@@ -2,6 +2,7 @@ import json
 import math
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -413,17 +414,27 @@ def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
     assert trainer.ledger.steps == 4
 
 
-@pytest.mark.parametrize("change", [{"max_steps": 8}, {"max_steps": -1, "num_train_epochs": 9.0}])
 def test_a_length_changed_after_calibration_is_refused(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     releases = spy_releases(monkeypatch)
     trainer = make_trainer(tmp_path, target_epsilon=4.0)
-    for name, value in change.items():
-        setattr(trainer.args, name, value)
+    trainer.args = replace(trainer.args, max_steps=8)
     with pytest.raises(PrivacyError, match="calibrated for 4"):
         trainer.train()
     assert releases == []
+
+
+def test_a_callback_that_changes_an_option_ends_the_run(tmp_path: Path) -> None:
+    class LessNoise(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.noise_multiplier = 0.1
+
+    trainer = make_trainer(tmp_path, callbacks=[LessNoise()])
+    with pytest.raises(PrivacyError, match=r"noise_multiplier=0\.1: it is 1\.0 and cannot"):
+        trainer.train()
+    assert trainer.ledger.steps == 1
+    assert trainer.args.noise_multiplier == trainer.ledger.mechanism.noise_multiplier == 1.0
 
 
 def test_a_callback_that_never_stops_cannot_overdraw_the_budget(tmp_path: Path) -> None:
