@@ -20,6 +20,7 @@ PACKAGE = "dp_grape_hf"
 # own, and enters another by its face: what the room's __init__ names, and nothing else.
 FLOORS = (
     ("errors", "phases", "tables"),  # the ground
+    ("options",),
     ("distributed",),
     ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
@@ -34,7 +35,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # The libraries that only some places know, so that the rest can be read and tested without them.
 ONLY_IN = {
-    "torch": {*FLOOR_OF} - {"accounting", "errors", "phases", "tables"},
+    "torch": {*FLOOR_OF} - {"accounting", "errors", "options", "phases", "tables"},
     "transformers": {
         *("gradients.rules", "gradients.definition"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory"),

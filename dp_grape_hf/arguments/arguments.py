@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    NamedTuple,
-    Self,
-    TypeVar,
-    get_type_hints,
-)
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments.methods import METHODS, row_of
 from dp_grape_hf.arguments.refusals import (
     FIXED_OF_HOST,
@@ -37,32 +25,21 @@ from dp_grape_hf.arguments.refusals import (
 )
 from dp_grape_hf.choosing import rule_and_rank, schedule
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import ENGINES, GradSampleMode
-from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
-from dp_grape_hf.optimizers import UPDATE_RULES
-from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
+from dp_grape_hf.ledger import Clipping
+from dp_grape_hf.options import OPTIONS, read
+from dp_grape_hf.projections import PRINCIPAL
 
 logger = logging.getLogger(__name__)
 
-ALIASES = {
-    "eps": "target_epsilon",
-    "delta": "target_delta",
-    "r": "projection_rank",
-    "F": "projection_update_steps",
-}
+ALIASES = {option.short: name for name, option in OPTIONS.items() if option.short is not None}
 UPDATE_STEPS = 100
 RANK = 16
 HOST_RATE = 5e-5  # the default of transformers
 INDEPENDENT = "independent"
 
-BOUND = (
-    "greater than 0: it bounds what each sample contributes, which the noise is calibrated to. "
-    "Leave it at 1.0, or take clipping='automatic' if it is not to be tuned; not to clip at all, "
-    "which 0 means in the Trainer, is max_grad_norm=inf with noise_multiplier=0"
-)
-
-_NUMBERS = (int, float, int | None, float | None)
-_OTHERS: dict[Any, str] = {bool: "True or False", str: "a text", str | None: "a text or None"}
+_OWN = {name for name, option in OPTIONS.items() if not option.of_host}
+# What a run, its noise and its ledger rely on. The host itself sets some of its other options.
+_FIXED = _OWN | FIXED_OF_HOST
 _Class = TypeVar("_Class", bound=type)
 
 if TYPE_CHECKING:
@@ -71,28 +48,17 @@ else:  # a base with fields would override the defaults of the host that stands 
     _Host = object
 
 
-class Valid(NamedTuple):
-    """The range of an argument, beside its type; None is in all of them, and means not given."""
+class _FromTable:
+    """Becomes the field of a dataclass that has the option's name, default and help."""
 
-    needed: str
-    holds: Callable[[Any], bool]
-
-
-def one_of(choices: Iterable[str]) -> Valid:
-    """Returns the range that is these texts."""
-    known = list(choices)
-    return Valid(f"one of {known}", known.__contains__)
+    def __set_name__(self, owner: type, name: str) -> None:
+        option = OPTIONS[name]
+        aliases = {} if option.short is None else {"aliases": [f"--{option.short}"]}
+        metadata = {"help": option.help, **aliases}
+        setattr(owner, name, field(default=option.default, metadata=metadata))
 
 
-AT_LEAST_1 = Valid("at least 1", lambda v: v >= 1)
-POSITIVE = Valid("greater than 0, and finite", lambda v: 0 < v < math.inf)
-NOT_NEGATIVE = Valid("0 or greater, and finite", lambda v: 0 <= v < math.inf)
-BETWEEN_0_AND_1 = Valid("strictly between 0 and 1", lambda v: 0 < v < 1)
-
-
-def short_name(alias: str) -> dict[str, Any]:
-    """Returns what a field's metadata says so that ``--alias`` is accepted for it."""
-    return {"aliases": [f"--{alias}"]}
+_IN_TABLE: Any = _FromTable()
 
 
 @dataclass(repr=False)
@@ -114,238 +80,45 @@ class DPGrapeArguments(_Host):
     """
 
     # ---- The promise ----
-    target_epsilon: Annotated[float | None, POSITIVE] = field(
-        default=None,
-        metadata={
-            "help": "The privacy budget epsilon: the noise is calibrated so that the whole run "
-            "spends at most this, and training stops there. Give this or noise_multiplier.",
-            **short_name("eps"),
-        },
-    )
-    target_delta: Annotated[float | None, BETWEEN_0_AND_1] = field(
-        default=None,
-        metadata={
-            "help": "The delta at which epsilon holds; well below 1/N, for example 1e-5. No "
-            "default: 1/N would depend on the data.",
-            **short_name("delta"),
-        },
-    )
-    noise_multiplier: Annotated[float | None, NOT_NEGATIVE] = field(
-        default=None,
-        metadata={
-            "help": "sigma: noise std divided by max_grad_norm. Give this or target_epsilon. 0 "
-            "trains without noise and without any guarantee, and the ledger says so."
-        },
-    )
-    accountant: Annotated[str, one_of(ACCOUNTANTS)] = field(
-        default=DEFAULT,
-        metadata={"help": "pld, prv or rdp: each computes an upper bound on epsilon."},
-    )
+    target_epsilon: float | None = _IN_TABLE
+    target_delta: float | None = _IN_TABLE
+    noise_multiplier: float | None = _IN_TABLE
+    accountant: str = _IN_TABLE
 
     # ---- The mechanism ----
-    max_grad_norm: Annotated[float | None, Valid(BOUND, lambda v: v > 0)] = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "C: the L2 norm that each sample's gradient is clipped to, over all trainable "
-            "parameters jointly. inf is allowed only with noise_multiplier=0. Default: 1.0."
-        },
-    )
-    clipping: Annotated[str | None, one_of(Clipping)] = field(
-        default=None,
-        metadata={
-            "help": "flat: max_grad_norm bounds a sample's gradient over all parameters jointly. "
-            "automatic: every gradient is scaled to just below max_grad_norm, which then need not "
-            "be tuned. Default: automatic where learning_rate is chosen and max_grad_norm not "
-            "given, else flat."
-        },
-    )
-    noise: Annotated[str | None, one_of([INDEPENDENT, BANDED])] = field(
-        default=None,
-        metadata={
-            "help": "independent: of each step by itself. banded: correlated over as many steps as "
-            "leave the least noise in the trained weights at the same epsilon, which the budget, N "
-            "and the steps decide; later noise takes back a part of earlier noise. Each further "
-            "step costs memory of the size of a release. independent where nothing is gained. "
-            "Default: banded where learning_rate is chosen, weights are pretrained, that memory is "
-            "at most half of theirs, and the update rule is not Adam; else independent."
-        },
-    )
-    secure_noise: bool = field(
-        default=False,
-        metadata={
-            "help": "Draw noise whose low bits cannot betray what it was added to: four draws in "
-            "float64, their sum rounded to a public grid. Drawing then takes about 9 times as "
-            "long on a CPU. In one process only."
-        },
-    )
-    expected_batch_size: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "The mean size of the logical batch, q N, and the constant that gradients are "
-            "divided by. Default: chosen where learning_rate is, from the passes over the data "
-            "(num_train_epochs) and N; else per_device_train_batch_size * "
-            "gradient_accumulation_steps * number of processes. per_device_train_batch_size itself "
-            "bounds memory only."
-        },
-    )
-    num_samples: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "The declared dataset size N, from which q = expected_batch_size / N follows. "
-            "Default: the length of the training dataset, which treats that length as public."
-        },
-    )
-    earlier_data: Annotated[str | None, one_of(EarlierData)] = field(
-        default=None,
-        metadata={
-            "help": "Whether this run trains on examples that were used by the run that the model "
-            f"comes from, or by those before it: {' or '.join(EarlierData)}. same: the privacy "
-            "spent adds up, within target_epsilon. Needed where the model has a privacy ledger, or "
-            "where that cannot be looked up (offline, say): other, if it has none."
-        },
-    )
-    earlier_ledger: str | None = field(
-        default=None,
-        metadata={
-            "help": "The privacy ledger of the run that the model comes from, where it does not "
-            "lie in the folder or repository that the model was loaded from: adapters, and "
-            "models built by hand."
-        },
-    )
-    adjacency: Annotated[str, one_of(Adjacency)] = field(
-        default=Adjacency.ADD_OR_REMOVE_ONE.value,
-        metadata={
-            "help": f"Which data sets are neighbours: {', '.join(Adjacency)}. Replacing one "
-            "example changes up to twice as much as adding it, and takes up to twice the noise."
-        },
-    )
-    privacy_unit_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "The column that says whose an example is, user_id say: what epsilon protects "
-            "is then all examples of one value, which are drawn, and clipped, together. "
-            "num_samples and expected_batch_size count these units. Default: each example is one."
-        },
-    )
-    max_examples_per_unit: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "The most examples of a unit that one step uses, a random choice of them. "
-            "Bounds memory and time. Default: all; needs privacy_unit_column."
-        },
-    )
+    max_grad_norm: float | None = _IN_TABLE  # type: ignore[assignment]
+    clipping: str | None = _IN_TABLE
+    noise: str | None = _IN_TABLE
+    secure_noise: bool = _IN_TABLE
+    expected_batch_size: int | None = _IN_TABLE
+    num_samples: int | None = _IN_TABLE
+    earlier_data: str | None = _IN_TABLE
+    earlier_ledger: str | None = _IN_TABLE
+    adjacency: str = _IN_TABLE
+    privacy_unit_column: str | None = _IN_TABLE
+    max_examples_per_unit: int | None = _IN_TABLE
 
     # ---- The method ----
-    method: str = field(
-        default="dp_grape",
-        metadata={
-            "help": f"Which method trains: {', '.join(METHODS)}, or a plug-in's. The recipes have "
-            "the paper's comparisons as plug-ins (recipes.paper.methods)."
-        },
-    )
-    learning_rate: Annotated[float | None, NOT_NEGATIVE] = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "The rate of most of what is trained. Default: chosen, and with it all that is "
-            "not given of what is trained, batch, clipping, rank, rule and factors "
-            f"(dp_grape_hf.choosing); {HOST_RATE:g} where there is no noise to choose by."
-        },
-    )
-    lr_scheduler_type: Annotated[str | None, one_of(s.value for s in SchedulerType)] = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "How the rate changes over the run. Default: not at all for pretrained weights "
-            "where learning_rate is chosen; else linear, as that of transformers."
-        },
-    )
-    update_rule: Annotated[str | None, one_of(sorted(UPDATE_RULES))] = field(
-        default=None,
-        metadata={
-            "help": "How private gradients move weights. Default: that of the method; chosen for "
-            "principal directions where learning_rate is."
-        },
-    )
-    learning_rate_factors: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "What the learning rate is multiplied by for some parameters: a mapping of "
-            "name patterns to factors (as JSON on the command line), such as "
-            '{"classifier": 20} for a head that is new.'
-        },
-    )
-    gradient_factors: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "What gradients of some parameters are multiplied by before the clip, and "
-            "divided by after the noise: a mapping of name patterns to factors (as JSON on the "
-            'command line), such as {"classifier": 4}. Such a head has more of max_grad_norm, and '
-            "a quarter of the noise. Costs no privacy."
-        },
-    )
+    method: str = _IN_TABLE
+    learning_rate: float | None = _IN_TABLE  # type: ignore[assignment]
+    lr_scheduler_type: str | None = _IN_TABLE  # type: ignore[assignment]
+    update_rule: str | None = _IN_TABLE
+    learning_rate_factors: dict[str, Any] | str | None = _IN_TABLE
+    gradient_factors: dict[str, Any] | str | None = _IN_TABLE
+
     # ---- The projection ----
-    projection: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Where P comes from. {PRINCIPAL}: the principal directions of what each layer "
-            "is given when the model reads synthetic inputs, or a public_dataset of the trainer; "
-            f"at random: {', '.join(sorted(PROJECTIONS))}. Default: that of the method."
-        },
-    )
-    projection_rank: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "r: the rank of the projected gradients. A layer whose projected dimension is "
-            f"not above r is not projected. Default: {RANK}; chosen for principal directions where "
-            "learning_rate is.",
-            **short_name("r"),
-        },
-    )
-    projection_update_steps: Annotated[int | None, AT_LEAST_1] = field(
-        default=None,
-        metadata={
-            "help": "F: make the projection anew every this many steps. Default: 100, and never "
-            "for principal directions, which are then measured on the weights of the time.",
-            **short_name("F"),
-        },
-    )
-    projection_seed: Annotated[int, Valid("0 or greater", lambda v: v >= 0)] = field(
-        default=0,
-        metadata={"help": "The public seed of the projections; it stands in the ledger."},
-    )
+    projection: str | None = _IN_TABLE
+    projection_rank: int | None = _IN_TABLE
+    projection_update_steps: int | None = _IN_TABLE
+    projection_seed: int = _IN_TABLE
 
     # ---- The computation ----
-    grad_sample_mode: Annotated[str, one_of(GradSampleMode)] = field(
-        default=GradSampleMode.AUTO.value,
-        metadata={
-            "help": f"How clipping sees per-sample gradients: {', '.join(GradSampleMode)}. All "
-            "make the same release. auto: for each layer the form that takes least."
-        },
-    )
-    engine: Annotated[str, one_of(sorted(ENGINES))] = field(
-        default="layerwise",
-        metadata={
-            "help": "How per-sample gradients are computed: layerwise (fast) or functorch (any "
-            "model that vmap can trace)."
-        },
-    )
+    grad_sample_mode: str = _IN_TABLE
+    engine: str = _IN_TABLE
 
     # ---- What leaves the machine ----
-    save_as: Annotated[str, one_of(["model", "adapter"])] = field(
-        default="model",
-        metadata={
-            "help": "What save_model() and push_to_hub() write: model, all weights; or adapter, a "
-            "LoRA adapter of PEFT with what the run changed, of rank r times the number of "
-            "projections. Checkpoints hold all weights, to be resumed from."
-        },
-    )
-    eval_data_is_public: bool = field(
-        default=False,
-        metadata={
-            "help": "Declares that the evaluation data need no protection: metrics of these rows "
-            "are not covered by epsilon. They may then be training rows, and the best checkpoint "
-            "may be chosen by their metrics."
-        },
-    )
+    save_as: str = _IN_TABLE
+    eval_data_is_public: bool = _IN_TABLE
 
     refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET
     """Name of an option of the host -> why it is refused, and what to do instead."""
@@ -353,8 +126,8 @@ class DPGrapeArguments(_Host):
 
     def __post_init__(self) -> None:
         """Fills in defaults and refuses what would void the guarantee."""
-        self._read_numbers()
-        self._refuse_values()
+        for name in _OWN:
+            setattr(self, name, read(name, getattr(self, name)))
         self._fill_in()
         refuse_contradictions(self)
         refuse_host_options(self)
@@ -462,32 +235,6 @@ class DPGrapeArguments(_Host):
         if "activation_checkpointing_kwargs" in self.__dataclass_fields__:  # transformers >= 5.20
             self.activation_checkpointing_kwargs = kwargs
 
-    def _read_numbers(self) -> None:
-        """Converts our numbers from text, which is what YAML makes of 1e-5; refuses other types."""
-        for name, kind in get_type_hints(DPGrapeArguments).items():
-            value: Any = getattr(self, name, None)
-            if kind in _OTHERS and not isinstance(value, kind):
-                raise PrivacyError(f"{name}={value!r} must be {_OTHERS[kind]}.")
-            if kind not in _NUMBERS or (value is None and kind not in (int, float)):
-                continue
-            whole = kind in (int, int | None)
-            try:
-                number = float(value)
-                if isinstance(value, bool) or (whole and number != int(number)):
-                    raise ValueError
-            except (TypeError, ValueError, OverflowError):
-                needed = "a whole number" if whole else "a number"
-                raise PrivacyError(f"{name}={value!r} must be {needed}.") from None
-            setattr(self, name, int(value) if whole else number)
-
-    def _refuse_values(self) -> None:
-        """Refuses the first argument that is out of the range that stands beside it."""
-        for name, kind in get_type_hints(DPGrapeArguments, include_extras=True).items():
-            value = getattr(self, name, None)
-            for needed, holds in getattr(kind, "__metadata__", ()):
-                if value is not None and not holds(value):
-                    raise PrivacyError(f"{name}={value!r} must be {needed}.")
-
     def _fill_in(self) -> None:
         """Fills in what the method implies."""
         row = row_of(self.method)
@@ -522,7 +269,6 @@ class DPGrapeArguments(_Host):
             self.clipping = (Clipping.AUTOMATIC if scaled else Clipping.FLAT).value
         if self.max_grad_norm is None:
             self.max_grad_norm = 1.0
-        self._read_factors()
         if not row.private:
             self._set_not_private()
 
@@ -532,24 +278,6 @@ class DPGrapeArguments(_Host):
         if self.projection == PRINCIPAL:
             found |= rule_and_rank(pretrained=pretrained)
         return found
-
-    def _read_factors(self) -> None:
-        """Takes mappings of factors, which the command line gives as JSON."""
-        for name in ("learning_rate_factors", "gradient_factors"):
-            asked: Any = getattr(self, name)
-            if asked is None:
-                continue
-            try:
-                factors = json.loads(asked) if isinstance(asked, str) else dict(asked)
-                good = all(_is_factor(*item) for item in factors.items())
-            except (ValueError, TypeError, AttributeError):
-                factors, good = {}, False
-            if not (factors and good):
-                raise PrivacyError(
-                    f"{name}={asked!r} must map name patterns to factors that are positive and "
-                    'finite, like {"classifier": 20}.'
-                )
-            setattr(self, name, factors)
 
     def _set_not_private(self) -> None:
         """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
@@ -567,15 +295,6 @@ class DPGrapeArguments(_Host):
                     f"method: {', '.join(name for name, row in METHODS.items() if row.private)}."
                 )
         self.noise_multiplier, self.max_grad_norm = 0.0, math.inf
-
-
-# What a run, its noise and its ledger rely on. The host itself sets some of its other options.
-_FIXED = {f.name for f in fields(DPGrapeArguments)} | FIXED_OF_HOST
-
-
-def _is_factor(pattern: Any, value: Any) -> bool:
-    number = type(value) in (int, float) and 0 < value <= sys.float_info.max
-    return type(pattern) is str and number
 
 
 def accepts_short_names(cls: _Class) -> _Class:

@@ -141,8 +141,6 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
     batch_size: float | None = args.expected_batch_size
     sample_rate: float
     if num_samples is not None:
-        if num_samples < 1:
-            raise PrivacyError(f"{num_samples=} must be positive; count the training examples.")
         refuse_large_delta(args.target_delta, num_samples)
     if batch_size is None:
         sample_rate = args.sample_rate
@@ -157,7 +155,5 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
     if args.max_steps is not None:
         return sample_rate, batch_size, args.max_steps
     num_train_epochs: float = args.num_train_epochs
-    if not 0 < num_train_epochs < math.inf:
-        raise PrivacyError(f"{num_train_epochs=} must be positive and finite.")
     epoch = expected_steps_per_epoch(sample_rate)
     return sample_rate, batch_size, math.ceil(num_train_epochs * epoch)

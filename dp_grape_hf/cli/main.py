@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         getattr(options, f"add_{name}")(subparser)
     args = parser.parse_args(argv)
     try:
+        options.refuse_values(args)
         options.refuse_missing(args)
         command = import_module(f"dp_grape_hf.cli.{args.command}")
         run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run

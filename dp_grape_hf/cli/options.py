@@ -1,14 +1,17 @@
 """What each command takes, and says of itself.
 
-Nothing of the package is imported here, so that ``--help`` and a wrong option are answered at once.
-The names and defaults that options state are those of the package; the tests compare them.
+Only the table of options is imported here, so that ``--help`` and a wrong option are answered at
+once. Names and defaults that are not in the table are compared by the tests.
 """
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.options import OPTIONS, read
 
 # ---- convert ----
 
@@ -51,15 +54,14 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _SUGGEST, _SUGGEST_EXAMPLES
     add = parser.add_argument
     add("model", help="name of a model, or its folder")
-    add("--num_samples", type=_positive, required=True, metavar="N", help="examples")
-    add("--target_epsilon", "--eps", type=float, required=True, metavar="eps")
-    _add_delta(parser, required=True)
-    add("--num_train_epochs", "--epochs", type=float, metavar="E", help="passes (default: 3)")
+    for name in ("num_samples", "target_epsilon", "target_delta"):
+        _take(add, name, required=True)
+    _take(add, "num_train_epochs", "--epochs")
     _add_head(parser)
-    add("--method", metavar="method", help="default: dp_grape")
-    add("--learning_rate", type=float, metavar="rate", help="a rate of yours, which is measured")
-    add("--expected_batch_size", type=_positive, metavar="B", help="default: chosen")
-    add("--max_steps", type=_positive, metavar="T", help="instead of passes")
+    _take(add, "learning_rate", help="yours, which is measured (default: chosen)")
+    _take(add, "expected_batch_size", help="default: chosen")
+    for name in ("method", "max_steps"):
+        _take(add, name)
 
 
 # ---- calibrate ----
@@ -131,49 +133,26 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
     parser.description, parser.epilog = _CALIBRATE, _CALIBRATE_EXAMPLES
     add = parser.add_argument
-    add("--num_samples", type=int, metavar="N")
-    sampling = parser.add_mutually_exclusive_group(required=True)
-    sampling.add_argument("--expected_batch_size", type=float, metavar="B", help="with N: q = B/N")
-    sampling.add_argument("--sample_rate", type=float, metavar="q", help="outright")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--max_steps", type=int, metavar="T")
-    length.add_argument(
-        "--num_train_epochs", type=float, metavar="E", help="T = E times 1/q, rounded up"
-    )
-    _add_delta(parser, required=True)
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument(
-        *("--target_epsilon", "--eps"),
-        type=float,
-        nargs="+",
-        metavar="eps",
-        help="budgets to find the noise for (default: a table from 0.5 to 8)",
-    )
-    budget.add_argument(
-        "--noise_multiplier",
-        type=float,
-        nargs="+",
-        metavar="sigma",
-        help="noise to find the budget for",
-    )
-    add(
-        "--accountant",
-        default="pld",
-        metavar="name",
-        help="pld, prv, rdp (default: pld)",
-    )
-    add(
-        "--adjacency",
-        default="add_or_remove_one",
-        metavar="name",
-        help="add_or_remove_one or replace_one: which datasets are neighbours (default: the first)",
-    )
-    add(
-        "--noise",
+    _take(add, "num_samples")
+    sampling = parser.add_mutually_exclusive_group(required=True).add_argument
+    _take(sampling, "expected_batch_size")
+    sampling("--sample_rate", type=float, metavar="q", help="outright, in place of B / N")
+    length = parser.add_mutually_exclusive_group(required=True).add_argument
+    for name in ("max_steps", "num_train_epochs"):
+        _take(length, name)
+    _take(add, "target_delta", required=True)
+    budget = parser.add_mutually_exclusive_group().add_argument
+    several = "budgets to find the noise for (default: a table from 0.5 to 8)"
+    _take(budget, "target_epsilon", nargs="+", help=several)
+    _take(budget, "noise_multiplier", nargs="+", help="noise to find the budget for")
+    for name in ("accountant", "adjacency"):
+        _take(add, name, default=OPTIONS[name].default)
+    _take(
+        add,
+        "noise",
         default="independent",
-        choices=["independent", "banded"],
         help="banded: correlated over as many steps as leave the least noise in the weights at the "
-        "end, of a rate that falls to 0 in a straight line",
+        "end, for a learning rate that falls to 0 in a straight line",
     )
     add(
         "--momentum",
@@ -318,15 +297,10 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("--method", choices=("dp_grape", "dp_sgd"))
-    parser.add_argument("--clipping", choices=("flat", "automatic"))
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument(
-        *("--target_epsilon", "--eps"),
-        type=float,
-        metavar="eps",
-        help="what the run claims (default: 2)",
-    )
-    budget.add_argument("--noise_multiplier", type=float, metavar="sigma", help="instead of eps")
+    _take(parser.add_argument, "clipping", help="flat or automatic (default: flat)")
+    budget = parser.add_mutually_exclusive_group().add_argument
+    _take(budget, "target_epsilon", help="what the run claims (default: 2)")
+    _take(budget, "noise_multiplier", help="instead of eps")
 
     def add(name: str, kind: type, metavar: str, text: str, default: str, **more: Any) -> None:
         text = f"{text} (default: {default})"
@@ -406,28 +380,48 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
     parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
     parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
-    _add_delta(parser, help="default: the ledger's")
+    _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
 def add_ledger(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape ledger``: a ledger for people."""
     parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
     parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
-    _add_delta(parser, help="default: the ledger's")
+    _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape report``: a run on one page."""
     parser.description, parser.epilog = _REPORT, _REPORT_EXAMPLES
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output_dir of the run")
-    _add_delta(parser, help="default: the ledger's")
+    _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
 # ---- What several commands take ----
 
 
-def _add_delta(parser: argparse.ArgumentParser, **more: Any) -> None:
-    parser.add_argument("--target_delta", "--delta", type=float, metavar="delta", **more)
+def _take(add: Callable[..., Any], name: str, *names: str, **more: Any) -> None:
+    """Adds an option of the table, under its names and these, with what is given in its place."""
+    option, known = OPTIONS[name], []
+    if option.short is not None:
+        known = [f"--{option.short}"]
+    symbol, text = re.fullmatch(r"(?:(\w+): )?(.*)", option.brief, re.DOTALL).groups()  # type: ignore[union-attr]
+    if option.default is not None:
+        text += f" (default: {option.default})"
+    settings = {"metavar": option.short or symbol or name.rpartition("_")[2], "help": text, **more}
+    add(f"--{name}", *known, *names, type=option.range.kind, **settings)
+
+
+def refuse_values(args: argparse.Namespace) -> None:
+    """Refuses a value that is out of the range of its option in the table.
+
+    Raises:
+        PrivacyError: with the name and the value.
+    """
+    for name, given in vars(args).items():
+        if name in OPTIONS and given is not None:
+            for value in given if isinstance(given, list) else [given]:
+                read(name, value)
 
 
 def _add_head(parser: argparse.ArgumentParser) -> None:

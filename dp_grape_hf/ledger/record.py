@@ -2,8 +2,7 @@
 
 import json
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -11,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 from dp_grape_hf.accounting import Adjacency, Releases
 from dp_grape_hf.errors import Choice, require
+from dp_grape_hf.options import BOUND, COUNT, OPTIONS, POSITIVE
 
 SECURE, BANDED = "secure", "banded"
 EXAMPLE = "example"  # the privacy unit, where no column names another
@@ -88,12 +88,7 @@ def _are_coefficients(text: str) -> bool:
     )
 
 
-_POSITIVE = {"valid": ("positive and finite", lambda x: 0 < x < math.inf)}
-_COUNT = {"valid": ("at least 1 and at most 10**15", lambda x: 1 <= x <= 10**15)}
-_SIGMA = {"valid": ("at least 0 and finite", lambda x: 0 <= x < math.inf)}
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
-_CLIP = {"valid": ("positive", lambda x: x > 0)}
-_DELTA = {"valid": ("in (0, 1), and a normal number", lambda x: sys.float_info.min <= x < 1)}
 _NOISE = {"valid": (f"{SECURE} or {BANDED}", lambda x: x in (SECURE, BANDED))}
 _COEFFICIENTS = {
     "valid": ("JSON of two numbers or more, the first positive, of length 1", _are_coefficients)
@@ -132,7 +127,8 @@ class Record:
     """What a ledger holds: a dataclass whose fields have the types and values that they may have.
 
     An integer may stand for a float. What a value may be, if not any but the empty text, stands in
-    the ``valid`` metadata of its field, in words and as a test.
+    the ``valid`` metadata of its field, in words and as a test; else it is the range of the number
+    in the table of options, if that has the name.
     """
 
     def __post_init__(self) -> None:
@@ -145,8 +141,19 @@ class Record:
             require(
                 fits and type(value) is not bool, f"{f.name}={value!r} must be of type {names}."
             )
-            text, holds = f.metadata.get("valid", ("non-empty", lambda value: value != ""))
+            text, holds = f.metadata.get("valid") or _range_of(f.name)
             require(value is None or holds(value), f"{f.name}={value!r} must be {text}.")
+
+
+def _range_of(name: str) -> tuple[str, Callable[[Any], bool]]:
+    """Returns the range of a number in the table of options; any but the empty text is in others.
+
+    Texts have no choices here: a ledger may name what only other versions and plug-ins know.
+    """
+    option = OPTIONS.get(name)
+    if option is None or option.range.kind not in (int, float):
+        return "non-empty", lambda value: value != ""
+    return option.range.needed, option.range.holds
 
 
 def kinds_of(f: Field[Any]) -> tuple[type, ...]:
@@ -181,18 +188,18 @@ class Mechanism(Record):
     schedule.
     """
 
-    noise_multiplier: float = field(metadata=_SIGMA)
+    noise_multiplier: float
     sample_rate: float = field(metadata=_RATE)
-    max_grad_norm: float = field(metadata=_CLIP)
-    expected_batch_size: float = field(metadata=_POSITIVE)
-    num_samples: int = field(metadata=_COUNT)
-    target_epsilon: float | None = field(metadata=_POSITIVE)
-    target_delta: float | None = field(metadata=_DELTA)
+    max_grad_norm: float = field(metadata={"valid": ("greater than 0", BOUND.holds)})
+    expected_batch_size: float = field(metadata={"valid": POSITIVE[1:]})
+    num_samples: int
+    target_epsilon: float | None
+    target_delta: float | None
     accountant: str
     engine: str
     projection: str
-    projection_rank: int | None = field(metadata=_COUNT)
-    projection_update_steps: int | None = field(metadata=_COUNT)
+    projection_rank: int | None
+    projection_update_steps: int | None
     projection_seed: int | None
     projection_device: str = "cpu"
     adjacency: str = Adjacency.ADD_OR_REMOVE_ONE.value
@@ -204,7 +211,7 @@ class Mechanism(Record):
     projection_ranks: str | None = None
     max_batch_size: int | None = field(default=None, metadata=_NO_CAP)
     norm_directions: int | None = field(default=None, metadata=_NO_ESTIMATES)
-    max_examples_per_unit: int | None = field(default=None, metadata=_COUNT)
+    max_examples_per_unit: int | None = None
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
@@ -308,9 +315,9 @@ class Release(Record):
     ``sample_rate`` is q, of all examples together; the mechanism says whether they have groups.
     """
 
-    noise_multiplier: float = field(metadata=_SIGMA)
+    noise_multiplier: float
     sample_rate: float = field(metadata=_RATE)
-    count: int = field(metadata=_COUNT)
+    count: int = field(metadata={"valid": COUNT[1:]})
 
 
 def require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:

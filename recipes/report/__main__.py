@@ -1,4 +1,4 @@
-"""Renders every table of results in the committed pages from the committed results.
+"""Renders every table of results, and that of options, in the committed pages.
 
     make tables                        # python -m recipes.report
     python -m recipes.report --check
@@ -111,6 +111,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
     "models": _of(MATRIX, checks.model_families),
+    "options": lambda _: front_page.options(),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
         for name in SWEEPS

@@ -1,10 +1,11 @@
-"""The tables of the front page, from committed results."""
+"""The tables of the front page, from committed results, and that of all arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dp_grape_hf.options import OPTIONS
 from recipes.benchmark import timing
 from recipes.benchmark.methods import ADAMW, ADAMW_LORA, DP_ADAM, DP_GRAPE, DP_LORA, METHODS
 from recipes.common.markdown import NOT_RUN, table
@@ -27,6 +28,16 @@ _ON_GPU = {
     "ViT-Base, 224 pixels": "ViT-Base, 224 pixels",
     "OPT-1.3B, T=512": "OPT-1.3B, 512 tokens",
 }
+
+
+def options() -> str:
+    """Returns all arguments, with their defaults and meanings."""
+    rows = []
+    for name, option in OPTIONS.items():
+        names = f"`{name}`" + (f", `{option.short}`" if option.short else "")
+        default = "-" if option.default is None else f"`{option.default}`"
+        rows.append([names, option.otherwise or default, option.meaning])
+    return table(["Argument", "Default", "Meaning"], rows)
 
 
 def privacy_costs(

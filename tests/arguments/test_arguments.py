@@ -3,9 +3,10 @@
 import dataclasses
 import io
 import math
+import re
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -13,10 +14,17 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainingArguments
+from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.arguments.arguments import ALIASES
+from dp_grape_hf.arguments.arguments import ALIASES, HOST_RATE, INDEPENDENT, RANK, UPDATE_STEPS
 from dp_grape_hf.arguments.refusals import FIXED_OF_HOST, UPLOADING_TRACKERS
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.gradients import ENGINES, GradSampleMode
+from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
+from dp_grape_hf.optimizers import UPDATE_RULES
+from dp_grape_hf.options import OPTIONS, read
+from dp_grape_hf.projections import PRINCIPAL, PROJECTIONS
+from tests.support.methods import OURS
 
 HOST = {"output_dir": "unused", "report_to": "none", "use_cpu": True}
 BUDGET = {"target_epsilon": 6.0, "target_delta": 1e-5}
@@ -32,6 +40,51 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
     host = ("--output_dir", "unused", "--report_to", "none", "--use_cpu")
     parser = HfArgumentParser(DPGrapeTrainingArguments)
     return parser.parse_args_into_dataclasses([*host, *words], look_for_args_file=False)[0]
+
+
+# ---- The table ----
+
+
+def test_fields_and_table_agree_and_choices_are_those_that_there_are() -> None:
+    types = get_type_hints(DPGrapeArguments)
+    own = {name: option for name, option in OPTIONS.items() if not option.of_host}
+    assert OWN_FIELDS.keys() == own.keys()
+    for name, option in own.items():
+        kind: Any = dict[str, Any] | str if option.range.kind is dict else option.range.kind
+        assert types[name] == (kind | None if option.default is None else kind), name
+        if option.default is not None:
+            assert read(name, option.default) == option.default
+    choices = {
+        "accountant": ACCOUNTANTS,
+        "adjacency": Adjacency,
+        "clipping": Clipping,
+        "earlier_data": EarlierData,
+        "engine": ENGINES,
+        "grad_sample_mode": GradSampleMode,
+        "noise": (INDEPENDENT, BANDED),
+        "save_as": ("model", "adapter"),
+        "update_rule": UPDATE_RULES,
+    }
+    for name, known in choices.items():
+        assert sorted(re.findall(r"'(\w+)'", own[name].range.needed)) == sorted(known), name
+        assert all(own[name].range.holds(choice) for choice in known)
+    assert own["accountant"].default == DEFAULT
+    hosts = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
+    assert all(o.default in (None, hosts[name]) for name, o in OPTIONS.items() if o.of_host)
+
+
+def test_meanings_name_options_methods_and_projections_that_there_are() -> None:
+    for option in OPTIONS.values():
+        for name in re.findall(r"\b[a-z]+_[a-z_]+\b", option.otherwise):
+            assert name in {*OPTIONS, *FIXED_OF_HOST, *OURS}, name
+    assert all(f"`{name}`" in OPTIONS["method"].meaning for name in OURS)
+    for name in {PRINCIPAL, *PROJECTIONS}:
+        assert f"`{name}`" in OPTIONS["projection"].meaning
+    defaults = [f"{HOST_RATE:g}", f"{RANK}", f"{UPDATE_STEPS}"]
+    named = ("learning_rate", "projection_rank", "projection_update_steps")
+    assert all(
+        value in OPTIONS[name].otherwise for name, value in zip(named, defaults, strict=True)
+    )
 
 
 # ---- Values and their short names ----
@@ -324,7 +377,7 @@ def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
 
 # ---- Refused: options of the host ----
 
-OPTIONS = [
+REFUSED = [
     ("auto_find_batch_size", True),
     ("fp16", True),
     ("deepspeed", {"train_batch_size": 8}),  # whether it is installed or not
@@ -347,7 +400,7 @@ OPTIONS = [
 EVALUATING = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
-@pytest.mark.parametrize(("option", "value"), OPTIONS)
+@pytest.mark.parametrize(("option", "value"), REFUSED)
 def test_an_option_that_voids_the_guarantee_is_refused_by_name_and_value(
     option: str, value: Any
 ) -> None:
@@ -399,7 +452,7 @@ def test_a_tracker_that_logs_gradients_is_refused(
 
 
 def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
-    for option, value in OPTIONS[-3:]:
+    for option, value in REFUSED[-3:]:
         args = make(**EVALUATING | {option: value, "eval_data_is_public": True})
         assert args.eval_data_is_public
 

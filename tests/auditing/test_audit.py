@@ -367,7 +367,7 @@ def test_the_command_names_the_projection_and_the_factors(
     assert "projection        principal\n" in printed
     assert f"gradient factors  {factors}\n" in printed
     assert main([*SMALL, "--gradient_factors", "4"]) == 2
-    assert "must map name patterns to factors" in capsys.readouterr().err
+    assert "must be a mapping of name patterns to factors" in capsys.readouterr().err
 
 
 @pytest.mark.slow
