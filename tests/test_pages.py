@@ -466,7 +466,6 @@ def first_column(page: str, header: str) -> set[str]:
     [
         ("README.md", "Argument"),
         ("dp_grape_hf/arguments/README.md", "Argument"),
-        ("dp_grape_hf/arguments/README.md", "Option"),
         ("dp_grape_hf/projections/README.md", "Option"),
     ],
 )

@@ -69,16 +69,9 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
 _CALIBRATE = """\
 Turn a privacy budget into the noise that meets it, or noise into the budget it spends.
 
-  N      num_samples           examples in the training set
-  B      expected_batch_size   examples in a step, on average over steps
-  q      sample_rate = B / N   chance that a given example takes part in a given step
-  T      max_steps             noisy steps in all; an epoch is 1 / q of them, rounded up
-  delta  target_delta          how often the promise may fail; far below 1 / N
-  eps    target_epsilon        the promise: smaller is more private
-  C      max_grad_norm         bound on what one example adds to the sum of gradients
-  sigma  noise_multiplier      noise std on that sum is sigma * C, so sigma * C / B on the mean
-
-More noise, fewer steps or a smaller q make eps smaller. C has no effect on it.
+Each example takes part in a step with probability q = B / N. C (max_grad_norm) bounds what it adds
+to the sum of gradients. The noise on that sum has standard deviation sigma * C, which is
+sigma * C / B on the mean. More noise, fewer steps or a smaller q make eps smaller; C does not.
 """
 
 _CALIBRATE_EXAMPLES = """\
