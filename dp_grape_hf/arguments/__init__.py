@@ -1,8 +1,8 @@
 """What is promised: options, methods, what they mean for N examples, and what is refused.
 
-``arguments`` has the options with their ranges, ``methods`` the table of methods, which plug-ins
-can extend, ``refusals`` the combinations that would void the promise, and ``plan`` works out noise,
-steps and sampling rate.
+``arguments`` checks and fixes the options, whose table is ``dp_grape_hf.options``. ``methods`` has
+the table of methods, which plug-ins can extend, ``refusals`` the combinations that would void the
+promise, and ``plan`` works out noise, steps and sampling rate.
 """
 
 from dp_grape_hf.arguments.arguments import (

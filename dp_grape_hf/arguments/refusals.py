@@ -1,6 +1,6 @@
 """What is refused before a run begins: options that contradict each other, and the host's.
 
-Each option by itself is in range by then: `arguments` has the ranges, beside the options.
+Each option by itself is in range by then: `dp_grape_hf.options` has the ranges.
 """
 
 from __future__ import annotations

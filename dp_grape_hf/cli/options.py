@@ -5,7 +5,6 @@ once. Names and defaults that are not in the table are compared by the tests.
 """
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,8 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     _take(sampling, "expected_batch_size")
     sampling("--sample_rate", type=float, metavar="q", help="outright, in place of B / N")
     length = parser.add_mutually_exclusive_group(required=True).add_argument
-    for name in ("max_steps", "num_train_epochs"):
-        _take(length, name)
+    _take(length, "max_steps")
+    _take(length, "num_train_epochs", help="T is E / q, rounded up")
     _take(add, "target_delta", required=True)
     budget = parser.add_mutually_exclusive_group().add_argument
     several = "budgets to find the noise for (default: a table from 0.5 to 8)"
@@ -144,8 +143,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         add,
         "noise",
         default="independent",
-        help="banded: correlated over as many steps as leave the least noise in the weights at the "
-        "end, for a learning rate that falls to 0 in a straight line",
+        help="independent, or banded: correlated over as many steps as leave the least noise in "
+        "the weights at the end, for a learning rate that falls to 0 in a straight line (default: "
+        "independent)",
     )
     add(
         "--momentum",
@@ -393,16 +393,17 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 # ---- What several commands take ----
 
 
-def _take(add: Callable[..., Any], name: str, *names: str, **more: Any) -> None:
-    """Adds an option of the table, under its names and these, with what is given in its place."""
-    option, known = OPTIONS[name], []
-    if option.short is not None:
-        known = [f"--{option.short}"]
-    symbol, text = re.fullmatch(r"(?:(\w+): )?(.*)", option.brief, re.DOTALL).groups()  # type: ignore[union-attr]
+def _take(add: Callable[..., Any], name: str, *names: str, **settings: Any) -> None:
+    """Adds an option of the table: its type, names, symbol and meaning, unless settings differ."""
+    option = OPTIONS[name]
+    symbol, colon, text = option.brief.partition(": ")
+    if not (colon and symbol.isidentifier()):
+        symbol, text = name.rpartition("_")[2], option.brief
     if option.default is not None:
         text += f" (default: {option.default})"
-    settings = {"metavar": option.short or symbol or name.rpartition("_")[2], "help": text, **more}
-    add(f"--{name}", *known, *names, type=option.range.kind, **settings)
+    short = [] if option.short is None else [f"--{option.short}"]
+    settings = {"metavar": option.short or symbol, "help": text, **settings}
+    add(f"--{name}", *short, *names, type=option.range.kind, **settings)
 
 
 def refuse_values(args: argparse.Namespace) -> None:

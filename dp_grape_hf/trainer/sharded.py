@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class ShardingMixin(Host):
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
         self._sharding = sharding_of(self.args)
-        with nullcontext() if self._sharding is None else _hidden_from_host(self.args):
+        with nullcontext() if self._sharding is None else _hidden_from_host(self):
             super().create_accelerator_and_postprocess()
         accelerator = weakref.proxy(self.accelerator)  # a cycle would keep the model alive
         self.accelerator.prepare_model = partial(
@@ -177,16 +178,17 @@ def sharding_of(args: Any) -> Sharding | None:
 
 
 @contextmanager
-def _hidden_from_host(args: Any) -> Iterator[None]:
+def _hidden_from_host(trainer: Any) -> Iterator[None]:
     """Has a host take a run with sharded weights for one of plain processes."""
-    given = args.fsdp_plugin_args, args.parallelism_config
+    given, hiding = trainer.args, copy(trainer.args)
+    hiding.fsdp_plugin_args = hiding.parallelism_config = None
     names = (_ASKS_FOR_FSDP, _ASKS_FOR_PARALLELISM)
     variables = {name: os.environ.pop(name) for name in names if name in os.environ}
-    args.fsdp_plugin_args = args.parallelism_config = None
+    trainer.args = hiding
     try:
         yield
     finally:
-        args.fsdp_plugin_args, args.parallelism_config = given
+        trainer.args = given
         os.environ.update(variables)
 
 

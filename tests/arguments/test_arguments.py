@@ -228,7 +228,7 @@ def test_no_clipping_as_the_trainer_asks_for_it_is_told_what_the_bound_is_for() 
         make(max_grad_norm=0)
 
 
-@pytest.mark.parametrize("name", [*OWN_FIELDS, *FIXED_OF_HOST, "fp16"])
+@pytest.mark.parametrize("name", [*OWN_FIELDS, *sorted(FIXED_OF_HOST), "fp16"])
 @pytest.mark.parametrize("copied", [lambda args: args, copy, through_torch])
 def test_an_option_is_fixed_from_its_check_on(copied: Any, name: str) -> None:
     args = copied(make())
