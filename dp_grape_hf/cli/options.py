@@ -317,6 +317,12 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape audit``: an attack on a run. What is not given, ``AuditSettings`` decides."""
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "place",
+        nargs="?",
+        metavar="RUN",
+        help="a saved run, which cannot be audited: the command then says why, and what can be",
+    )
     parser.add_argument("--method", choices=("dp_grape", "dp_sgd"))
     parser.add_argument("--clipping", choices=("flat", "automatic"))
     budget = parser.add_mutually_exclusive_group()
