@@ -50,6 +50,7 @@ BOUND = (
     "which 0 means in the Trainer, is max_grad_norm=inf with noise_multiplier=0"
 )
 
+_OF_P = ("projection", "projection_update_steps")
 _NUMBERS = (int, float, int | None, float | None)
 _OTHERS: dict[Any, str] = {bool: "True or False", str: "a text", str | None: "a text or None"}
 _Class = TypeVar("_Class", bound=type)
@@ -388,6 +389,26 @@ class DPGrapeArguments(_Host):
         """
         self.choose({"noise": INDEPENDENT} | self._chosen(pretrained=False))
 
+    def measure_nothing(self, reason: str) -> None:
+        """Chooses P at random, for a model that cannot be run on synthetic inputs.
+
+        Raises:
+            PrivacyError: principal directions were asked for; with the reason.
+        """
+        if self.projection == PRINCIPAL and "projection" not in self._open:
+            raise PrivacyError(f"projection={self.projection!r}: {reason}")
+        if self.projection == PRINCIPAL:
+            row = METHODS[self.method]
+            self.choose(
+                {
+                    "projection": "gaussian",
+                    "projection_update_steps": UPDATE_STEPS,
+                    "projection_rank": RANK,
+                    "update_rule": row.update_rule,
+                    "noise": INDEPENDENT,
+                }
+            )
+
     def choose(self, options: Mapping[str, Any]) -> None:
         """Sets the options that were not given, from a mapping of names to values."""
         for name in self._open & options.keys():
@@ -462,6 +483,7 @@ class DPGrapeArguments(_Host):
     def _fill_in(self) -> None:
         """Fills in what the method implies."""
         row = row_of(self.method)
+        given = {n for n in _OF_P if getattr(self, n) is not None}
         if self.projection is None:
             self.projection = row.projection
         principal = self.projection == PRINCIPAL
@@ -487,6 +509,8 @@ class DPGrapeArguments(_Host):
         }
         chosen = self._chosen(pretrained=True) if self.chooses else {}
         self._open = {name for name in ("noise", *chosen) if getattr(self, name) is None}
+        if self.chooses and principal:
+            self._open |= {*_OF_P} - given
         for name, value in (defaults | chosen).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs, output_embeddings
 
@@ -75,6 +76,22 @@ def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Mo
     if not ran:
         raise ValueError(f"no linear layer of {type(model).__name__} ran")
     return ran[-1]
+
+
+@torch.no_grad()
+def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model returns what a layer puts out: logits, or a number.
+
+    The last layer of a model that returns a similarity, say, is a part of its body.
+
+    Args:
+        model: in evaluation mode.
+        layer: the linear layer that runs last.
+        batch: inputs that are no example's.
+    """
+    width = int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)
+    returned = [x for x in tree_leaves(on_inputs(model, batch)) if isinstance(x, Tensor)]
+    return width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
 
 
 def train_matrices_only(model: Any, output: str) -> list[str]:

@@ -201,6 +201,12 @@ class PrivacyProgress(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
 
 
+def is_of_notebooks(callback: Any) -> bool:
+    """Whether a callback is the one that the Trainer shows its table in a notebook with."""
+    name = f"{type(callback).__module__}.{type(callback).__name__}"
+    return name == "transformers.utils.notebook.NotebookProgressCallback"
+
+
 def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -> None:
     """Refuses to stop by a metric of evaluation data that was not declared public."""
     if not eval_data_is_public and any(isinstance(c, EarlyStoppingCallback) for c in callbacks):
