@@ -89,7 +89,8 @@ def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> boo
         layer: the linear layer that runs last.
         batch: inputs that are no example's.
     """
-    width = int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)
+    read: Any = layer  # Conv1D has nf
+    width = int(layer.out_features if isinstance(layer, nn.Linear) else read.nf)
     returned = [x for x in tree_leaves(on_inputs(model, batch)) if isinstance(x, Tensor)]
     return width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
 
@@ -175,13 +176,11 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         The name of that layer; None if the head is not new, does not read the first position of a
         text encoder, or the layers are made as none of those that are known.
     """
-    bias = getattr(output, "bias", None)
-    body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
-    if body is None or not is_new or not is_pretrained(model):
-        return None
-    last, names = _last_layer(body)
-    if not names or not _reads_first(model, body, output, batch):
+    body, last = _body(model), None
+    names: tuple[str, ...] = ()
+    if body is not None:
+        last, names = _last_layer(body)
+    if last is None or not names or not is_new_at_first(model, output, batch):
         return None
     query, value, mixed, after, *norms = (last.get_submodule(name) for name in names)
     for linear in (query, value, mixed, after):
@@ -198,6 +197,27 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         nn.init.eye_(pooler.weight)
         nn.init.zeros_(pooler.bias)
     return next(name for name, module in model.named_modules() if module is last)
+
+
+@torch.no_grad()
+def is_new_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a head is new, and reads the first position of a pretrained text encoder.
+
+    Args:
+        model: in evaluation mode, with PEFT around it or without.
+        output: the layer that logits come from.
+        batch: inputs that are no example's.
+    """
+    bias, body = getattr(output, "bias", None), _body(model)
+    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
+    if body is None or not is_new or not is_pretrained(model):
+        return False
+    return _reads_first(model, body, output, batch)
+
+
+def _body(model: Any) -> Any:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return getattr(base, getattr(base, "base_model_prefix", "") or "-", None)
 
 
 # In a layer: queries, values, what mixes the heads, what ends the feed-forward part, two norms.

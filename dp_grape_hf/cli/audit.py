@@ -19,7 +19,7 @@ _NOT_OF_A_RUN = (
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
     """Returns claim and bound, and 1 if the bound exceeds the claim."""
-    if (place := vars(args).get("place")) is not None:
+    if (place := vars(args).get("audited")) is not None:
         raise PrivacyError(_NOT_OF_A_RUN.format(place=place))
     names = {field.name for field in fields(AuditSettings)}
     given = {name: value for name, value in vars(args).items() if name in names}

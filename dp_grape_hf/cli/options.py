@@ -318,7 +318,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
-        "place",
+        "audited",
         nargs="?",
         metavar="RUN",
         help="a saved run, which cannot be audited: the command then says why, and what can be",

@@ -115,7 +115,7 @@ class PerSampleEngine(ABC):
         keep_laid_out_for_training(model)
         refuse_modules(model)
         self._configs = configs_of(model)
-        self.loss = loss_for(model) if loss is None else loss
+        self.loss: LossFunction = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: dict[bool, int] = {}  # by mode, how many rows a batch had, up to 2
 

@@ -80,6 +80,24 @@ class OnlyPrivateLogs(TrainerCallback):
                     self._seen.add(name)
 
 
+class CountEpochs(TrainerCallback):
+    """Has the epochs of a resumed run go on: the host counts from the beginning of one.
+
+    It does so where it skips no data, as with banded noise. No other callback may come before.
+
+    Args:
+        steps: returns how many an epoch has.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Sets the epoch to the updates made, in epochs."""
+        if args.ignore_data_skip:
+            state.epoch = state.global_step / self._steps()
+
+
 class StopAtBudget(TrainerCallback):
     """Stops training when the budget allows no further release.
 

@@ -31,6 +31,7 @@ from dp_grape_hf.choosing import (
     clipped_apart,
     described,
     is_head,
+    is_new_at_first,
     is_pretrained,
     measure,
     measure_norms,
@@ -65,6 +66,7 @@ class Parts(NamedTuple):
     averaged: str | None  # the layer that was made an average, which a new head reads
     clipped_apart: str | None  # the name of the head
     measured: bool = True  # whether the model can be run on synthetic inputs
+    reads_first: bool = False  # whether a new head reads the first position of a text, for good
     has_head: bool = True  # whether the last linear layer puts out what the model returns
 
 
@@ -149,10 +151,15 @@ def choose_parts(
             if args.method == "dp_grape" and pretrained and not by_user:
                 frozen = train_matrices_only(model, name)
             averaged = None
-            if args.save_as != "adapter" and not hasattr(model, "peft_config"):
-                averaged = average_at_first(model, layer, next(iter(inputs())))
+            saves_last_layer = args.save_as != "adapter" and not hasattr(model, "peft_config")
+            first = next(iter(inputs()))
+            reads_first = not saves_last_layer and is_new_at_first(model, layer, first)
+            if saves_last_layer:
+                averaged = average_at_first(model, layer, first)
             apart = clipped_apart(model, name) if has_head else None
-            return Parts(pretrained, frozen, averaged, apart, has_head=has_head)
+            return Parts(
+                pretrained, frozen, averaged, apart, reads_first=reads_first, has_head=has_head
+            )
 
     parts = from_first(decide)
     if not parts.measured:

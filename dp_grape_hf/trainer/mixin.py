@@ -37,7 +37,7 @@ from dp_grape_hf.arguments import (
     check_dataset,
     refuse_model,
 )
-from dp_grape_hf.choosing import objections
+from dp_grape_hf.choosing import FIRST_POSITION, objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.gradients import (
@@ -78,6 +78,7 @@ from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     WITHHELD,
+    CountEpochs,
     OnlyPrivateLogs,
     PrivacyProgress,
     PrivateLogs,
@@ -268,6 +269,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
+        epochs = CountEpochs(lambda: expected_steps_per_epoch(me.plan.mechanism.sample_rate))
+        self.callback_handler.callbacks.insert(0, epochs)
         if self.args.private:
             self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
@@ -434,7 +437,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             plan.note_choice(line_of(self.rates, run))
 
     def _objections(self) -> list[str]:
-        return [] if self.rates is None else objections(self.rates, chosen=self.args.chooses)
+        if self.rates is None:
+            return []
+        at_first = [FIRST_POSITION] * bool(self._parts is not None and self._parts.reads_first)
+        return [*at_first, *objections(self.rates, chosen=self.args.chooses)]
 
     def _opening(self) -> str:
         """Returns what is shown before the first step; empty where nothing was chosen."""
@@ -629,8 +635,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if checkpoint is None:
             from_first(lambda: self.plan.refuse_start(before))
         loss = self.private_run.per_sample.loss
-        known = isinstance(loss, TrainerLoss) and self._sharding is None
-        if loader is None or not (known and self.args.chooses):
+        if loader is None or not self.args.chooses or self._sharding is not None:
+            return
+        if not isinstance(loss, TrainerLoss):
             return
 
         def examine() -> None:

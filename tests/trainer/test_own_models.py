@@ -12,7 +12,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.own_inputs import Form, InputsByForm
-from tests.support.trainers import make_trainer, weights_of
+from tests.support.trainers import Examples, make_trainer, weights_of
 
 ROWS, FEATURES, WORDS = 40, 6, 11
 
@@ -163,6 +163,28 @@ def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path:
     assert len({batch["ids"].shape[1] for batch in ours}) > 1
     for one, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Remembers(Examples):
+    """Counts how often it was read."""
+
+    def __init__(self, examples: Any) -> None:
+        super().__init__(examples)
+        self.reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Words(), words_row, learning_rate=0.1, projection="gaussian")
+    trainer.train_dataset, trainer._own_inputs = (
+        Remembers([words_row(i) for i in range(ROWS)]),
+        None,
+    )
+    with pytest.raises(PrivacyError, match="reads"):
+        trainer._public_inputs()
 
 
 def test_tokens_are_those_that_the_embedding_has_and_masks_are_ones() -> None:

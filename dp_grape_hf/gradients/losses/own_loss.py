@@ -39,7 +39,7 @@ class OwnLoss(ModelLoss):
         """Returns all inputs, labels included: the model computes its loss with them."""
         return dict(inputs), None
 
-    def __call__(self, outputs: Any, labels: None = None) -> Tensor:
+    def __call__(self, outputs: Any, labels: Tensor | None = None) -> Tensor:
         """Returns the loss of a batch of one, (1,), float32.
 
         Raises:
@@ -77,5 +77,6 @@ def is_target(name: str) -> bool:
 
 def returns_its_loss(model: nn.Module) -> bool:
     """Whether a forward takes labels, and is none of transformers, whose losses are known."""
-    theirs = getattr(model.forward, "__module__", "").partition(".")[0] == "transformers"
+    module = getattr(model.forward, "__module__", None) or ""
+    theirs = module.partition(".")[0] == "transformers"
     return not theirs and any(map(is_target, signature(model.forward).parameters))
