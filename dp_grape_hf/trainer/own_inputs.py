@@ -6,7 +6,7 @@ are random. Tokens are as many as the embedding that reads them has rows.
 
 The form is public only as far as all examples share it. So the first dimension of an input, which
 is the length of a text, is replaced by declared lengths where the model can be run on these. The
-other dimensions, and a first dimension on which the model insists, are those of every example.
+model fixes all other dimensions, or they count as public.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROWS = 128  # of a batch, at most
 
 
 class Form(NamedTuple):
-    """What counts as public of an input: no value of it."""
+    """Shape and dtype of an input, which count as public."""
 
     shape: tuple[int, ...]  # of one example
     dtype: torch.dtype

@@ -71,7 +71,7 @@ class OwnLoss(ModelLoss):
 
 
 def is_target(name: str) -> bool:
-    """Whether an argument of a forward is what a loss compares outputs with, by its name."""
+    """Whether the name of an argument of a forward says that it is a label."""
     return "label" in name or name in _TARGETS
 
 
