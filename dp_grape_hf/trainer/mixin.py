@@ -73,7 +73,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.optimizers import require_each_once
 from dp_grape_hf.phases import Observer, progress
-from dp_grape_hf.projections import Batches, reads_synthetic, synthetic_batches
+from dp_grape_hf.projections import PRINCIPAL, Batches, reads_synthetic, synthetic_batches
 from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
@@ -386,7 +386,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
         dataset, args = self._public_dataset, self.args
-        if dataset is None and (reads_synthetic(self.model) or self.train_dataset is None):
+        needed = self.train_dataset is not None and (args.chooses or args.projection == PRINCIPAL)
+        if dataset is None and (reads_synthetic(self.model) or not needed):
             tokenizer = self.processing_class
             return partial(synthetic_batches, self.model, tokenizer, args.projection_seed)
         if dataset is None:

@@ -178,7 +178,7 @@ class Remembers(Examples):
 
 
 def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Words(), words_row, learning_rate=0.1, projection="gaussian")
+    trainer = trainer_of(tmp_path, Words(), words_row)
     trainer.train_dataset, trainer._own_inputs = (
         Remembers([words_row(i) for i in range(ROWS)]),
         None,
