@@ -40,6 +40,7 @@ INDEPENDENT = "independent"
 _OWN = {name for name, option in OPTIONS.items() if not option.of_host}
 # What a run, its noise and its ledger rely on. The host itself sets some of its other options.
 _FIXED = _OWN | FIXED_OF_HOST
+_OF_P = ("projection", "projection_update_steps")
 _Class = TypeVar("_Class", bound=type)
 
 if TYPE_CHECKING:
@@ -189,6 +190,32 @@ class DPGrapeArguments(_Host):
         """
         return self.with_choices({"noise": INDEPENDENT} | self._chosen(pretrained=False))
 
+    def without_measuring(self, reason: str) -> Self:
+        """Returns arguments with a random P, for a model that cannot run on synthetic inputs.
+
+        Raises:
+            PrivacyError: principal directions were asked for; with the reason.
+        """
+        if self.projection != PRINCIPAL:
+            return self
+        if "projection" not in self._open:
+            raise PrivacyError(f"projection={self.projection!r}: {reason}")
+        return self.with_choices(
+            {
+                "projection": "gaussian",
+                "projection_update_steps": UPDATE_STEPS,
+                "projection_rank": RANK,
+                "update_rule": METHODS[self.method].update_rule,
+                "noise": INDEPENDENT,
+            }
+        )
+
+    def with_engine(self, engine: str) -> Self:
+        """Returns a copy with another engine, where the loss asks for it."""
+        chosen = copy(self)
+        vars(chosen)["engine"] = engine
+        return chosen
+
     def with_choices(self, options: Mapping[str, Any]) -> Self:
         """Returns a copy in which the options that were not given have these values, by name."""
         chosen = copy(self)
@@ -238,6 +265,7 @@ class DPGrapeArguments(_Host):
     def _fill_in(self) -> None:
         """Fills in what the method implies."""
         row = row_of(self.method)
+        given = {n for n in _OF_P if getattr(self, n) is not None}
         if self.projection is None:
             self.projection = row.projection
         principal = self.projection == PRINCIPAL
@@ -261,6 +289,8 @@ class DPGrapeArguments(_Host):
         }
         chosen = self._chosen(pretrained=True) if self.chooses else {}
         self._open = {name for name in ("noise", *chosen) if getattr(self, name) is None}
+        if self.chooses and principal:
+            self._open |= {*_OF_P} - given
         for name, value in (defaults | chosen).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

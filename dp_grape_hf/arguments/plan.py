@@ -297,15 +297,9 @@ class PrivacyPlan:
             self._keep_noise(recorded.mechanism)
             self.note_choice(recorded.mechanism.chosen)  # those rates are in the checkpoint
             ledger = Ledger.resume(live, copy, self.mechanism, updates=updates)
-        elif before is not None and before.steps:
-            raise PrivacyError(
-                f"This trainer has made {before.steps} releases on this model already, and the "
-                "noise was calibrated for one run. Resume with resume_from_checkpoint, or make "
-                "a new trainer: its budget then adds to the one spent."
-            )
         else:
+            self.refuse_start(before)
             earlier = self._earlier
-            refuse_used_folder(self.args, earlier)
             ledger = Ledger.start(
                 self.mechanism,
                 path=live,
@@ -331,6 +325,24 @@ class PrivacyPlan:
                 "checkpoint itself is private as it is; so are later ones of the same run."
             )
         return ledger
+
+    def refuse_start(self, before: Ledger | None) -> None:
+        """Refuses a new run whose budget would add to one that is forgotten.
+
+        Args:
+            before: the ledger of an earlier run of the same weights, if any.
+
+        Raises:
+            PrivacyError: that ledger has releases, or the folder is that of another run
+                (``refuse_used_folder``).
+        """
+        if before is not None and before.steps:
+            raise PrivacyError(
+                f"This trainer has made {before.steps} releases on this model already, and the "
+                "noise was calibrated for one run. Resume with resume_from_checkpoint, or make "
+                "a new trainer: its budget then adds to the one spent."
+            )
+        refuse_used_folder(self.args, self._earlier)
 
     def _advise_on_saving(self) -> None:
         """Says which save_steps a run with banded noise can be resumed from without a loss."""

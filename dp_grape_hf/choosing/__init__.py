@@ -6,10 +6,12 @@ the noise of a whole run is known before it begins. What it does alone to what a
 inputs can be seen without data, and a rate is the largest at which that is bearable.
 """
 
-from dp_grape_hf.choosing.hopeless import objections
+from dp_grape_hf.choosing.hopeless import FIRST_POSITION, objections
 from dp_grape_hf.choosing.parts import (
     average_at_first,
     clipped_apart,
+    is_head,
+    is_new_at_first,
     is_pretrained,
     output_layer,
     rule_and_rank,
@@ -21,6 +23,7 @@ from dp_grape_hf.choosing.rates import (
     Noise,
     Rates,
     measure,
+    measure_norms,
     push_of_signal,
     steps_of,
     walk_of_noise,
@@ -29,6 +32,7 @@ from dp_grape_hf.choosing.sizes import batch_and_steps
 from dp_grape_hf.choosing.words import described, tabulated
 
 __all__ = [
+    "FIRST_POSITION",
     "NUMBER",
     "Noise",
     "Rates",
@@ -36,8 +40,11 @@ __all__ = [
     "batch_and_steps",
     "clipped_apart",
     "described",
+    "is_head",
+    "is_new_at_first",
     "is_pretrained",
     "measure",
+    "measure_norms",
     "objections",
     "output_layer",
     "push_of_signal",

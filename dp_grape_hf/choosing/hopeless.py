@@ -9,6 +9,15 @@ _LOUD, _STILL = 4.0, 2.5  # times the noise in an output that rates are chosen f
 _LEAST = 10.0  # times the noise in an output, the most that signal can move it
 
 
+FIRST_POSITION = (
+    "The head is new and reads the first position of the text, and this run leaves the last layer "
+    "as it is. A pretrained encoder has little of the meaning of a text there, so that little may "
+    "be learnt. Use method='dp_grape' with save_as='model', which lets the last layer average over "
+    "the text, or a model whose head reads the mean of all positions."
+)
+"""What is said where ``average_at_first`` would change weights that are not saved."""
+
+
 def objections(rates: Rates, *, chosen: bool) -> list[str]:
     """Returns what is wrong with rates, each with a number and what would help.
 

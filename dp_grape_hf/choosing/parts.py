@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs, output_embeddings
 
@@ -75,6 +76,23 @@ def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Mo
     if not ran:
         raise ValueError(f"no linear layer of {type(model).__name__} ran")
     return ran[-1]
+
+
+@torch.no_grad()
+def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model returns what a layer puts out: logits, or a number.
+
+    The last layer of a model that returns a similarity, say, is a part of its body.
+
+    Args:
+        model: in evaluation mode.
+        layer: the linear layer that runs last.
+        batch: inputs that are no example's.
+    """
+    read: Any = layer  # Conv1D has nf
+    width = int(layer.out_features if isinstance(layer, nn.Linear) else read.nf)
+    returned = [x for x in tree_leaves(on_inputs(model, batch)) if isinstance(x, Tensor)]
+    return width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
 
 
 def train_matrices_only(model: Any, output: str) -> list[str]:
@@ -158,13 +176,11 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         The name of that layer; None if the head is not new, does not read the first position of a
         text encoder, or the layers are made as none of those that are known.
     """
-    bias = getattr(output, "bias", None)
-    body = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
-    if body is None or not is_new or not is_pretrained(model):
-        return None
-    last, names = _last_layer(body)
-    if not names or not _reads_first(model, body, output, batch):
+    body, last = _body(model), None
+    names: tuple[str, ...] = ()
+    if body is not None:
+        last, names = _last_layer(body)
+    if last is None or not names or not is_new_at_first(model, output, batch):
         return None
     query, value, mixed, after, *norms = (last.get_submodule(name) for name in names)
     for linear in (query, value, mixed, after):
@@ -181,6 +197,27 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         nn.init.eye_(pooler.weight)
         nn.init.zeros_(pooler.bias)
     return next(name for name, module in model.named_modules() if module is last)
+
+
+@torch.no_grad()
+def is_new_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a head is new, and reads the first position of a pretrained text encoder.
+
+    Args:
+        model: in evaluation mode, with PEFT around it or without.
+        output: the layer that logits come from.
+        batch: inputs that are no example's.
+    """
+    bias, body = getattr(output, "bias", None), _body(model)
+    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
+    if body is None or not is_new or not is_pretrained(model):
+        return False
+    return _reads_first(model, body, output, batch)
+
+
+def _body(model: Any) -> Any:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return getattr(base, getattr(base, "base_model_prefix", "") or "-", None)
 
 
 # In a layer: queries, values, what mixes the heads, what ends the feed-forward part, two norms.

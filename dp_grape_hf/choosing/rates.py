@@ -125,6 +125,7 @@ class Group(NamedTuple):
     effect: float  # of the noise of the whole run: the drift of features, or in the output
     limit: str = GIVEN  # of the rate
     output: Output | None = None  # of a head
+    changes: str = "features"  # what the effect is relative to, without an output
     reach: float = math.inf  # of a head: how far signal can move its output, if all is signal
 
 
@@ -187,6 +188,7 @@ def measure(
     fresh: bool = False,
     factors: Mapping[str, float] | None = None,
     regresses: bool = False,
+    has_head: bool = True,
 ) -> Rates:
     """Chooses rates, or says what given ones do.
 
@@ -205,11 +207,12 @@ def measure(
         fresh: whether the weights come from nowhere.
         factors: parameter name -> factor on its rate, which is the user's.
         regresses: whether the head puts out numbers that labels are, and no logits.
+        has_head: whether the layer is a head, whose outputs the model returns.
     """
     factors = factors or {}
     name, layer = output
     kind = NUMBER if regresses else LOGIT
-    embeds = output_embeddings(model) is layer
+    embeds = output_embeddings(model) is layer or not has_head
     of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
     head = {n: own for n, own in noise.items() if n in of_head}
     body = {n: own for n, own in noise.items() if n not in of_head}
@@ -273,6 +276,56 @@ def measure(
         group = _group_of("head", head, own, most, limit, walk * rate * size)
         groups["head"] = group._replace(output=kind, reach=rate * reach)
     return Rates(found, groups.get("body"), groups.get("head"), fresh)
+
+
+def measure_norms(
+    model: nn.Module,
+    noise: Mapping[str, Noise],
+    *,
+    most: Mapping[str, float],
+    push: Callable[[Tensor], Tensor],
+    steps: float,
+    fresh: bool,
+    factors: Mapping[str, float] | None = None,
+) -> Rates:
+    """Chooses one rate by norms alone, for a model that cannot be run on synthetic inputs.
+
+    The two bounds are those of weights: the noise of the run, and a step of nothing but signal,
+    change them by ``DRIFT`` of their norm at most.
+
+    Args:
+        model: the model.
+        noise: parameter name -> its noise, of all that is trained.
+        most: parameter name -> the norm of the signal in a release at most.
+        push: how far gradients that stay move numbers over the run, at a rate of 1.
+        steps: of the run, each counted as the schedule has it.
+        fresh: whether the weights come from nowhere.
+        factors: parameter name -> factor on its rate, which is the user's.
+    """
+    norm = math.sqrt(
+        sum(float(n.parameter.detach().float().square().sum()) for n in noise.values())
+    )
+    walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
+    longest = max(most.values())
+    if fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
+        bound = _of_fresh(model, noise.values(), longest, push, steps)
+    else:
+        root = math.sqrt(sum(math.prod(own.shape) for own in noise.values()))
+        step = float(push(torch.tensor([longest / root]))) * root / steps
+        bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / step)
+    rates = {n: bound.rate * (factors or {}).get(n, 1.0) for n in noise}
+    effect = bound.rate * walked / max(norm, 1e-12)
+    group = _group_of("body", noise, rates, most, bound.limit, effect)
+    return Rates(rates, group._replace(changes="weights"), None, fresh)
+
+
+def _lifted(own: Noise) -> float:
+    """Returns the squared norm of lifted noise of variance 1."""
+    numbers = math.prod(own.shape)
+    if own.projector is None:
+        return float(numbers)
+    matrix = own.projector.matrix
+    return numbers / own.projector.rank * float(matrix.float().square().sum())
 
 
 def _walk(part: Mapping[str, Noise]) -> float:

@@ -45,7 +45,7 @@ def tabulated(
     apart = "" if own.clipped_apart is None else f"; {own.clipped_apart} separately"
     noise = "independent" if own.noise is None else f"{own.noise}, over {len(own.bands)} steps"
     run = {
-        "batch size B": f"{own.expected_batch_size:g}",
+        "batch size B": f"{own.expected_batch_size:g} {own.privacy_unit}s a step, expected",
         "sampling rate q": f"{own.sample_rate:.4g}",
         "steps": f"{steps}",
         "noise multiplier": f"{own.noise_multiplier:.4g}",
@@ -84,5 +84,5 @@ def tabulated(
 
 def _effect(group: Group) -> str:
     if group.output is None:
-        return f"changes features by {group.effect:.2g} of their size"
+        return f"changes {group.changes} by {group.effect:.2g} of their size"
     return f"adds {group.effect:.2g} to {group.output.name}"

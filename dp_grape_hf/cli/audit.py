@@ -7,11 +7,20 @@ import json
 from dataclasses import asdict, fields
 
 from dp_grape_hf.auditing import AuditResult, AuditSettings, audit
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.tables import table
+
+_NOT_OF_A_RUN = (
+    "{place} cannot be audited, because an audit puts canaries into the training data and so "
+    "trains a run of its own: dp-grape audit without a folder does that here, by the same code, "
+    "and dp-grape verify {place} checks the ledger, the card and the files of your run."
+)
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
     """Returns claim and bound, and 1 if the bound exceeds the claim."""
+    if (place := vars(args).get("audited")) is not None:
+        raise PrivacyError(_NOT_OF_A_RUN.format(place=place))
     names = {field.name for field in fields(AuditSettings)}
     given = {name: value for name, value in vars(args).items() if name in names}
     if "noise_multiplier" in given:

@@ -289,6 +289,12 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
     """Adds ``dp-grape audit``: an attack on a run. What is not given, ``AuditSettings`` decides."""
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "audited",
+        nargs="?",
+        metavar="RUN",
+        help="a saved run, which cannot be audited: the command then says why, and what can be",
+    )
     parser.add_argument("--method", choices=("dp_grape", "dp_sgd"))
     _take(parser.add_argument, "clipping", help="flat or automatic (default: flat)")
     budget = parser.add_mutually_exclusive_group().add_argument

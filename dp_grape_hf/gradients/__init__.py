@@ -8,7 +8,12 @@ an engine is. ``layerwise`` is the fast one (one pass, a function or a rule for 
 with those of each example alone, and ``checks`` watches the model during the run.
 """
 
-from dp_grape_hf.gradients.by_name import ENGINES, make_engine, per_sample_gradients
+from dp_grape_hf.gradients.by_name import (
+    ENGINES,
+    OF_SINGLE_EXAMPLES,
+    make_engine,
+    per_sample_gradients,
+)
 from dp_grape_hf.gradients.checks.guards import (
     configs_of,
     evaluating,
@@ -41,10 +46,12 @@ from dp_grape_hf.gradients.losses.heads import (
 )
 from dp_grape_hf.gradients.losses.losses import (
     LossFunction,
-    ModelLoss,
     loss_for,
+    losses_of,
     with_three_arguments,
 )
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
+from dp_grape_hf.gradients.losses.own_loss import OwnLoss, is_target
 from dp_grape_hf.gradients.losses.pairs import (
     PREFERENCES,
     REFERENCE,
@@ -65,6 +72,7 @@ __all__ = [
     "ENGINES",
     "IGNORE_INDEX",
     "METADATA",
+    "OF_SINGLE_EXAMPLES",
     "PREFERENCES",
     "REFERENCE",
     "UNIT_OF_ROW",
@@ -78,6 +86,7 @@ __all__ = [
     "Layout",
     "LossFunction",
     "ModelLoss",
+    "OwnLoss",
     "PairLoss",
     "PerSampleEngine",
     "PerSampleGradient",
@@ -101,10 +110,12 @@ __all__ = [
     "freeze_unused",
     "guarding_streams",
     "is_regression",
+    "is_target",
     "keep_laid_out_for_training",
     "keeping_configs",
     "keeping_random_state",
     "loss_for",
+    "losses_of",
     "make_engine",
     "per_sample_gradients",
     "refuse_modules",

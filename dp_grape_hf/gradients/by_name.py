@@ -11,7 +11,8 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.definition import FunctorchEngine
 from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
-from dp_grape_hf.gradients.losses.losses import LossFunction
+from dp_grape_hf.gradients.losses.losses import LossFunction, loss_for
+from dp_grape_hf.gradients.losses.own_loss import OwnLoss
 from dp_grape_hf.projections import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {
@@ -19,6 +20,9 @@ ENGINES: dict[str, type[PerSampleEngine]] = {
     "layerwise": LayerwiseEngine,
 }
 """Every engine, by the name that arguments and ledger use."""
+
+OF_SINGLE_EXAMPLES = "functorch"
+"""The engine of models that return their own loss."""
 
 
 def make_engine(
@@ -30,11 +34,17 @@ def make_engine(
 ) -> PerSampleEngine:
     """Returns the engine of that name for a model; ``options`` are its own.
 
+    A loss that a model returns itself is that of a batch of one example, which only ``functorch``
+    runs the model on. It then takes the place of the other.
+
     Raises:
         PrivacyError: if there is no such engine, or it does not have that mode.
     """
     if name not in ENGINES:
         raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
+    loss = loss_for(model) if loss is None else loss
+    if isinstance(loss, OwnLoss):
+        name, options = OF_SINGLE_EXAMPLES, {}
     return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode, **options)
 
 

@@ -32,6 +32,7 @@ from dp_grape_hf.gradients.losses.losses import (
     loss_for,
     split,
 )
+from dp_grape_hf.gradients.losses.own_loss import OwnLoss
 from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
@@ -114,7 +115,7 @@ class PerSampleEngine(ABC):
         keep_laid_out_for_training(model)
         refuse_modules(model)
         self._configs = configs_of(model)
-        self.loss = loss_for(model) if loss is None else loss
+        self.loss: LossFunction = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
         self._examined: dict[bool, int] = {}  # by mode, how many rows a batch had, up to 2
 
@@ -235,6 +236,8 @@ class PerSampleEngine(ABC):
 
     def _losses(self, inputs: Inputs, run: Callable[..., Any]) -> Tensor:
         batch_size = batch_size_of(inputs)
+        if isinstance(self.loss, OwnLoss):
+            return self.loss.each(run, inputs)
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
             with LabelledPositions(self.loss, labels) as labelled:

@@ -19,7 +19,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
 from dp_grape_hf.gradients.engine import ROUNDING, Gradients, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense
-from dp_grape_hf.gradients.losses.losses import ModelLoss
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.replay import COUPLED, refuse_other_loss, refuse_random
 from dp_grape_hf.gradients.rows import batch_size_of, copies_of, first_two
 from dp_grape_hf.phases import FORWARD

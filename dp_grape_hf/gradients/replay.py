@@ -69,7 +69,8 @@ from dp_grape_hf.gradients.checks.sketches import (
 )
 from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine, listed
 from dp_grape_hf.gradients.forms import exact_products
-from dp_grape_hf.gradients.losses.losses import ModelLoss, checked, split
+from dp_grape_hf.gradients.losses.losses import checked, split
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.rows import batch_size_of, copies_of, rows_of
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import local, reshard, rows_here

@@ -53,7 +53,8 @@ class ModelOfConfig:
         self.name = type(model).__name__
         self.parameters = sum(p.numel() for p in model.parameters())
         try:
-            self._head = loss_for(model).head
+            known: Any = loss_for(model)  # of a class of transformers: a head's
+            self._head = known.head
         except UnsupportedModelError:
             require(
                 head is not None,

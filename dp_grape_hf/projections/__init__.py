@@ -8,7 +8,14 @@ P is public: it is drawn from a seed that stands in the ledger, or measured on p
 
 from dp_grape_hf.projections.placement import Placement, Side, first_matches, placements
 from dp_grape_hf.projections.principal import Batches, principal_directions
-from dp_grape_hf.projections.probes import Inputs, on_inputs, synthetic_batches
+from dp_grape_hf.projections.probes import (
+    LENGTHS,
+    Inputs,
+    natural_noise,
+    on_inputs,
+    reads_synthetic,
+    synthetic_batches,
+)
 from dp_grape_hf.projections.projector import PRINCIPAL, PROJECTIONS, Projector
 from dp_grape_hf.projections.schedules import (
     PrincipalProjection,
@@ -35,6 +42,7 @@ from dp_grape_hf.projections.targets import (
 )
 
 __all__ = [
+    "LENGTHS",
     "MATRIX_LAYERS",
     "PRINCIPAL",
     "PROJECTIONS",
@@ -52,6 +60,7 @@ __all__ = [
     "input_dimensions",
     "is_public",
     "is_short",
+    "natural_noise",
     "on_inputs",
     "output_embeddings",
     "placements",
@@ -59,6 +68,7 @@ __all__ = [
     "projection_seed_for",
     "projection_targets",
     "public_generator",
+    "reads_synthetic",
     "round_at_random",
     "rounding_generator",
     "row_blocks",

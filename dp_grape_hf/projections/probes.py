@@ -9,7 +9,7 @@ normalisation. Lengths and amounts are declared here, and are nobody's either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -59,6 +59,19 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
         yield inputs
 
 
+def reads_synthetic(model: Any) -> bool:
+    """Whether ``synthetic_batches`` has all that the forward of a model must be given."""
+    kind = getattr(model, "main_input_name", None)
+    takes = signature(model.forward).parameters.values()
+    given = {kind, "attention_mask", "decoder_input_ids"}
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = {p.name for p in takes if p.default is p.empty and p.kind not in variadic}
+    named = {p.name for p in takes if p.kind not in variadic}
+    any_name = any(p.kind in variadic for p in takes)
+    known = hasattr(model, "config") and kind in _MAKERS
+    return known and (any_name or kind in named) and needed <= given
+
+
 def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Runs a model on a batch, without the inputs that it has no name for; returns what it returns.
 
@@ -68,7 +81,7 @@ def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """
     device = next(model.parameters()).device
     parameters = signature(model.forward).parameters.values()
-    taken = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     return model(**{k: v for k, v in inputs.items() if k in taken or not taken})
 

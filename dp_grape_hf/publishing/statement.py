@@ -82,7 +82,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     """Returns the table: name -> cell."""
     mechanism = ledger.mechanism
     seed = mechanism.projection_seed
-    most, package = mechanism.max_examples_per_unit, _MADE_BY.get(mechanism.accountant)
+    package = _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
     scaled = ", to which all are scaled" if mechanism.clipping == Clipping.AUTOMATIC else ""
@@ -92,7 +92,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
-        "Privacy unit": unit if most is None else f"{unit}, at most {most} in a step",
+        "Privacy unit": f"{unit}{_declared(mechanism)}",
         "Sampling": mechanism.sampling_in_words,
         "Dataset size N, as declared": f"{mechanism.num_samples}",
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
@@ -115,6 +115,14 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
             f"{len(earlier)}, with {releases} releases, counted in ε as {each}"
         )
     return {name: plain(value) for name, value in rows.items()} | {_EPSILON_ROW: spent}
+
+
+def _declared(mechanism: Mechanism) -> str:
+    """Says how examples make a unit; that a row is one is a declaration, which nothing checks."""
+    if mechanism.privacy_unit == EXAMPLE:
+        return " (a row is an example: declared by the user)"
+    most = mechanism.max_examples_per_unit
+    return "" if most is None else f", at most {most} in a step"
 
 
 def plain(text: str) -> str:

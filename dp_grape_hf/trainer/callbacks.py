@@ -80,6 +80,24 @@ class OnlyPrivateLogs(TrainerCallback):
                     self._seen.add(name)
 
 
+class CountEpochs(TrainerCallback):
+    """Has the epochs of a resumed run go on: the host counts from the beginning of one.
+
+    It does so where it skips no data, as with banded noise. No other callback may come before.
+
+    Args:
+        steps: returns how many an epoch has.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Sets the epoch to the updates made, in epochs."""
+        if args.ignore_data_skip:
+            state.epoch = state.global_step / self._steps()
+
+
 class StopAtBudget(TrainerCallback):
     """Stops training when the budget allows no further release.
 
@@ -199,6 +217,12 @@ class PrivacyProgress(ProgressCallback):
             epsilon = self._privacy_spent().epsilon
             bar.set_postfix_str(f"ε={epsilon:.3f}{target}{self._strength}", refresh=False)
         super().on_step_end(args, state, control, **kwargs)
+
+
+def is_of_notebooks(callback: Any) -> bool:
+    """Whether a callback is the one that the Trainer shows its table in a notebook with."""
+    name = f"{type(callback).__module__}.{type(callback).__name__}"
+    return name == "transformers.utils.notebook.NotebookProgressCallback"
 
 
 def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -> None:

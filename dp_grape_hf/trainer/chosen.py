@@ -10,6 +10,7 @@ them: the trained weights of a model that began with random weights look pretrai
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Collection
 from itertools import islice
@@ -29,8 +30,11 @@ from dp_grape_hf.choosing import (
     average_at_first,
     clipped_apart,
     described,
+    is_head,
+    is_new_at_first,
     is_pretrained,
     measure,
+    measure_norms,
     output_layer,
     push_of_signal,
     tabulated,
@@ -43,6 +47,8 @@ from dp_grape_hf.gradients import evaluating
 from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer.run import Run, rule_settings
+
+logger = logging.getLogger(__name__)
 
 CHOICES_NAME = "run_choices.json"
 _READ = 0, 5, 2
@@ -59,6 +65,9 @@ class Parts(NamedTuple):
     frozen: list[str]  # parameters that were trainable before
     averaged: str | None  # the layer that was made an average, which a new head reads
     clipped_apart: str | None  # the name of the head
+    measured: bool = True  # whether the model can be run on synthetic inputs
+    reads_first: bool = False  # whether a new head reads the first position of a text, for good
+    has_head: bool = True  # whether the last linear layer puts out what the model returns
 
 
 class Choices(NamedTuple):
@@ -111,8 +120,11 @@ class Choices(NamedTuple):
 
 def choose_parts(
     model: Any, args: DPGrapeArguments, inputs: Batches, unused: Collection[str]
-) -> Parts:
+) -> tuple[Parts, DPGrapeArguments]:
     """Chooses what is trained, where a new head reads, and whether it is clipped apart.
+
+    Returns:
+        The choices, and the arguments with what follows from them.
 
     A collective call: the first process decides, which alone may have weights.
 
@@ -123,25 +135,57 @@ def choose_parts(
         unused: parameters that were frozen because they take no part in the loss.
 
     Raises:
-        PrivacyError: if the model cannot be run on these inputs.
+        PrivacyError: the model cannot be run on these inputs, and principal directions, which need
+            that, were asked for.
     """
+    reasons: list[BaseException] = []
 
     def decide() -> Parts:
         pretrained = is_pretrained(model)
         with evaluating(model):
-            name, layer = _output_layer(model, inputs)
+            try:
+                name, layer = _output_layer(model, inputs)
+                has_head = is_head(model, layer, next(iter(inputs())))
+            except PrivacyError as error:
+                reasons.append(error)
+                return Parts(pretrained, [], None, None, measured=False, has_head=False)
             by_user = {n for n, p in model.named_parameters() if not p.requires_grad} - {*unused}
             frozen: list[str] = []
             if args.method == "dp_grape" and pretrained and not by_user:
                 frozen = train_matrices_only(model, name)
             averaged = None
-            if args.save_as != "adapter" and not hasattr(model, "peft_config"):
-                averaged = average_at_first(model, layer, next(iter(inputs())))
-            return Parts(pretrained, frozen, averaged, clipped_apart(model, name))
+            saves_last_layer = args.save_as != "adapter" and not hasattr(model, "peft_config")
+            first = next(iter(inputs()))
+            reads_first = not saves_last_layer and is_new_at_first(model, layer, first)
+            if saves_last_layer:
+                averaged = average_at_first(model, layer, first)
+            apart = clipped_apart(model, name) if has_head else None
+            return Parts(
+                pretrained, frozen, averaged, apart, reads_first=reads_first, has_head=has_head
+            )
 
     parts = from_first(decide)
+    if not parts.measured:
+        reason = f"{next(iter(reasons), 'the first process cannot run the model')}"
+        args = args.without_measuring(reason)
+        if reasons:
+            logger.warning(_NOT_MEASURED, type(model).__name__, _first_cause(reasons[0]))
+    if not parts.pretrained:
+        args = args.for_fresh_weights()
     use_parts(model, parts)
-    return parts
+    return parts, args
+
+
+_NOT_MEASURED = (
+    "%s cannot be run on random inputs of the form of an example (%r), so its layers were not "
+    "measured. The run takes a random P (gaussian) and a learning rate by the norms of "
+    "weights and noise, and may learn less. Pass public_example= or public_dataset= to the "
+    "trainer, which the model can read."
+)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
 def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -> None:
@@ -165,9 +209,9 @@ def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
         return output_layer(model, next(iter(inputs())))
     except Exception as error:  # of any model's code
         raise PrivacyError(
-            "learning_rate=None: rates are chosen by running the model on inputs that are not "
-            f"the data, and that failed: {error!r}. Give learning_rate, or pass "
-            "public_dataset= to the trainer, whose examples the model can read."
+            "Learning rates are chosen by running the model on inputs that are not the data, and "
+            f"that failed: {error!r}. Pass public_dataset= or public_example= to the trainer, "
+            "which the model can read."
         ) from error
 
 
@@ -200,9 +244,9 @@ def find_rates(
     def measured() -> Rates | None:
         try:
             with evaluating(run.model):
-                pretrained = is_pretrained(run.model) if parts is None else parts.pretrained
-                output = _output_layer(run.model, inputs)
-                return _measured(run, plan, output, inputs, pretrained=pretrained)
+                parts_ = parts or Parts(is_pretrained(run.model), [], None, None)
+                output = _output_layer(run.model, inputs) if parts_.measured else None
+                return _measured(run, plan, output, inputs, parts_)
         except Exception:
             if args.chooses:
                 raise
@@ -214,10 +258,9 @@ def find_rates(
 def _measured(
     run: Run,
     plan: PrivacyPlan,
-    output: tuple[str, nn.Module],
+    output: tuple[str, nn.Module] | None,
     inputs: Batches,
-    *,
-    pretrained: bool,
+    parts: Parts,
 ) -> Rates:
     args, own, schedule = run.args, plan.mechanism, schedule_of(run.args, plan.steps)
     assert args.update_rule is not None
@@ -232,21 +275,28 @@ def _measured(
     if not args.chooses:
         assert args.learning_rate is not None
         given = {n: args.learning_rate * run.rate_factors.get(n, 1.0) for n in stds}
+    noise = {
+        n: Noise(run.trainable[n], s * released, walks[s], projectors.get(n))
+        for n, s in stds.items()
+    }
+    about: dict[str, Any] = {
+        "most": {n: limit / run.gradient_factors.get(n, 1.0) for n in stds},
+        "push": lambda sizes: push_of_signal(rule, settings, sizes, schedule),
+        "steps": sum(schedule),
+        "fresh": not parts.pretrained,
+        "factors": run.rate_factors,
+    }
+    if output is None:
+        return measure_norms(run.model, noise, **about)
     return measure(
         run.model,
         output,
         list(islice(inputs(), *_READ)) or [next(iter(inputs()))],
-        {
-            n: Noise(run.trainable[n], s * released, walks[s], projectors.get(n))
-            for n, s in stds.items()
-        },
-        most={n: limit / run.gradient_factors.get(n, 1.0) for n in stds},
-        push=lambda sizes: push_of_signal(rule, settings, sizes, schedule),
-        steps=sum(schedule),
+        noise,
         rates=given,
-        fresh=not pretrained,
-        factors=run.rate_factors,
         regresses=getattr(run.per_sample.loss, "regresses", False),
+        has_head=parts.has_head,
+        **about,
     )
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
@@ -36,20 +36,24 @@ from dp_grape_hf.arguments import (
     check_dataset,
     refuse_model,
 )
-from dp_grape_hf.choosing import objections
+from dp_grape_hf.choosing import FIRST_POSITION, objections
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.gradients import (
+    OF_SINGLE_EXAMPLES,
     LossFunction,
     ModelLoss,
+    OwnLoss,
     StateGuard,
     TrainerLoss,
     configs_of,
+    evaluating,
     examine_trainer_loss,
     freeze_unused,
     keeping_configs,
     keeping_random_state,
     loss_for,
+    losses_of,
     refuse_modules,
     refuse_reached,
     warm_up,
@@ -68,16 +72,18 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.optimizers import require_each_once
 from dp_grape_hf.phases import Observer, progress
-from dp_grape_hf.projections import Batches, synthetic_batches
+from dp_grape_hf.projections import PRINCIPAL, Batches, reads_synthetic, synthetic_batches
 from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     WITHHELD,
+    CountEpochs,
     OnlyPrivateLogs,
     PrivacyProgress,
     PrivateLogs,
     StopAtBudget,
     WarnOfDivergence,
+    is_of_notebooks,
     refuse_early_stopping,
 )
 from dp_grape_hf.trainer.checkpoints import (
@@ -106,6 +112,7 @@ from dp_grape_hf.trainer.data import (
     units_of,
 )
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.own_inputs import InputsByForm, first_row, form_of
 from dp_grape_hf.trainer.rows import warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.saving import SavingMixin
@@ -127,6 +134,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         public_dataset: with ``projection="principal"``, what the principal directions are measured
             on, instead of synthetic inputs. It is declared public: no epsilon protects its
             examples, and ledger and card say so.
+        public_example: an example whose form (names, shapes, dtypes) is that of all examples. A
+            model that is none of transformers is measured on random inputs of this form. Without
+            it the form of the first training example counts as public.
         known_streams: of coins and noise, for tests; the ledger says that the run is not private.
         **kwargs: everything else that the host takes, except ``optimizers``: the optimizer is
             that of the method. For a scheduler of your own, set ``trainer.lr_scheduler`` to one
@@ -158,6 +168,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _given_train_dataset: Any = None  # before the host made something else of it
     _prefixes: tuple[str, ...] = ()  # of metrics, while an evaluation runs
     _public_dataset: Any = None
+    _own_inputs: tuple[nn.Module, Batches] | None = None  # of a model that is none of transformers
     _private_norm: Tensor = torch.zeros(())
     _every_module: tuple[nn.Module, ...] = ()  # the model, and those in it
     _known_streams: Streams | None = None
@@ -186,6 +197,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: Any = None,
         public_dataset: Any = None,
+        public_example: Any = None,
         known_streams: Streams | None = None,
         **kwargs: Any,
     ) -> None:
@@ -219,7 +231,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._held_out.require(eval_dataset, [train_dataset], args, "eval_dataset")
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
-        self._public_dataset = public_dataset
+        self._public_dataset, self._public_example = public_dataset, public_example
         super().__init__(  # by name, as hosts of TRL have others in between
             model=model,
             args=args,
@@ -237,7 +249,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         refuse_model(args.method, self.model)
         refuse_modules(self.model)  # now, as the first run of some takes a minute
         name_labels(self.model, train_dataset)
+        if self._returns_its_loss():
+            self.args = self.args.with_engine(OF_SINGLE_EXAMPLES)
         self._known_streams = known_streams
+        self._try_one_example()
         self._make_parts()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
@@ -252,11 +267,18 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _add_callbacks(self) -> None:
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
+        epochs = CountEpochs(lambda: expected_steps_per_epoch(me.plan.mechanism.sample_rate))
+        self.callback_handler.callbacks.insert(0, epochs)
         if self.args.private:
             self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
+        for table in filter(is_of_notebooks, [*self.callback_handler.callbacks]):
+            from dp_grape_hf.trainer.notebook import PrivacyNotebookProgress  # needs IPython
+
+            self.remove_callback(table)
+            self.add_callback(PrivacyNotebookProgress())
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         self.add_callback(WarnOfDivergence(lambda releases: me._sampled(releases)))
 
@@ -287,9 +309,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             use_parts(self.model, self._parts, instead_of=before)
         elif before is None and self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
-            self._parts = choose_parts(self.model, self.args, inputs, self._frozen)
-            if not self._parts.pretrained:
-                self.args = self.args.for_fresh_weights()
+            self._parts, self.args = choose_parts(self.model, self.args, inputs, self._frozen)
         self._parts_of = self.model
         self.private_run = self._make_run()
 
@@ -340,6 +360,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
         return loss
 
+    def _returns_its_loss(self) -> bool:
+        """Whether the loss is the one that the model returns for a batch of one example."""
+        with suppress(PrivacyError):  # which Run raises again
+            return isinstance(self._loss() or loss_for(self.model), OwnLoss)
+        return False
+
     def _loss_of_host(self) -> ModelLoss | None:
         """Returns the loss of a host that does not minimise that of the model's head."""
         return None
@@ -368,12 +394,27 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _public_inputs(self) -> Batches:
         """Returns what makes the inputs that principal directions are measured on."""
         dataset, args = self._public_dataset, self.args
-        if dataset is None:
+        needed = self.train_dataset is not None and (args.chooses or args.projection == PRINCIPAL)
+        if dataset is None and (reads_synthetic(self.model) or not needed):
             tokenizer = self.processing_class
             return partial(synthetic_batches, self.model, tokenizer, args.projection_seed)
+        if dataset is None:
+            return self._inputs_by_form()
         dataset, collator = self._with_used_columns(dataset, "public")
         size = args.per_device_train_batch_size
         return public_batches(dataset, collator, size, self.label_names)
+
+    def _inputs_by_form(self) -> Batches:
+        """Returns what makes random inputs of the form of an example, the same for one model."""
+        if self._own_inputs is None or self._own_inputs[0] is not self.model:
+            dataset, collator = self._with_used_columns(self.train_dataset, "training")
+            example = self._public_example
+            first = partial(dataset.__getitem__, 0) if example is None else lambda: example
+            with explaining_bad_data(self.train_dataset, "Reading the first example"):
+                forms = form_of(dataset, collator, first)
+            inputs = InputsByForm(self.model, forms, self.args.projection_seed)
+            self._own_inputs = self.model, inputs
+        return self._own_inputs[1]
 
     # ---- What is chosen ----
 
@@ -405,7 +446,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             plan.note_choice(line_of(self.rates, run))
 
     def _objections(self) -> list[str]:
-        return [] if self.rates is None else objections(self.rates, chosen=self.args.chooses)
+        if self.rates is None:
+            return []
+        at_first = [FIRST_POSITION] * bool(self._parts is not None and self._parts.reads_first)
+        return [*at_first, *objections(self.rates, chosen=self.args.chooses)]
 
     def _opening(self) -> str:
         """Returns what is shown before the first step; empty where nothing was chosen."""
@@ -541,6 +585,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """Starts or resumes ledger and mechanism, and examines the model, before the first step."""
         self._require_as_planned(max_steps)
         moved = was_trained(self.model) or self.state.global_step > 0
+        self._refuse_early(train_dataloader, resume_from_checkpoint)
         self._make_ready_with_ledger(resume_from_checkpoint)
         self._start_run()
         if self._known_streams is None:
@@ -565,6 +610,52 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         except PrivacyError:
             self.private_run, self.publisher.adapter = before  # what was trained can be saved
             raise
+
+    def _try_one_example(self) -> None:
+        """Has errors of the user's data come before anything is measured or chosen.
+
+        The first example runs through collator, model and loss, in the first process. A loss of
+        the host or of a subclass waits for ``train()``: it may need what is not set yet.
+        """
+        own = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
+        known = METHODS[self.args.method].query is None and self._sharding is None
+        if not (own and known and self.args.chooses) or self.train_dataset is None:
+            return
+        try:
+            loss = self._loss() or loss_for(self.model)
+        except PrivacyError:  # which Run raises again
+            return
+        from_first(partial(self._run_one_example, loss))
+
+    def _run_one_example(self, loss: LossFunction) -> None:
+        dataset, collator = self._with_used_columns(self.train_dataset, "training")
+        guard = StateGuard(train_dataset=dataset, data_collator=collator)
+        with (
+            explaining_bad_data(self.train_dataset, "Trying the first example"),
+            self._remembering_nothing(loss, guard),
+        ):
+            batch = self._prepare_inputs(first_row(collator, partial(dataset.__getitem__, 0)))
+            with torch.no_grad(), evaluating(self.model):
+                losses_of(self.model, loss, batch)
+
+    def _refuse_early(self, loader: Any, checkpoint: str | None) -> None:
+        """Has errors of folder and ``compute_loss`` come before anything is measured or chosen."""
+        before = self.ledger if self.model_init is None else None
+        if checkpoint is None:
+            from_first(lambda: self.plan.refuse_start(before))
+        loss = self.private_run.per_sample.loss
+        if loader is None or not self.args.chooses or self._sharding is not None:
+            return
+        if not isinstance(loss, TrainerLoss):
+            return
+
+        def examine() -> None:
+            with self._remembering_nothing(loss, state_of(loader)):
+                batch = self._prepare_inputs(batch_to_try(loader, 1))
+                examine_trainer_loss(self.model, loss, batch)
+
+        with explaining_bad_data(self.train_dataset, "Trying one example"):
+            from_first(examine)
 
     def _require_our_optimizer(self) -> None:
         """Refuses a schedule that follows the data, and an optimizer that is not the run's."""
@@ -685,17 +776,22 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
         The state of collator, data set, model and loss is noted before any of them sees an example.
         """
-        if not METHODS[self.args.method].private:
+        with self._remembering_nothing(self.private_run.per_sample.loss, state_of(loader)):
             self._try(loader)
+
+    @contextmanager
+    def _remembering_nothing(self, loss: LossFunction, data: StateGuard) -> Iterator[None]:
+        """Refuses a model, a loss, a collator or a data set that remembers an example."""
+        if not METHODS[self.args.method].private:
+            yield
             return
         warm_up(self.model, self._public_inputs()())
-        loss = self.private_run.per_sample.loss
         with (
             StateGuard(model=self.model, loss=loss).unchanged(thorough=True),
-            state_of(loader).unchanged(),
+            data.unchanged(),
             keeping_configs(configs_of(self.model)),
         ):
-            self._try(loader)
+            yield
 
     def _try(self, loader: DataLoader[Any]) -> None:
         args, step, row = self.args, self.state.global_step, METHODS[self.args.method]

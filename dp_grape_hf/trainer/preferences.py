@@ -32,7 +32,7 @@ from dp_grape_hf.gradients import (
     evaluating,
     side_by_side,
 )
-from dp_grape_hf.trainer.sft import REFUSED_IF_SET, TRLMixin
+from dp_grape_hf.trainer.sft import REFUSED_IF_SET, TRLArguments, TRLMixin
 
 REFUSED_OF_REWARDS = {
     "activation_offloading": REFUSED_IF_SET["activation_offloading"],
@@ -90,10 +90,11 @@ class _PairsMixin(TRLMixin):
 
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeRewardConfig(DPGrapeArguments, RewardConfig):  # type: ignore[misc]
+class DPGrapeRewardConfig(TRLArguments, RewardConfig):  # type: ignore[misc]
     """``RewardConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
-    As in ``RewardConfig``, gradient checkpointing and bfloat16 autocast are on by default.
+    As in ``RewardConfig``, gradient checkpointing is on by default, and bfloat16
+    autocast where a GPU has it.
 
     Raises:
         PrivacyError: also for activation offloading.
@@ -122,10 +123,11 @@ class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
 
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeDPOConfig(DPGrapeArguments, DPOConfig):  # type: ignore[misc]
+class DPGrapeDPOConfig(TRLArguments, DPOConfig):  # type: ignore[misc]
     """``DPOConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
-    As in ``DPOConfig``, gradient checkpointing and bfloat16 autocast are on by default.
+    As in ``DPOConfig``, gradient checkpointing is on by default, and bfloat16
+    autocast where a GPU has it.
     ``router_aux_loss_coef`` is 0 unless given.
 
     Raises:

@@ -1,6 +1,7 @@
 """Rows of the training data that are not examples: parts of one, or blocks of several.
 
-Whose a row is is not written in it, so that this is a warning, of signs. Not seen are rows that
+Whose a row is is not written in it, so that this is a warning, of signs. It goes to the terminal
+only: it follows from the data, without noise. Not seen are windows that were shuffled, rows that
 were made of a selection of a split and are fewer than the whole of it, texts that were joined
 without a mark of where one ends, and data that are no ``datasets.Dataset``.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,14 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
             sign,
             "" if _ID in plain.column_names else _KEEP,
             _ID,
+        )
+    elif sign := _sign_of_overlap(plain):
+        logger.warning(
+            "train_dataset %s: windows of one text, say, or several questions about it. Epsilon "
+            "protects a row, so it does not protect a whole text or person. Keep whose a row is in "
+            "a column, and set privacy_unit_column to its name; if each row is one example, "
+            "nothing is wrong.",
+            sign,
         )
     elif sign := _sign_of_packing(plain, getattr(tokenizer, "tokenizer", tokenizer)):
         logger.warning(
@@ -99,6 +108,53 @@ def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
     # A conversation has ends of texts as well, but not every one of them is as long as the next.
     return _ENDS_INSIDE if any(_ends_inside(row, tokenizer) for row in ids) else None
 
+
+def _sign_of_overlap(dataset: Any) -> str | None:
+    """Says that rows next to each other share a passage; None if they do not.
+
+    A passage that rows further apart have as well is a template or a prompt, and says nothing.
+    """
+    if "input_ids" not in dataset.column_names:
+        return None
+    rows = dataset.select(range(min(_COMPARED, len(dataset))))["input_ids"]
+    first: dict[int, int] = {}  # passage -> the first row that has it
+    last: dict[int, int] = {}
+    apart: set[int] = set()
+    for number, ids in enumerate(rows):
+        for passage in _passages(ids):
+            if last.get(passage, number) < number - 1:
+                apart.add(passage)
+            first.setdefault(passage, number)
+            last[passage] = number
+    shared = {
+        row
+        for passage in last.keys() - apart
+        if last[passage] - first[passage] in range(1, min(_WINDOWS, len(rows) // 2))
+        for row in range(first[passage] + 1, last[passage] + 1)
+    }
+    if len(shared) < max(_FEW, _SHARE * len(rows)):
+        return None
+    return "has rows that overlap: many have a passage of the row before them"
+
+
+def _passages(ids: Any) -> set[int]:
+    """Returns hashes of the passages at the ends of a row, without those of padding."""
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        return set()
+    padding = sum(1 for _ in takewhile(lambda token: token == ids[-1], reversed(ids)))
+    ids = ids[: len(ids) - padding]
+    found = set()
+    for part in (ids[:_END], ids[max(_END, len(ids) - _END) :]):
+        runs = zip(*(part[start:] for start in range(_PASSAGE)), strict=False)
+        found |= {hash(run) for run in runs if len(set(run)) > _PASSAGE // 2}
+    return found
+
+
+_COMPARED = 512  # rows, at most, whose neighbours are compared
+_END = 512  # tokens at the beginning and at the end of a row that are compared
+_PASSAGE = 8  # tokens
+_WINDOWS = 32  # rows of one text, at most; what more rows have is a template
+_SHARE, _FEW = 0.1, 3  # of the rows, and rows, at least
 
 _ENDS_INSIDE = "has rows of one length with the token in them that begins or ends a text"
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from transformers.utils import is_torch_bf16_gpu_available
+
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
@@ -37,14 +39,25 @@ REFUSED_IF_SET = {
 """Name of an option of ``SFTConfig`` -> why it is refused, and what to do instead."""
 
 
+class TRLArguments(DPGrapeArguments):
+    """``DPGrapeArguments`` in front of a config of TRL, which can be made on any machine."""
+
+    def __post_init__(self) -> None:
+        """Leaves bfloat16 off, unless it is asked for, where no GPU has it: TRL's default is on."""
+        here: Any = self
+        if here.bf16 is None and not here.use_cpu and not is_torch_bf16_gpu_available():
+            here.bf16 = False
+        super().__post_init__()
+
+
 @accepts_short_names
 @dataclass(repr=False)
-class DPGrapeSFTConfig(DPGrapeArguments, SFTConfig):  # type: ignore[misc]
+class DPGrapeSFTConfig(TRLArguments, SFTConfig):  # type: ignore[misc]
     """``SFTConfig`` of a differentially private run; see ``DPGrapeArguments``.
 
-    As in ``SFTConfig``, and other than in ``TrainingArguments``, gradient checkpointing and
-    bfloat16 autocast are on by default. ``completion_only_loss`` is on for data sets of prompts and
-    completions. ``router_aux_loss_coef`` is 0 unless given.
+    As in ``SFTConfig``, and other than in ``TrainingArguments``, gradient checkpointing is on by
+    default, and bfloat16 autocast where a GPU has it. ``completion_only_loss`` is on
+    for data sets of prompts and completions. ``router_aux_loss_coef`` is 0 unless given.
 
     Raises:
         PrivacyError: also for packing, ``padding_free``, a ``loss_type`` other than ``nll``,

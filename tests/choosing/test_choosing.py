@@ -30,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.choosing import (
     average_at_first,
     batch_and_steps,
@@ -570,18 +570,13 @@ def test_signal_that_stays_moves_a_number_by_all_of_the_schedule() -> None:
     assert push_of_signal("adam", {}, sizes, [1.0] * 5).tolist() == pytest.approx([0, 5, 5])
 
 
-def test_a_model_that_reads_nothing_known_needs_a_rate(tmp_path: Path) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-            return {"logits": self.linear(x)}
-
-    data = Examples([{"x": torch.ones(4), "labels": 0}] * 8)
-    with pytest.raises(PrivacyError, match="Give learning_rate"):
-        DPGrapeTrainer(Plain(), arguments(tmp_path, projection="gaussian"), train_dataset=data)
+@pytest.mark.parametrize(
+    ("samples", "steps", "batch"), [(3000, 5, 300), (2635, 200, 40), (40, 3, 9)]
+)
+def test_few_steps_take_no_more_than_a_tenth_of_the_data_each(
+    samples: int, steps: int, batch: int
+) -> None:
+    assert batch_and_steps(samples, 3, steps=steps) == (batch, steps)
 
 
 # ---- It says what it chose ----

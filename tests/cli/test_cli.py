@@ -332,3 +332,12 @@ def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixtu
     ):
         assert main(f"{words} {wrong}".split()) == 2
         assert "momentum" in (said := capsys.readouterr().err) or "noise_multiplier" in said
+
+
+def test_audit_of_a_saved_run_says_what_can_be_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "canaries" in said
+    assert f"dp-grape verify {tmp_path}" in said

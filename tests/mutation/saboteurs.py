@@ -46,7 +46,7 @@ from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.publishing import file_checks, hub, model_files
 from dp_grape_hf.publishing.model_files import is_weights
-from dp_grape_hf.trainer import collators, mixin, overlap
+from dp_grape_hf.trainer import collators, mixin, overlap, own_inputs
 
 
 @dataclass(frozen=True)
@@ -596,6 +596,10 @@ def _options_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DPGrapeArguments, "__setattr__", object.__setattr__)
 
 
+def _form_unwatched(dataset: Any, collator: Any, example: Any) -> dict[str, own_inputs.Form]:
+    return own_inputs.form_of(None, collator, example)
+
+
 def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
 
@@ -1074,6 +1078,16 @@ SABOTEURS = (
             "test_verification.py::"
             "test_a_file_beside_the_weights_that_was_changed_is_found[config.json]",
         ),
+    ),
+    Saboteur(
+        "synthetic inputs are as long as the first example",
+        lambda patch: patch.setattr(own_inputs, "LENGTHS", ()),
+        ("test_own_models.py::test_of_examples_neither_values_nor_lengths_reach_what_is_measured",),
+    ),
+    Saboteur(
+        "reading the first example is not watched",
+        lambda patch: patch.setattr(mixin, "form_of", _form_unwatched),
+        ("test_own_models.py::test_data_that_remember_the_first_example_are_refused",),
     ),
     Saboteur(
         "a folder that changed after the model was saved is sent",

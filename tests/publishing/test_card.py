@@ -116,7 +116,7 @@ def test_every_number_is_that_of_the_ledger() -> None:
     assert found == {
         "δ": "1e-05",
         "Adjacency": "add or remove one",
-        "Privacy unit": "example",
+        "Privacy unit": "example (a row is an example: declared by the user)",
         "Sampling": "poisson, rate q = 0.0625",
         "Dataset size N, as declared": "1024",
         "Expected batch size q N": "64",

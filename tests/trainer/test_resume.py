@@ -322,3 +322,15 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
         assert f"stops at step {8 - lost} of 8" in caplog.text
         saved = Ledger.load(folder / f"checkpoint-{8 - lost}" / LEDGER_NAME)
         assert (saved.updates, saved.steps) == (8 - lost, 8)
+
+
+def test_the_epochs_of_a_run_that_skips_no_data_go_on(tmp_path: Path) -> None:
+    settings = {"ignore_data_skip": True, "max_steps": 8, "logging_steps": 1}
+    _, resumed = _stop_and_resume(tmp_path / "resumed", stop_at=4, **settings)
+    whole = make_trainer(tmp_path / "whole", **SAVING | settings)
+    whole.train()
+    expected, found = (
+        [log["epoch"] for log in trainer.state.log_history if "grad_norm" in log]
+        for trainer in (whole, resumed)
+    )
+    assert found[-4:] == pytest.approx(expected[-4:])

@@ -252,3 +252,27 @@ def test_no_image_is_decoded_to_look_for_packed_texts() -> None:
     with pytest.raises(OSError, match="cannot identify"):
         data[:9]
     warn_of_rows(data, Tokens())
+
+
+# ---- Rows that overlap ----
+
+
+def windows(texts: Batch, step: int, size: int = 16) -> Batch:
+    """Windows of long texts, with a prompt before each."""
+    prompt = list(range(100, 112))
+    long = [[200 + 40 * i + j for j in range(40)] for i in range(len(texts["text"]))]
+    cuts = [text[k : k + size] for text in long for k in range(0, 40 - size + 1, step)]
+    return {"input_ids": [prompt + cut + [PAD] * 3 for cut in cuts]}
+
+
+@pytest.mark.parametrize(("step", "alarm"), [(6, True), (16, False), (40, False)])
+def test_windows_that_overlap_are_warned_of_and_a_prompt_is_not(
+    step: int, alarm: bool, loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = Dataset.from_list(loaded.to_list()).map(
+        partial(windows, step=step), batched=True, remove_columns=["id", "text"]
+    )
+    warn_of_rows(rows)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert ["overlap" in w and "privacy_unit_column" in w for w in warnings] == [True] * alarm
+    assert not any(char.isdigit() for w in warnings for char in w)

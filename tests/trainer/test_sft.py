@@ -123,3 +123,14 @@ def test_a_run_is_saved_as_an_adapter_with_its_tokenizer(tmp_path: Path) -> None
     assert not (tmp_path / "model.safetensors").exists()
     merged = peft.PeftModel.from_pretrained(llama(), tmp_path).merge_and_unload()
     assert_same_weights(weights_of(merged), weights_of(trainer.model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["DPGrapeSFTConfig", "DPGrapeDPOConfig", "DPGrapeRewardConfig"])
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_configs_are_made_on_any_machine(
+    name: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("dp_grape_hf.trainer.sft", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: has_bfloat16)
+    config = getattr(dp_grape_hf, name)(output_dir=str(tmp_path), eps=8, delta=1e-4)
+    assert config.bf16 is has_bfloat16

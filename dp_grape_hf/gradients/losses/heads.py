@@ -229,6 +229,13 @@ def classification(
     if is_regression(config, logits.shape[-1]):
         _refuse_smoothing(label_smoothing, "regression")
         return (logits - labels.view_as(logits)).square().flatten(1).mean(1)
+    if problem == "multi_label_classification" and not labels.is_floating_point():
+        raise PrivacyError(
+            f"The labels are {str(labels.dtype).removeprefix('torch.')}, and problem_type="
+            "'multi_label_classification' compares them with probabilities, which are floats: the "
+            "model itself fails on them, also in evaluation. Make the labels float where the rows "
+            "are made, for example [float(label) for label in labels]."
+        )
     if problem == "multi_label_classification" or labels.is_floating_point():
         _refuse_smoothing(label_smoothing, "multi-label classification")
         targets = labels.to(logits.dtype)

@@ -10,7 +10,6 @@ Shapes: B samples in the batch, T positions, of which at most K have a label, h 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -31,33 +30,12 @@ from dp_grape_hf.gradients.losses.heads import (
     classification,
     is_regression,
 )
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
+from dp_grape_hf.gradients.losses.own_loss import OwnLoss, returns_its_loss
+from dp_grape_hf.gradients.rows import batch_size_of
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
 """``(model outputs, labels) -> (B,)``: the type of a user's ``compute_loss_func``."""
-
-
-class ModelLoss(ABC):
-    """A loss that says itself what of a batch the model is run with."""
-
-    name: ClassVar[str]
-    """What errors call it."""
-
-    @property
-    def regresses(self) -> bool:
-        """Whether outputs are to be near labels that are numbers; else they are logits."""
-        return False
-
-    @abstractmethod
-    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
-        """Returns what the model is run with, and what the losses are computed of beside."""
-
-    @abstractmethod
-    def __call__(self, outputs: Any, labels: Any) -> Tensor:
-        """Returns the losses (B,)."""
-
-    @abstractmethod
-    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
-        """Returns the loss that is minimised without privacy, a scalar, or None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +154,11 @@ class HeadLoss(ModelLoss):
         return self.head.targets(functional.pad(labels, (missing, 0), value=IGNORE_INDEX))
 
 
-def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss:
+def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLoss:
     """Returns the per-sample loss of a model, chosen by its class name.
+
+    A class of the user's own has no known name. If its forward takes labels, its loss is the one
+    that it returns for a batch of one example.
 
     Args:
         model: the model, with PEFT around it or without.
@@ -202,6 +183,8 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss:
                 "or pass compute_loss_func=f where f(outputs, labels) returns one loss per sample, "
                 "of shape (B,), and compares each with negatives in its own row or of public data."
             )
+        if not suffix and returns_its_loss(base) and not label_smoothing:
+            return OwnLoss(base)
         why = f" (it {UNKNOWN_LOSSES[suffix]})" if suffix else ""
         raise UnsupportedModelError(
             f"The loss of {name} is not known per sample{why}. Pass compute_loss_func=f where "
@@ -251,6 +234,14 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
     inputs = dict(inputs)
     labels = inputs.pop("labels", None)
     return inputs, labels
+
+
+def losses_of(model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any]) -> Tensor:
+    """Runs a model on a batch; returns its losses (B,)."""
+    if isinstance(loss, OwnLoss):
+        return loss.each(model, inputs)
+    given, labels = split(loss, inputs)
+    return checked(loss(model(**given), labels), batch_size_of(inputs))
 
 
 def with_patches(inputs: Inputs) -> Inputs:

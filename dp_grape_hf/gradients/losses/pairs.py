@@ -24,7 +24,7 @@ from dp_grape_hf.gradients.losses.heads import (
     cross_entropy,
     next_tokens,
 )
-from dp_grape_hf.gradients.losses.losses import ModelLoss
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 
 OfBatch = Callable[[Any, Inputs], Tensor]
 """A model and pairs, as ``by_halves`` gives them -> the mean of their losses."""

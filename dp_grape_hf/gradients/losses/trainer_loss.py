@@ -12,6 +12,7 @@ Shapes: B samples in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -24,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import evaluating
 from dp_grape_hf.gradients.losses.heads import Inputs
-from dp_grape_hf.gradients.losses.losses import HeadLoss, ModelLoss, loss_for
+from dp_grape_hf.gradients.losses.losses import HeadLoss, loss_for
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 
 OTHERWISE = (
@@ -85,10 +87,9 @@ class TrainerLoss(ModelLoss):
         takes = signature(compute_loss).parameters
         self._arguments = {"num_items_in_batch": None} if "num_items_in_batch" in takes else {}
         self._head: HeadLoss | None = None  # where the model's own loss is known per sample
-        try:
-            self._head = loss_for(model)
-        except UnsupportedModelError:
-            pass
+        with suppress(UnsupportedModelError):
+            found = loss_for(model)
+            self._head = found if isinstance(found, HeadLoss) else None
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
         """Returns what ``compute_loss`` runs the model with, and what the losses are made of."""

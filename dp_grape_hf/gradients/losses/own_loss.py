@@ -1,0 +1,82 @@
+"""The loss that a model returns itself, of one example at a time.
+
+Most modules that people write return the mean loss of the batch that they are given. The mean over
+a batch of one example is the loss of that example. So the model runs on one example at a time, and
+nothing else has to be known about its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients.losses.heads import Inputs
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss
+from dp_grape_hf.gradients.rows import batch_size_of, copies_of
+
+_TARGETS = {"y", "target", "targets"}
+
+
+class OwnLoss(ModelLoss):
+    """The loss that a model returns for a batch of one example, ``(outputs, None) -> (1,)``.
+
+    Args:
+        model: the model. Its forward takes labels, and returns a mapping with ``loss``, a tuple
+            that begins with the loss, or the loss.
+    """
+
+    name: ClassVar[str] = "the model, which returns its own loss,"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
+
+    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, None]:
+        """Returns all inputs, labels included: the model computes its loss with them."""
+        return dict(inputs), None
+
+    def __call__(self, outputs: Any, labels: Tensor | None = None) -> Tensor:
+        """Returns the loss of a batch of one, (1,), float32.
+
+        Raises:
+            UnsupportedModelError: the model returns no number.
+        """
+        if isinstance(outputs, Mapping):
+            loss = outputs.get("loss")
+        else:
+            loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise UnsupportedModelError(
+                f"{self._name} was given one example with its labels, and returned no loss: "
+                "neither a mapping with 'loss', nor a tuple that begins with it. Without a loss of "
+                "each example nothing can be clipped. Return {'loss': ..., 'logits': ...}, or pass "
+                "compute_loss_func=f where f(outputs, labels) returns one loss per sample, of "
+                "shape (B,)."
+            )
+        return loss.float().reshape(1)
+
+    def each(self, run: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
+        """Runs the model on one example after the other; returns the losses (B,)."""
+        size = batch_size_of(inputs)
+        rows = (copies_of(inputs, 1, row) for row in range(size)) if size > 1 else [inputs]
+        return torch.cat([self(run(**row)) for row in rows])
+
+    def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the mean of the losses of single examples, a scalar."""
+        return self.each(model, inputs).mean()
+
+
+def is_target(name: str) -> bool:
+    """Whether the name of an argument of a forward says that it is a label."""
+    return "label" in name or name in _TARGETS
+
+
+def returns_its_loss(model: nn.Module) -> bool:
+    """Whether a forward takes labels, and is none of transformers, whose losses are known."""
+    module = getattr(model.forward, "__module__", None) or ""
+    theirs = module.partition(".")[0] == "transformers"
+    return not theirs and any(map(is_target, signature(model.forward).parameters))

@@ -1,0 +1,269 @@
+"""Models of the user's own: any module trains with nothing set but the budget."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
+from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.gradients import per_sample_gradients
+from dp_grape_hf.trainer.own_inputs import Form, InputsByForm
+from tests.support.trainers import Examples, make_trainer, weights_of
+
+ROWS, FEATURES, WORDS = 40, 6, 11
+
+
+def answer(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    if labels is None:
+        return {"logits": logits}
+    return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class Table(nn.Module):
+    """Numbers and categories; the categories have a length that the model insists on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.net = nn.Embedding(WORDS, 4), nn.Linear(FEATURES + 8, 2)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
+        found = torch.cat([x, self.kinds(kind).flatten(1)], 1)
+        return answer(self.net(found), labels)
+
+
+class Words(nn.Module):
+    """The mean of the words of a text of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(WORDS, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+        mask = mask[..., None].float()
+        mean = (self.table(ids) * mask).sum(1) / mask.sum(1)
+        return answer(self.head(self.body(mean).relu()), labels)
+
+
+class Towers(nn.Module):
+    """The similarity of two inputs: its last layer is no head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(FEATURES, 5), nn.Linear(FEATURES, 5)
+
+    def forward(self, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Any:
+        return {"similarity": cosine_similarity(self.left(a), self.right(b))}
+
+
+class Picky(Table):
+    """Fails on random inputs."""
+
+    def forward(self, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
+        if labels is None and len(x) > 0:
+            raise ValueError("labels must be given")
+        return super().forward(x, kind, labels)
+
+
+def of_towers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return (outputs["similarity"] - labels).square()
+
+
+def table_row(i: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(FEATURES, generator=generator)
+    kind = torch.randint(WORDS, (2,), generator=generator)
+    return {"x": x, "kind": kind, "labels": int(x[0] > 0)}
+
+
+def words_row(i: int, length: int = 7) -> dict[str, Any]:
+    ids = (torch.arange(length) * (i + 1)) % WORDS
+    return {"ids": ids, "mask": torch.ones(length, dtype=torch.long), "labels": i % 2}
+
+
+def towers_row(i: int) -> dict[str, Any]:
+    x = table_row(i)["x"]
+    return {"a": x, "b": x.flip(0), "labels": float(i % 2)}
+
+
+def trainer_of(
+    folder: Path, model: nn.Module, row: Any, cls: Any = DPGrapeTrainer, **more: Any
+) -> DPGrapeTrainer:
+    keywords = {n: more.pop(n) for n in ("compute_loss_func", "public_example") if n in more}
+    options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"} | more
+    args = DPGrapeTrainingArguments(
+        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
+    )
+    rows = [row(i) for i in range(ROWS)]
+    return cls(model=model, args=args, train_dataset=rows, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "loss"),
+    [(Table, table_row, None), (Words, words_row, None), (Towers, towers_row, of_towers)],
+)
+def test_a_module_trains_with_nothing_set(
+    model: type[nn.Module], row: Any, loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, model(), row, compute_loss_func=loss)
+    before = weights_of(trainer.model)
+    trainer.train()
+    after = weights_of(trainer.model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if not name.startswith("unused")} == moved
+    assert all(weight.isfinite().all() for weight in after.values())
+    assert trainer.args.projection == "principal"
+    assert trainer.args.engine == ("functorch" if loss is None else "layerwise")
+    assert (trainer.rates.head is None) == (model is Towers)
+    notices = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf")]
+    assert len(notices) == (model is Table), notices
+    assert all("unused" in notice for notice in notices)
+
+
+def test_the_loss_of_a_module_is_the_one_of_a_batch_of_one() -> None:
+    torch.manual_seed(0)
+    model = Table()
+    model.unused.requires_grad_(False)
+    rows = [table_row(i) for i in range(3)]
+    batch = {n: torch.stack([torch.as_tensor(row[n]) for row in rows]) for n in rows[0]}
+    losses, gradients = per_sample_gradients(model, batch)
+    for i in range(3):
+        one = {name: value[i : i + 1] for name, value in batch.items()}
+        loss = model(**one)["loss"]
+        expected = torch.autograd.grad(loss, model.net.weight)[0]
+        torch.testing.assert_close(losses[i], loss.detach())
+        torch.testing.assert_close(gradients["net.weight"].dense().values[i], expected)
+
+
+def test_a_module_that_returns_no_loss_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no loss.*compute_loss_func=f"):
+        trainer_of(tmp_path, Towers(), towers_row)
+
+
+# ---- What of the data may shape the inputs that a model is measured on ----
+
+
+def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path: Path) -> None:
+    found = []
+    for length, first in ((7, 0), (9, 3)):
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            tmp_path, Words(), lambda i, n=length, k=first: words_row(i + k, n), max_steps=1
+        )
+        trainer._make_ready()
+        batches = list(trainer._public_inputs()())
+        found.append((batches, trainer.rates))
+    (ours, rates), (theirs, others) = found
+    assert rates == others
+    assert len({batch["ids"].shape[1] for batch in ours}) > 1
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Remembers(Examples):
+    """Counts how often it was read."""
+
+    def __init__(self, examples: Any) -> None:
+        super().__init__(examples)
+        self.reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Words(), words_row)
+    trainer.train_dataset, trainer._own_inputs = (
+        Remembers([words_row(i) for i in range(ROWS)]),
+        None,
+    )
+    with pytest.raises(PrivacyError, match="reads"):
+        trainer._public_inputs()
+
+
+def test_tokens_are_those_that_the_embedding_has_and_masks_are_ones() -> None:
+    integers = torch.long
+    forms = {
+        "ids": Form((7,), integers),
+        "mask": Form((7,), integers),
+        "labels": Form((), integers),
+    }
+    for batch in InputsByForm(Words(), forms, 0)():
+        assert batch.keys() == {"ids", "mask"}
+        assert int(batch["ids"].max()) == WORDS - 1
+        assert (batch["mask"] == 1).all()
+    kinds = {"x": Form((FEATURES,), torch.float32), "kind": Form((2,), integers)}
+    assert {batch["kind"].shape[1] for batch in InputsByForm(Table(), kinds, 0)()} == {2}
+
+
+def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
+    example = {**table_row(0), "x": torch.zeros(FEATURES, dtype=torch.float64)}
+    trainer = trainer_of(tmp_path, Table().float(), table_row, public_example=table_row(1))
+    assert next(iter(trainer._public_inputs()()))["x"].dtype == torch.float32
+    with pytest.raises(PrivacyError, match="projection='principal'"):
+        trainer_of(tmp_path, Table(), table_row, public_example=example, projection="principal")
+
+
+def test_a_module_that_cannot_be_measured_trains_by_norms(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, Picky(), table_row)
+    (notice,) = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf.trainer")]
+    assert "labels must be given" in notice
+    assert "gaussian" in notice
+    assert "public_example=" in notice
+    trainer.model.unused.requires_grad_(False)
+    trainer.train()
+    assert trainer.ledger.mechanism.projection == "gaussian"
+    assert trainer.rates.body.changes == "weights"
+
+
+# ---- Errors come early ----
+
+
+def test_integer_labels_of_several_classes_are_refused_before_anything_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        num_labels=3,
+        problem_type="multi_label_classification",
+    )
+    monkeypatch.setattr(DPGrapeTrainer, "_make_parts", lambda self: pytest.fail("it chose"))
+    rows = [{"input_ids": [1, 2, 3], "labels": [0, 1, 1]}] * ROWS
+    with pytest.raises(PrivacyError, match=r"labels are int64.*labels float"):
+        trainer_of(tmp_path, BertForSequenceClassification(config), rows.__getitem__)
+
+
+class Weighted(DPGrapeTrainer):
+    """Divides by the weights of a batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        labels = inputs.pop("labels")
+        logits = model(**inputs)["logits"]
+        return cross_entropy(logits, labels, weight=torch.tensor([1.0, 5.0]))
+
+
+def test_class_weights_and_a_used_folder_are_refused_before_anything_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer(tmp_path / "used").train()
+    used = make_trainer(tmp_path / "used")
+    weighted = trainer_of(tmp_path / "new", Words(), words_row, cls=Weighted)
+    monkeypatch.setattr(DPGrapeTrainer, "_make_ready", lambda self: pytest.fail("it chose"))
+    with pytest.raises(PrivacyError, match="is that of another run"):
+        used.train()
+    with pytest.raises(PrivacyError, match="not the mean over a batch"):
+        weighted.train()
