@@ -98,7 +98,7 @@ def test_every_example_in_the_help_prints_what_the_help_says(
     assert stop.value.code == 0
     text = capsys.readouterr().out
     examples = re.findall(r"^  \$ dp-grape ((?:.*\\\n)*.*)\n((?:  .*\n|\n(?=  ))+)", text, re.M)
-    assert len(examples) == 4
+    assert len(examples) == 3
     for command, shown in examples:
         printed = run(command.replace("\\\n", ""), capsys)
         assert [line.strip() for line in shown.splitlines()] == [

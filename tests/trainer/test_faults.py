@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.ledger import ledger as ledger_module
+from dp_grape_hf.publishing import publisher as publisher_module
 from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
     last_whole_checkpoint,
@@ -226,7 +227,6 @@ def test_a_damaged_adapter_in_a_folder_of_its_own_is_recognised(run: Path) -> No
 # ---- No space left ----
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-LIVE = f".{LEDGER_NAME}.tmp"  # through this name the live ledger is written
 
 
 def _fill(path: Path) -> None:
@@ -235,19 +235,24 @@ def _fill(path: Path) -> None:
     path.symlink_to("/dev/full")
 
 
-SAVE_FILE = safetensors.torch.save_file
+REPLACE, SAVE_FILE = os.replace, safetensors.torch.save_file
 
 
 def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: Any) -> None:
-    Path(path).unlink()
     SAVE_FILE(state, path, *args, **kwargs)
     _halve(Path(path))
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _replace_all_but_the_ledger(source: str | Path, target: str | Path) -> None:
+    if Path(target) == Path(target).parent.parent / "checkpoint-4" / LEDGER_NAME:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    REPLACE(source, target)
+
+
 @needs_dev_full
 @pytest.mark.parametrize(
-    "name", slow_but(("optimizer.pt",), [LIVE, "model.safetensors", "optimizer.pt"])
+    "name", slow_but(("optimizer.pt",), [LEDGER_NAME, "model.safetensors", "optimizer.pt"])
 )
 def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,16 +261,20 @@ def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
     releases = spy_releases(monkeypatch)
 
     def fill() -> None:
-        _fill(path)
         if name == "model.safetensors":  # written elsewhere first
-            monkeypatch.setattr(safetensors.torch, "save_file", _save_half)
+            monkeypatch.setattr(publisher_module, "save_file", _save_half)
+        elif name == LEDGER_NAME:
+            monkeypatch.setattr(os, "replace", _replace_all_but_the_ledger)
+        else:
+            _fill(path)
 
     trainer = make_trainer(tmp_path, callbacks=[At(4, fill)], **SAVING)
     with pytest.raises(PrivacyError, match=r"could not be saved.*Make room there"):
         trainer.train()
     assert len(releases) == 4 == Ledger.load(tmp_path / LEDGER_NAME).steps
     assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
-    monkeypatch.setattr(safetensors.torch, "save_file", SAVE_FILE)
+    monkeypatch.setattr(publisher_module, "save_file", SAVE_FILE)
+    monkeypatch.setattr(os, "replace", REPLACE)
     if path.is_symlink():  # space again, and what was written of the file
         path.unlink()
         path.write_bytes(b"")
