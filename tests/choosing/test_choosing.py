@@ -469,7 +469,9 @@ def test_a_head_that_puts_out_numbers_bears_less_noise(
     model = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", ignore_mismatched_sizes=True, **changes
     )
-    trainer = trainer_for(tmp_path, model)
+    rows, number = examples(), changes["num_labels"]
+    labelled = [{**row, "labels": [1.0] * number if number > 1 else 1.0} for row in rows]
+    trainer = DPGrapeTrainer(model, arguments(tmp_path / "out"), train_dataset=Examples(labelled))
     said = trainer.suggestion()
     assert trainer.rates.head.effect == pytest.approx(noise, rel=1e-3)
     assert ("Labels are numbers" in said) == (f"adds {noise:g} to a number" in said) == (noise < 1)
