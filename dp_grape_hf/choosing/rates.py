@@ -20,7 +20,7 @@ all of it, with the same two bounds in units of its weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from statistics import mode
@@ -302,16 +302,13 @@ def measure_norms(
         fresh: whether the weights come from nowhere.
         factors: parameter name -> factor on its rate, which is the user's.
     """
-    norm = math.sqrt(
-        sum(float(n.parameter.detach().float().square().sum()) for n in noise.values())
-    )
+    norm = math.sqrt(_squared(noise))
     walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
     longest = max(most.values())
     if fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
         bound = _of_fresh(model, noise.values(), longest, push, steps)
     else:
-        root = math.sqrt(sum(math.prod(own.shape) for own in noise.values()))
-        step = float(push(torch.tensor([longest / root]))) * root / steps
+        step = _step_of_signal(noise.values(), longest, push, steps)
         bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / step)
     rates = {n: bound.rate * (factors or {}).get(n, 1.0) for n in noise}
     effect = bound.rate * walked / max(norm, 1e-12)
@@ -383,7 +380,7 @@ def _reaching(drift: Callable[[float], float], start: float) -> float:
 
 def _of_fresh(
     model: nn.Module,
-    noise: Iterable[Noise],
+    noise: Collection[Noise],
     most: float,
     push: Callable[[Tensor], Tensor],
     steps: float,
@@ -393,15 +390,21 @@ def _of_fresh(
     Its measure is not what the weights are at the start, which may be too small for a few noisy
     steps, but the usual 1 / sqrt(n) of weights with n inputs.
     """
-    owns = list(noise)
     layers: list[Any] = [m for m in model.modules() if isinstance(m, MATRIX_LAYERS)]
     outputs = sum(m.out_features if isinstance(m, nn.Linear) else m.nf for m in layers)
     norm = math.sqrt(outputs)  # m n numbers of variance 1 / n
     size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
-    root = math.sqrt(sum(math.prod(own.shape) for own in owns))
-    step = float(push(torch.tensor([most / root]))) * root / steps  # at a rate of 1, all signal
-    walk = max(own.walk for own in owns)
+    step = _step_of_signal(noise, most, push, steps)
+    walk = max(own.walk for own in noise)
     return _Bound.lower(FRESH_WALK * size / walk, FRESH_STEP * norm / step)
+
+
+def _step_of_signal(
+    noise: Iterable[Noise], most: float, push: Callable[[Tensor], Tensor], steps: float
+) -> float:
+    """Returns how long a step of nothing but signal is, at a rate of 1."""
+    root = math.sqrt(sum(math.prod(own.shape) for own in noise))
+    return float(push(torch.tensor([most / root]))) * root / steps
 
 
 def steps_of(
@@ -424,8 +427,13 @@ def steps_of(
 
 
 def _root_mean_square(part: Mapping[str, Noise]) -> float:
-    total = sum(float(own.parameter.detach().float().square().sum()) for own in part.values())
-    return math.sqrt(total / sum(own.parameter.numel() for own in part.values())) or 1.0
+    count = sum(own.parameter.numel() for own in part.values())
+    return math.sqrt(_squared(part) / count) or 1.0
+
+
+def _squared(part: Mapping[str, Noise]) -> float:
+    """Returns the squared norm of all weights together."""
+    return sum(float(own.parameter.detach().float().square().sum()) for own in part.values())
 
 
 class _Shown(Exception):
