@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,9 +123,6 @@ def choose_parts(
 ) -> tuple[Parts, DPGrapeArguments]:
     """Chooses what is trained, where a new head reads, and whether it is clipped apart.
 
-    Returns:
-        The choices, and the arguments with what follows from them.
-
     A collective call: the first process decides, which alone may have weights.
 
     Args:
@@ -133,6 +130,9 @@ def choose_parts(
         args: the arguments of the run.
         inputs: makes inputs that are no example's.
         unused: parameters that were frozen because they take no part in the loss.
+
+    Returns:
+        The choices, and the arguments with what follows from them.
 
     Raises:
         PrivacyError: the model cannot be run on these inputs, and principal directions, which need
@@ -144,8 +144,8 @@ def choose_parts(
         pretrained = is_pretrained(model)
         with evaluating(model):
             try:
-                name, layer = _output_layer(model, inputs)
-                has_head = is_head(model, layer, next(iter(inputs())))
+                name, layer, first = _output_layer(model, inputs)
+                has_head = is_head(model, layer, first)
             except PrivacyError as error:
                 reasons.append(error)
                 return Parts(pretrained, [], None, None, measured=False, has_head=False)
@@ -155,7 +155,6 @@ def choose_parts(
                 frozen = train_matrices_only(model, name)
             averaged = None
             saves_last_layer = args.save_as != "adapter" and not hasattr(model, "peft_config")
-            first = next(iter(inputs()))
             reads_first = not saves_last_layer and is_new_at_first(model, layer, first)
             if saves_last_layer:
                 averaged = average_at_first(model, layer, first)
@@ -203,10 +202,14 @@ def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -
             parameter.requires_grad_(name in before)
 
 
-def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module]:
-    """Returns the layer that logits come from, the model being in evaluation mode."""
+def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module, Mapping[str, Any]]:
+    """Returns the layer that logits come from, and the batch that showed it.
+
+    The model must be in evaluation mode.
+    """
     try:
-        return output_layer(model, next(iter(inputs())))
+        first = next(iter(inputs()))
+        return *output_layer(model, first), first
     except Exception as error:  # of any model's code
         raise PrivacyError(
             "Learning rates are chosen by running the model on inputs that are not the data, and "
@@ -245,7 +248,7 @@ def find_rates(
         try:
             with evaluating(run.model):
                 parts_ = parts or Parts(is_pretrained(run.model), [], None, None)
-                output = _output_layer(run.model, inputs) if parts_.measured else None
+                output = _output_layer(run.model, inputs)[:2] if parts_.measured else None
                 return _measured(run, plan, output, inputs, parts_)
         except Exception:
             if args.chooses:
