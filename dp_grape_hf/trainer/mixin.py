@@ -362,9 +362,13 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _returns_its_loss(self) -> bool:
         """Whether the loss is the one that the model returns for a batch of one example."""
-        with suppress(PrivacyError):  # which Run raises again
-            return isinstance(self._loss() or loss_for(self.model), OwnLoss)
-        return False
+        return isinstance(self._known_loss(), OwnLoss)
+
+    def _known_loss(self) -> LossFunction | None:
+        """Returns the loss of the run; None where it is not known, which ``Run`` refuses."""
+        with suppress(PrivacyError):
+            return self._loss() or loss_for(self.model)
+        return None
 
     def _loss_of_host(self) -> ModelLoss | None:
         """Returns the loss of a host that does not minimise that of the model's head."""
@@ -382,11 +386,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._frozen += tuple(unused)
 
     def _find_unused(self) -> list[str]:
-        if self.train_dataset is None:
-            return []
-        try:
-            loss = self._loss() or loss_for(self.model)
-        except PrivacyError:  # which Run raises again
+        loss = self._known_loss()
+        if self.train_dataset is None or loss is None:
             return []
         with keeping_random_state():  # from a collator of public data
             return freeze_unused(self.model, loss, self._public_inputs()())
@@ -621,11 +622,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         known = METHODS[self.args.method].query is None and self._sharding is None
         if not (own and known and self.args.chooses) or self.train_dataset is None:
             return
-        try:
-            loss = self._loss() or loss_for(self.model)
-        except PrivacyError:  # which Run raises again
-            return
-        from_first(partial(self._run_one_example, loss))
+        loss = self._known_loss()
+        if loss is not None:
+            from_first(partial(self._run_one_example, loss))
 
     def _run_one_example(self, loss: LossFunction) -> None:
         dataset, collator = self._with_used_columns(self.train_dataset, "training")
