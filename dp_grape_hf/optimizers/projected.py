@@ -109,7 +109,7 @@ class _LaidOut:
     z_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # parts of Z that stay
     rounded: Tensor | None = None  # Z in the type of the weights whose updates stay in it
     rounded_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    inner: torch.optim.Optimizer | None = None  # torch's
+    inner: torch.optim.Optimizer = field(init=False)  # torch's, of what is moved
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -197,8 +197,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise PrivacyError("step() without receive(): there is no private gradient to apply.")
         self._refuse_other_coordinates()
         laid_out = self._lay_out(self._private_grads)
-        assert laid_out.inner is not None
-        z_of = self._prepare(laid_out, laid_out.inner, self._private_grads)
+        z_of = self._prepare(laid_out, self._private_grads)
         for group, own in zip(self.param_groups, laid_out.groups, strict=True):
             self._decay_what_is_moved(group, own)
         laid_out.inner.step()
@@ -222,17 +221,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
 
     def _prepare(
-        self,
-        laid_out: _LaidOut,
-        inner: torch.optim.Optimizer,
-        private_grads: Mapping[nn.Parameter, Tensor],
+        self, laid_out: _LaidOut, private_grads: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         """Gives torch's optimizer the private gradients and the rates of now.
 
         Returns:
             Weight -> its part of Z.
         """
-        for own, (first, *_) in zip(inner.param_groups, laid_out.alike, strict=True):
+        for own, (first, *_) in zip(laid_out.inner.param_groups, laid_out.alike, strict=True):
             own.update(self._settings_of(self.param_groups[first]))
         z, z_of = laid_out.z, dict(laid_out.z_of)
         if z is None and self._flat is not None:
