@@ -32,6 +32,7 @@ from tests.support.methods import (
     NOISY,
     OURS,
     PLAIN,
+    PRIVATE,
     Moments,
     Update,
     assert_same_steps,
@@ -227,7 +228,7 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(
     ("method", "clipping"),
     [
         pytest.param(m, c, marks=() if c == "flat" or m == "dp_grape" else pytest.mark.slow)
-        for m, c in product(OURS, Clipping)
+        for m, c in product(PRIVATE, Clipping)
     ],
 )
 def test_one_example_moves_the_release_by_at_most_c(
@@ -236,22 +237,22 @@ def test_one_example_moves_the_release_by_at_most_c(
     moves_by_at_most_c(method, clipping, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora"), OURS))
+@pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "dpzero", "adam"), METHODS))
 def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
     is_the_same_in_any_split(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), OURS))
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
     resumes_where_it_stopped(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), OURS))
+@pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
     learns(method, tmp_path)
 
 
-@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("method", PRIVATE)
 def test_an_empty_draw_releases_noise(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.projections.seeds import projection_generator
 from recipes.paper.methods import released, whole_batch, zeroth_order
-from tests.support.marks import slow_but
 from tests.support.methods import (
     PLAIN,
     Moments,
@@ -26,13 +23,8 @@ from tests.support.methods import (
     assert_same_steps,
     batch_of_all,
     definition,
-    is_the_same_in_any_split,
-    learns,
-    moves_by_at_most_c,
     noisy_run,
     plain_trainer,
-    releases_noise_alone,
-    resumes_where_it_stopped,
     run,
 )
 from tests.support.trainers import (
@@ -201,41 +193,3 @@ def test_a_private_method_is_its_definition(
     found = noisy_run(tmp_path, method)
     expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
-
-
-# ---- Suites over the table ----
-
-
-@pytest.mark.parametrize(
-    ("method", "clipping"),
-    [
-        pytest.param(m, c, marks=() if c == "flat" or m == "dp_grape" else pytest.mark.slow)
-        for m, c in product(PRIVATE, Clipping)
-    ],
-)
-def test_one_example_moves_the_release_by_at_most_c(
-    method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves_by_at_most_c(method, clipping, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("method", slow_but(("dpzero", "adam"), ROWS))
-def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
-    is_the_same_in_any_split(method, tmp_path)
-
-
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), ROWS))
-def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
-    resumes_where_it_stopped(method, tmp_path)
-
-
-@pytest.mark.parametrize("method", slow_but(("dp_grape",), ROWS))
-def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
-    learns(method, tmp_path)
-
-
-@pytest.mark.parametrize("method", PRIVATE)
-def test_an_empty_draw_releases_noise(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    releases_noise_alone(method, tmp_path, monkeypatch)

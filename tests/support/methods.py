@@ -31,6 +31,9 @@ from tests.support.trainers import (
 OURS = ("dp_grape", "dp_adam", "dp_sgd", "dp_lora")
 """The methods of the package."""
 
+PRIVATE = tuple(name for name, row in METHODS.items() if row.private)
+"""Those of the package and the paper's comparisons that are private."""
+
 PLAIN = {"per_device_train_batch_size": 24}
 """Arguments of a run that is not private, on all of ``points`` at every step."""
 
