@@ -1,4 +1,4 @@
-"""What releases cost: upper bounds on epsilon, and the noise that a budget buys.
+"""Privacy accounting: upper bounds on epsilon, and the noise that a budget buys.
 
 No model, no data, no file and no torch: numbers in, numbers out. ``releases`` describes the
 releases of a run, ``accountants`` bounds their ε, and ``calibration`` finds the noise for a budget.

@@ -1,8 +1,8 @@
 """The accountants: upper bounds on ε of many releases together.
 
 PLD answers unless another accountant is selected by name. RDP starts searches, gives a second
-opinion, and answers where the selected accountant cannot. Which accountant answers depends on the
-public numbers of the releases alone, never on data.
+opinion, and answers where the selected accountant cannot. The choice depends on the public numbers
+of the releases alone, never on data.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What is promised: options, methods, what they mean for N examples, and what is refused.
+"""The options and methods of a run, its plan for N examples, and the options that are refused.
 
 ``arguments`` checks and fixes the options, whose table is ``dp_grape_hf.options``. ``methods`` has
 the table of methods, which plug-ins can extend, ``refusals`` the combinations that would void the
