@@ -8,7 +8,6 @@ import tempfile
 from typing import Any
 
 import transformers
-from torch.utils.data import Subset
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -16,7 +15,7 @@ from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.memory import auto_class, read_config
 from dp_grape_hf.phases import progress
-from dp_grape_hf.trainer import DPGrapeTrainer
+from dp_grape_hf.trainer import DPGrapeTrainer, Unseen
 
 _GIVEN = ("target_epsilon", "target_delta", "num_train_epochs", "method", "learning_rate")
 _SIZES = ("expected_batch_size", "max_steps")
@@ -35,8 +34,7 @@ def run(args: argparse.Namespace) -> str:
             disable_tqdm=True,
             **{name: value for name, value in options.items() if value is not None},
         )
-        unseen: Any = []
-        examples = Subset(unseen, range(args.num_samples))  # of which only the number is asked
+        examples = Unseen(args.num_samples)
         trainer = DPGrapeTrainer(model, asked, train_dataset=examples, processing_class=tokenizer)
         with progress("Choosing hyperparameters", shown=sys.stderr.isatty()):
             return trainer.suggestion()

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.definition import FunctorchEngine
-from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.gradients.engine import (
+    Gradients,
+    GradSampleMode,
+    Inputs,
+    PerSampleEngine,
+    refuse_modules,
+)
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.losses.losses import LossFunction, loss_for
 from dp_grape_hf.gradients.losses.own_loss import OwnLoss
@@ -39,9 +45,11 @@ def make_engine(
 
     Raises:
         PrivacyError: if there is no such engine, or it does not have that mode.
+        UnsupportedModelError: if a module is refused, or the loss is not known.
     """
     if name not in ENGINES:
         raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
+    refuse_modules(model)  # before its loss is looked up by the name of its class
     loss = loss_for(model) if loss is None else loss
     if isinstance(loss, OwnLoss):
         name, options = OF_SINGLE_EXAMPLES, {}

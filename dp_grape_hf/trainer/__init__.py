@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.trainer.adapters import principal_adapter
 from dp_grape_hf.trainer.checkpoints import logged
+from dp_grape_hf.trainer.rows import Unseen
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.trainers import (
     DPGrapeSeq2SeqTrainer,
@@ -33,6 +34,7 @@ __all__ = [
     "DPGrapeSeq2SeqTrainingArguments",
     "DPGrapeTrainer",
     "Run",
+    "Unseen",
     "logged",
     "principal_adapter",
 ]

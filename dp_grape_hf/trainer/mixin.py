@@ -113,7 +113,7 @@ from dp_grape_hf.trainer.data import (
 )
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.own_inputs import InputsByForm, first_row, form_of
-from dp_grape_hf.trainer.rows import warn_of_rows
+from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.saving import SavingMixin
 from dp_grape_hf.trainer.seams import is_hosts, require_seams
@@ -620,11 +620,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """
         own = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
         known = METHODS[self.args.method].query is None and self._sharding is None
-        if not (own and known and self.args.chooses) or self.train_dataset is None:
+        if not (own and known and self.args.chooses) or self._has_no_rows():
             return
         loss = self._known_loss()
         if loss is not None:
             from_first(partial(self._run_one_example, loss))
+
+    def _has_no_rows(self) -> bool:
+        return self.train_dataset is None or isinstance(self.train_dataset, Unseen)
 
     def _run_one_example(self, loss: LossFunction) -> None:
         dataset, collator = self._with_used_columns(self.train_dataset, "training")

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
+from torch.utils.data import Dataset
+
+from dp_grape_hf.errors import PrivacyError
+
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 64  # rows, at most
@@ -20,6 +24,23 @@ _TELLING = 8  # rows, at least: fewer may have one length by chance
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "labels"}
 _ID, _MAPPING = "example_id", "overflow_to_sample_mapping"
 _LENGTHS, _POSITIONS = "seq_lengths", "position_ids"
+
+
+class Unseen(Dataset[Any]):
+    """Examples of which only the number is known: for choosing what a run would choose.
+
+    Args:
+        rows: how many there are.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> Any:
+        raise PrivacyError(f"There is no row {row}: of {self.rows} rows only the number is known.")
 
 
 def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:

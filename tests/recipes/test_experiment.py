@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
 
-from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.paper import opt, roberta, vit
 from recipes.paper.experiment import (
     CONFIGS,
@@ -27,7 +26,7 @@ from recipes.paper.experiment import (
     result_path,
     run,
 )
-from recipes.paper.methods import METHODS
+from recipes.paper.methods import METHODS, PaperArguments
 from tests.support.trainers import TinyForSequenceClassification, points
 
 PRESET: dict[str, Any] = {
@@ -211,7 +210,7 @@ PARTS = {"arguments", "methods", "tasks", "models"}
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_sets_what_there_is(path: Path) -> None:
     family = FAMILIES[path.stem.partition("_")[0]]
-    known = {f.name for cls in (family.script, DPGrapeTrainingArguments) for f in fields(cls)}
+    known = {f.name for cls in (family.script, PaperArguments) for f in fields(cls)}
     preset = yaml.safe_load(path.read_text())
     models = preset.get("models", {})
     methods: set[str] = set()
