@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> str:
         ) from error
     panels: list[Any] = [_draw_epsilon]
     draw = {
-        _draw_signal: "signal",
+        _draw_signal: "noise",
         _draw_rate: "learning_rate",
         _draw_metrics: "eval_",
     }
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> str:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
     words = in_words(ledger, delta)
-    page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n```text\n{words}```\n"
+    notes = "\n\n".join(_notes(ledger, lines))
+    page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n{notes}\n\n```text\n{words}```\n"
     try:
         figure.savefig(folder / PICTURE, dpi=120)
         (folder / PAGE).write_text(page, encoding="utf-8")
@@ -68,9 +69,28 @@ def run(args: argparse.Namespace) -> str:
 _Lines = Sequence[Mapping[str, float]]
 
 
+def _notes(ledger: Ledger, lines: _Lines) -> Iterator[str]:
+    """Yields what a reader has to know about the panels, a paragraph each."""
+    if (bands := _bands(ledger)) > 1:
+        yield (
+            f"Epsilon rises in steps. The noise is correlated over {bands} releases, and each "
+            f"example can take part in one of {bands} releases in a row only. The first of them "
+            f"costs as much as all {bands}, and a run that stops between two steps has paid for "
+            "the whole of the last one."
+        )
+    if any("noise" in line for line in lines):
+        yield (
+            "Signal is the norm of what all releases so far agree on, and noise is the norm of the "
+            "noise that is left in their mean. Where the line of the signal is missing, noise hid "
+            "the signal. Both have the unit of a clipped gradient: 1 is a gradient that was "
+            "clipped to C = 1."
+        )
+
+
 def _draw_epsilon(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
     steps, epsilons = _curve(ledger, delta)
-    axes.plot(steps, epsilons, color="C0", zorder=3)
+    style = "steps-pre" if _bands(ledger) > 1 else "default"
+    axes.plot(steps, epsilons, color="C0", zorder=3, drawstyle=style)
     target = ledger.mechanism.target_epsilon
     if target is not None:
         axes.axhline(target, color="C3", linestyle="--", label=f"promised, {target:g}")
@@ -89,14 +109,18 @@ def _draw_epsilon(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> Non
 
 
 def _draw_signal(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
-    groups = {n: g for n, g in _GROUPS.items() if any(f"signal{n}" in line for line in lines)}
+    groups = {n: g for n, g in _GROUPS.items() if any(f"noise{n}" in line for line in lines)}
     if len(groups) > 1:
         del groups[""]
     for n, (name, group) in enumerate(groups.items()):
         for what, style in (("signal", "-"), ("noise", ":")):
-            _line(axes, lines, f"{what}{name}", f"{what}, {group}", color=f"C{n}", linestyle=style)
-    axes.set(xlabel="step", ylabel="norm", title="Signal of releases beside their noise")
-    axes.set_yscale("symlog", linthresh=1e-3)
+            if any(f"{what}{name}" in line for line in lines):
+                label = f"{what}, {group}"
+                _line(axes, lines, f"{what}{name}", label, color=f"C{n}", linestyle=style)
+            else:
+                axes.plot([], [], " ", label=f"{what}, {group}: not measurable")
+    axes.set(xlabel="step", ylabel="norm", title="Signal and noise in the mean of all releases")
+    axes.set_yscale("log")
 
 
 def _draw_rate(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
@@ -119,10 +143,15 @@ def _draw_metrics(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> Non
 
 def _line(axes: Any, lines: _Lines, name: str, label: str | None, **style: Any) -> None:
     points = [(line["step"], line[name]) for line in lines if name in line]
-    axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.plot(*zip(*points, strict=True), label=label, **{"marker": "."} | style)
 
 
 # ---- Epsilon ----
+
+
+def _bands(ledger: Ledger) -> int:
+    """Returns over how many releases noise is correlated; the most of all runs that add up."""
+    return max(block.bands for block in ledger.composed)
 
 
 def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:

@@ -24,7 +24,7 @@ from dp_grape_hf.mechanism.sampling import (
     LogicalBatchCollator,
     PoissonBatchSampler,
 )
-from dp_grape_hf.mechanism.signal import Signal
+from dp_grape_hf.mechanism.signal import Signal, Window
 from dp_grape_hf.mechanism.streams import (
     Streams,
     forget_the_seed,
@@ -59,6 +59,7 @@ __all__ = [
     "UnitCollator",
     "UnitDataset",
     "Units",
+    "Window",
     "add_clipped_sum_",
     "bound_of_part",
     "factors_by_name",

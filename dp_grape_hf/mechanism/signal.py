@@ -1,13 +1,13 @@
-"""How much of what was released is more than noise: free to see, as releases are private.
+"""The part of releases that is more than noise: free to see, as releases are private.
 
-The norm of a private gradient is that of its noise, nearly: a run that learns nothing logs the same
-numbers as one that does. But the noise of a release n is known in size. With s what it was added
-to, E |s + n|^2 = |s|^2 + d std^2 over d numbers, so the energy beyond the noise is that of s. Over
-several releases it stands out of the spread of |n|^2.
+A release is the sum of a signal s and of noise n, and its norm is mostly noise: a run that learns
+nothing logs the same norm as one that does. But the size of the noise is known. Over d numbers with
+noise of standard deviation std, E |s + n|^2 = |s|^2 + d std^2, so subtracting d std^2 leaves the
+energy of the signal. It is measurable once it is larger than the spread of |n|^2.
 
-Where noise is correlated over steps, most of what a release has of it is taken back by the next
-ones. There the releases are added up, and their sum is looked at: what they agree on, beyond the
-noise that is left in it.
+The mean of T releases keeps what they agree on, and its noise is smaller: by sqrt(T) if the noise
+of each is independent, by more if noise is correlated over steps. So a signal that no single
+release shows becomes measurable as a run goes on.
 """
 
 from __future__ import annotations
@@ -25,46 +25,98 @@ from dp_grape_hf.accounting import noise_left
 from dp_grape_hf.gradients import FlatTensors, Runs
 
 _SURE = 2.0  # standard deviations
+_LONGEST = 100  # releases of which one mean is taken: what they agree on changes in training
 
 
 class Strength(NamedTuple):
-    """Norms of a private gradient, root mean square over some releases; or of their mean."""
+    """Norms of the two parts of releases, or of their mean."""
 
-    signal: float  # without the noise; 0 if it cannot be told from none
+    signal: float  # 0 if it is not measurable
     noise: float
 
 
+class Window(NamedTuple):
+    """The releases between two log lines."""
+
+    releases: int
+    strengths: dict[str, Strength]  # by group, and "" for all
+
+
 class _Energy:
-    """Of some parameters' releases, and of the noise in these."""
+    """The energy of some releases, and of the noise in them."""
 
     noise = variance = 0.0
     found: Tensor | float = 0.0
 
     @classmethod
-    def sum(cls, parts: Iterable[_Energy]) -> _Energy:
-        """Returns that of all together."""
+    def sum(cls, parts: Iterable[_Energy], weight: int = 1) -> _Energy:
+        """Returns the energy of all parts together, so many times."""
         whole = cls()
         for part in parts:
-            whole.found = whole.found + part.found
-            whole.noise += part.noise
-            whole.variance += part.variance
+            whole.found = whole.found + part.found * weight
+            whole.noise += part.noise * weight
+            whole.variance += part.variance * weight**2
         return whole
 
+    def expect(self, size: int, std: float) -> None:
+        """Adds the energy of noise in so many numbers, and its variance."""
+        self.noise += size * std**2
+        self.variance += 2 * size * std**4
+
     def strength(self, count: int) -> Strength:
-        """Returns what so many releases held."""
+        """Returns the root mean squares over so many releases."""
         beyond = float(self.found) - self.noise
         sure = beyond > _SURE * math.sqrt(self.variance)
         return Strength(*(math.sqrt(e / count) for e in (beyond if sure else 0.0, self.noise)))
 
 
+class _Mean:
+    """The mean of some releases in a row.
+
+    Args:
+        bands: the coefficients of the noise.
+        first: the number of the first release.
+    """
+
+    def __init__(self, bands: Sequence[float], first: int) -> None:
+        self._bands, self._first, self.count = bands, first, 0
+        self.sums: dict[str, Tensor] = {}
+
+    @property
+    def next(self) -> _Mean:
+        """An empty mean, of the releases that follow."""
+        return _Mean(self._bands, self._first + self.count)
+
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """Adds a release."""
+        self.count += 1
+        for name, part in parts.items():
+            known = self.sums.get(name)
+            self.sums[name] = part.clone() if known is None else known.add_(part)
+
+    def energies(self, groups: Mapping[str, str], stds: Mapping[str, float]) -> dict[str, _Energy]:
+        """Returns the energies of the mean, by group."""
+        window = np.zeros((1, self._first + self.count))
+        window[0, self._first :] = 1.0 / self.count
+        left = noise_left(self._bands, window)
+        found: defaultdict[str, _Energy] = defaultdict(_Energy)
+        for name, total in self.sums.items():
+            energy = found[groups.get(name, "")]
+            energy.found = energy.found + total.double().square().sum() / self.count**2
+            energy.expect(total.numel(), stds[name] * left)
+        return found
+
+
 class Signal:
-    """Adds up the energy of releases, and of their noise; or releases, if noise is correlated.
+    """Adds up releases, and tells signal from noise in their mean.
 
     Args:
         bands: the coefficients of the noise.
 
     Attributes:
         groups: parameter name -> the group that it is also counted in.
+        windows: what the releases between two log lines held, each window by itself: root mean
+            squares; with correlated noise, norms of the window's mean.
 
     Guarantee:
         A function of releases and of public numbers alone.
@@ -72,20 +124,19 @@ class Signal:
 
     def __init__(self, bands: Sequence[float] = (1.0,)) -> None:
         self.groups: Mapping[str, str] = {}
-        self._bands, self._before = bands, 0
+        self.windows: list[Window] = []
+        self._correlated = len(bands) > 1
         self._runs: Runs | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._count = 0
-        self._energies: dict[str, _Energy] = defaultdict(_Energy)
-        self._sums: dict[str, Tensor] = {}
         self._stds: dict[str, float] = {}
+        self._mean, self._window = _Mean(bands, 0), _Mean(bands, 0)
+        self._energies: dict[str, _Energy] = defaultdict(_Energy)  # of the releases of the window
+        self._earlier: dict[str, _Energy] = {}  # of earlier means, each as often as it has releases
+        self._releases = 0  # of earlier means
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors that hold the sum of releases, where noise is correlated."""
-        return list(self._sums.values())
+        """The tensors that hold sums of releases."""
+        return [*self._mean.sums.values(), *self._window.sums.values()]
 
     def add(
         self, private_grads: Mapping[str, Tensor], std: float, factors: Mapping[str, float]
@@ -93,16 +144,19 @@ class Signal:
         """Takes note of a release; returns its L2 norm, a scalar.
 
         Args:
-            private_grads: by name, the release.
+            private_grads: by name, the release. If most of it is one vector, only that is added
+                up: sums of other parameters would take as much memory as these.
             std: of the noise in each of its numbers, where no factor divides it, and before it
                 was correlated.
             factors: parameter name -> what divides it.
         """
-        self._count += 1
+        summed: Mapping[str, Tensor] = private_grads
         if isinstance(private_grads, FlatTensors):
             if self._runs is None:
                 self._runs = Runs(lambda name: (self.groups.get(name, ""), factors.get(name, 1.0)))
+            others = private_grads.others
             private_grads = private_grads.in_runs(self._runs)
+            summed = {n: part for n, part in private_grads.items() if n not in others}
         parts: defaultdict[str, list[str]] = defaultdict(list)
         for name in private_grads:
             parts[self.groups.get(name, "")].append(name)
@@ -112,46 +166,50 @@ class Signal:
             square = norm.detach().double().square()
             total = total + square
             self._stds |= {n: std / factors.get(n, 1.0) for n in names}
-            if len(self._bands) > 1:
-                for n in names:
-                    known = self._sums.get(n)
-                    self._sums[n] = (
-                        private_grads[n].clone() if known is None else known.add_(private_grads[n])
-                    )
-                continue
-            self._energies[group].found += square
+            energy = self._energies[group]
+            energy.found = energy.found + square
             for n in names:
-                self._expect(group, private_grads[n], self._stds[n])
+                energy.expect(private_grads[n].numel(), self._stds[n])
+        if self._mean.count == _LONGEST:
+            self.begin_anew()
+        self._mean.add(summed)
+        self._window.add(summed if self._correlated else {})
         return torch.as_tensor(total).sqrt().float()
 
-    def _expect(self, group: str, values: Tensor, std: float) -> None:
-        """Counts the energy that noise has in values, and how far it strays."""
-        energy, variance = self._energies[group], std**2
-        energy.noise += values.numel() * variance
-        energy.variance += 2 * values.numel() * variance**2
-
-    def _look_at_sums(self) -> None:
-        """Takes the mean of the releases for one."""
-        made, count = self._before + self._count, self._count
-        window = np.zeros((1, made))
-        window[0, self._before :] = 1.0 / count
-        left = noise_left(self._bands, window)
-        for n, total in self._sums.items():
-            group = self.groups.get(n, "")
-            self._energies[group].found += total.double().square().sum() / count**2
-            self._expect(group, total, self._stds[n] * left)
-        self._before, self._count = made, 1
+    def begin_anew(self) -> None:
+        """Begins another mean, as after a redraw of P: the coordinates then have another meaning."""
+        mean = self._mean
+        if mean.count:
+            self._earlier, self._releases = self._all(), self._releases + mean.count
+            self._mean = mean.next
 
     def take(self) -> dict[str, Strength]:
-        """Returns what the releases since the last call held: by group, and "" for all.
+        """Returns the strength of all releases so far: by group, and "" for all.
 
-        Empty if there were none.
+        Norms of the mean release; if there are several means, their root mean square. Ends a
+        window. Empty if there was no release since the last call.
         """
-        if self._sums:
-            self._look_at_sums()
-        energies = self._energies
-        if energies:
-            energies = {**energies, "": _Energy.sum(energies.values())}
-        found = {name: own.strength(self._count) for name, own in energies.items()}
-        self._forget()
-        return found
+        window = self._window
+        if not window.count:
+            return {}
+        found = window.energies(self.groups, self._stds) if self._correlated else self._energies
+        count = 1 if self._correlated else window.count
+        self.windows.append(Window(window.count, _strengths(found, count)))
+        self._window, self._energies = window.next, defaultdict(_Energy)
+        return _strengths(self._all(), self._releases + self._mean.count)
+
+    def _all(self) -> dict[str, _Energy]:
+        """Returns the energies of all means, each as often as it has releases."""
+        mean, earlier = self._mean, self._earlier
+        found = mean.energies(self.groups, self._stds) if mean.count else {}
+        every = {name: _Energy.sum([energy], weight=mean.count) for name, energy in found.items()}
+        return {
+            name: _Energy.sum(part[name] for part in (earlier, every) if name in part)
+            for name in dict.fromkeys([*earlier, *every])
+        }
+
+
+def _strengths(energies: Mapping[str, _Energy], count: int) -> dict[str, Strength]:
+    """Returns the strength of each group, and of all together if there is any."""
+    whole = {"": _Energy.sum(energies.values())} if energies else {}
+    return {name: energy.strength(count) for name, energy in {**energies, **whole}.items()}

@@ -12,6 +12,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.arguments import PrivacySpent
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.mechanism import Window
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def grown(signals: Sequence[float], sampled: float) -> float:
     they agree more later, steps are too long.
 
     Args:
-        signals: as logged, in order. The first is compared with the mean of the second half.
+        signals: of windows, in order. The first is compared with the mean of the second half.
         sampled: what the chance of sampling contributes to each. Those that may be nothing else
             say nothing.
     """
@@ -139,7 +140,7 @@ def grown(signals: Sequence[float], sampled: float) -> float:
     return fmean(later) / signals[0]
 
 
-_ENOUGH = 6  # logs
+_ENOUGH = 6  # windows
 _CLEAR = 2.0  # standard deviations
 _GREW = 1.5  # times; TREC in a run that diverged: 1.9, in others 0.4
 
@@ -148,35 +149,40 @@ class WarnOfDivergence(TrainerCallback):
     """Warns once if the signal in the private gradients grows, which costs no privacy to see.
 
     Args:
+        windows: returns what the releases between two logs held.
         sampled: returns the norm that sampling alone can give to the mean of so many releases.
     """
 
-    def __init__(self, sampled: Callable[[int], float]) -> None:
-        self._sampled, self._warned = sampled, False
+    def __init__(
+        self, windows: Callable[[], Sequence[Window]], sampled: Callable[[int], float]
+    ) -> None:
+        self._windows, self._sampled, self._warned = windows, sampled, False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compares the later logs of the run with its first."""
+        """Compares the later windows of the run with its first."""
         if self._warned or not args.private:
             return
-        logs = [log for log in state.log_history if "signal" in log]
-        if len(logs) < _ENOUGH:
+        windows = self._windows()
+        if len(windows) < _ENOUGH:
             return
-        sampled = self._sampled(logs[-1]["step"] - logs[-2]["step"])
-        for name in ("signal_body", "signal_head", "signal"):
-            times = grown([log[name] for log in logs if name in log], sampled)
+        sampled = self._sampled(windows[-1].releases)
+        for group in ("body", "head", ""):
+            signals = [w.strengths[group].signal for w in windows if group in w.strengths]
+            times = grown(signals, sampled)
             if times > _GREW:
                 self._warned = True
                 logger.warning(
-                    "Training seems to diverge: %s is %.2g times as large as at the start. Lower "
-                    "the learning rate, or leave learning_rate out, which is then chosen.",
-                    name,
+                    "Training seems to diverge: the signal in the private updates%s is %.2g times "
+                    "as large as at the start. Lower the learning rate, or leave learning_rate "
+                    "out, which is then chosen.",
+                    f" of the {group}" if group else "",
                     times,
                 )
                 return
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer; behind it, epsilon spent, and signal and noise as logged.
+    """The progress bar of the Trainer; behind it, epsilon spent, and signal beside noise.
 
     Args:
         privacy_spent: returns what was.
@@ -198,13 +204,16 @@ class PrivacyProgress(ProgressCallback):
             bar.write(text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keeps what was found beside noise."""
-        if logs and "signal" in logs:
-            groups = [g for g in ("_head", "_body") if f"signal{g}" in logs] or [""]
+        """Keeps signal and noise as they were logged."""
+        if logs and "noise" in logs:
+            groups = [g for g in ("_head", "_body") if f"noise{g}" in logs] or [""]
+            shown = {g: logs[f"signal{g}"] for g in groups if f"signal{g}" in logs}
             self._strength = ", signal/noise " + " ".join(
-                f"{g.removeprefix('_')} {logs[f'signal{g}']:.2g}/{logs[f'noise{g}']:.2g}".strip()
-                for g in groups
+                f"{g.removeprefix('_')} {shown[g]:.2g}/{logs[f'noise{g}']:.2g}".strip()
+                for g in shown
             )
+            if not shown:
+                self._strength = ", signal not measurable yet"
         super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

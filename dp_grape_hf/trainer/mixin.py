@@ -280,7 +280,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.remove_callback(table)
             self.add_callback(PrivacyNotebookProgress())
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
-        self.add_callback(WarnOfDivergence(lambda releases: me._sampled(releases)))
+        self.add_callback(
+            WarnOfDivergence(lambda: me.private_run.signal.windows, lambda n: me._sampled(n))
+        )
 
     @property
     def _clipped_apart(self) -> str | None:
@@ -950,12 +952,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds epsilon, signal and noise; ``OnlyPrivateLogs`` takes out what is not private."""
+        """Adds epsilon, noise, and signal if it is measurable.
+
+        ``OnlyPrivateLogs`` takes out what is not private.
+        """
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon
             for group, strength in self.private_run.signal.take().items():
                 of = f"_{group}" if group else ""
-                logs |= {f"{what}{of}": value for what, value in strength._asdict().items()}
+                measurable = {} if strength.signal == 0 else {f"signal{of}": strength.signal}
+                logs |= {**measurable, f"noise{of}": strength.noise}
         shown = PrivateLogs(logs) if self.args.private else logs
         super().log(shown, start_time)
         if shown is not logs:  # which the host returns as metrics

@@ -103,7 +103,7 @@ class Run:
         update: what a plug-in does with private updates; None without one.
         projectors: parameter name -> projector, what per-sample gradients met at the last step.
         mechanism: makes a release of a logical batch; None before ``start``.
-        signal: how much of the releases was more than noise.
+        signal: tells how much of the releases is more than noise.
         optimizer: what the release is handed to; None before ``take``.
         idle: what the model is run on while other processes have more; None if it is not sharded.
 
@@ -324,6 +324,8 @@ class Run:
             self.per_sample.use(number)
             projectors = self.projectors_at(number)
             measured, self.projectors = projectors is not self.projectors, projectors
+            if measured:
+                self.signal.begin_anew()
             if measured and isinstance(self.schedule, PrincipalProjection):
                 self.mechanism.ledger.note_projection(self.schedule.digest())
             observer.made(PROJECTORS, self.projectors)

@@ -39,10 +39,37 @@ def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
         own = math.sqrt(sum(float(value.square().sum()) for value in release.values()))
         assert float(norm) == pytest.approx(own)
     found = signal.take()[""]
-    assert found.signal == pytest.approx(0.5, rel=0.05)
+    assert found.signal == pytest.approx(0.5, rel=0.02)
     energy = sum(math.prod(s) * (std / factors.get(n, 1.0)) ** 2 for n, s in SIZES.items())
-    assert found.noise == pytest.approx(math.sqrt(energy))
+    assert found.noise == pytest.approx(math.sqrt(energy / 20))
+    window = signal.windows[-1]
+    assert window.releases == 20
+    assert window.strengths[""].signal == pytest.approx(0.5, rel=0.05)
+    assert window.strengths[""].noise == pytest.approx(math.sqrt(energy))
     assert signal.take() == {}
+
+
+def test_a_signal_below_the_noise_of_each_window_shows_in_the_run() -> None:
+    """A norm of 0.03 under noise of 1: ten releases do not show it, and a hundred do."""
+    signal, std = Signal(), 0.01
+    shown = []
+    for number, release in enumerate(releases(norm=0.03, std=std, count=300, factors={}), 1):
+        signal.add(release, std, {})
+        if number % 10 == 0:
+            shown.append(signal.take()[""])
+    assert shown[0].signal == 0
+    assert all(strength.signal == pytest.approx(0.03, rel=0.4) for strength in shown[9:])
+    assert shown[-1].signal == pytest.approx(0.03, rel=0.15)  # three means, of 100 releases each
+    assert shown[-1].noise == pytest.approx(std * math.sqrt(10_050 / 100), rel=1e-4)
+
+
+def test_what_other_coordinates_held_is_not_added_to_these() -> None:
+    signal, vector = Signal(), torch.tensor([3.0, 4.0])
+    for turn in (1.0, -1.0):  # a mean of all would be zero
+        signal.begin_anew()
+        for _ in range(2):
+            signal.add({"x": turn * vector}, 0.0, {})
+    assert signal.take() == {"": (pytest.approx(5.0), 0.0)}
 
 
 def test_what_correlated_releases_agree_on_is_found() -> None:
@@ -59,10 +86,13 @@ def test_what_correlated_releases_agree_on_is_found() -> None:
             release["vector"] = release["vector"] + gradient[10_000:]
             norm = signal.add(release, std, {})
             assert float(norm) == pytest.approx(float((row + gradient).norm()), rel=1e-5)
-        found = signal.take()[""]
+        whole, found = signal.take()[""], signal.windows[-1].strengths[""]
         assert found.signal == pytest.approx(0.5, rel=0.1)
         assert found.noise == pytest.approx(float(rows.mean(0).norm()), rel=0.03)
         assert found.noise < 0.4 * float(norm)
+        seen = noise[: 16 * window + 16]
+        assert whole.signal == pytest.approx(0.5, rel=0.1)
+        assert whole.noise == pytest.approx(float(seen.mean(0).norm()), rel=0.03)
     assert signal.take() == {}
 
 
@@ -70,12 +100,25 @@ def test_what_correlated_releases_agree_on_is_found() -> None:
 def test_noise_alone_is_no_signal(bands: tuple[float, ...]) -> None:
     """By chance it is one in 2.3 % of the cases."""
     drawn = torch.randn(1000, 300, generator=torch.Generator().manual_seed(0)).numpy()
-    signal, taken = Signal(bands), 0
+    signal, wrong = Signal(bands), 0
     for number, row in enumerate(torch.from_numpy(correlated(bands, drawn)).float(), 1):
         signal.add({"x": row}, 1.0, {})
         if number % 5 == 0:
-            taken += signal.take()[""].signal > 0
-    assert taken <= 12  # of 200; exceeded by chance: below 0.001
+            signal.take()
+            wrong += signal.windows[-1].strengths[""].signal > 0
+    assert wrong <= 12  # of 200; exceeded by chance: below 0.001
+
+
+@pytest.mark.parametrize("bands", [(1.0,), (0.8, 0.6)])
+def test_noise_alone_is_no_signal_of_a_run(bands: tuple[float, ...]) -> None:
+    wrong = 0
+    for seed in range(100):
+        drawn = torch.randn(120, 300, generator=torch.Generator().manual_seed(seed)).numpy()
+        signal = Signal(bands)
+        for row in torch.from_numpy(correlated(bands, drawn)).float():
+            signal.add({"x": row}, 1.0, {})
+        wrong += signal.take()[""].signal > 0
+    assert wrong <= 8  # of 100; exceeded by chance: about 0.001
 
 
 def test_without_noise_the_signal_is_the_norm() -> None:
@@ -93,13 +136,14 @@ def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:
         expected_batch_size=24,
         max_steps=6,
         logging_steps=2,
+        projection_update_steps=100,
     )
     trainer.train()
     logged = [logs for logs in trainer.state.log_history if "signal" in logs]
     assert len(logged) == 3
-    for logs in logged:
+    for releases, logs in zip((2, 4, 6), logged, strict=True):
         assert 0 < logs["signal"] < 0.2 * 1.05
         std = trainer.private_run.mechanism.independent_std
         sizes = trainer.private_run.per_sample.released_shapes(trainer.private_run.projectors)
         count = sum(math.prod(shape) for shape in sizes.values())
-        assert logs["noise"] == pytest.approx(std * math.sqrt(count), rel=1e-4)
+        assert logs["noise"] == pytest.approx(std * math.sqrt(count / releases), rel=1e-4)
