@@ -177,7 +177,7 @@ class Signal:
         return torch.as_tensor(total).sqrt().float()
 
     def begin_anew(self) -> None:
-        """Begins another mean, as after a redraw of P: the coordinates then have another meaning."""
+        """Begins another mean: a redraw of P gives coordinates another meaning."""
         mean = self._mean
         if mean.count:
             self._earlier, self._releases = self._all(), self._releases + mean.count
