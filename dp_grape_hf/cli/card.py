@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.publishing import ADAPTER_CONFIG, CardDetails, render
+from dp_grape_hf.publishing import ADAPTER_CONFIG, CardDetails, json_of, render, renewed
 
 
 def run(args: argparse.Namespace) -> str:
@@ -25,12 +25,42 @@ def run(args: argparse.Namespace) -> str:
         tags=tuple(args.tags),
         metrics=dict(_metric(text) for text in args.metric),
         metrics_are_public=args.metrics_data and args.metrics_data == "public",
+        model_class=_class_in(folder),
     )
     card = render(Ledger.load(folder / LEDGER_NAME), details)
     if not args.write:
         return card
-    (folder / CARD_NAME).write_text(card, encoding="utf-8")
-    return f"Wrote {folder / CARD_NAME}.\n"
+    path = folder / CARD_NAME
+    if path.exists():
+        card = _renewed(path, card, details)
+    path.write_text(card, encoding="utf-8")
+    return f"Wrote {path}.\n"
+
+
+def _renewed(path: Path, card: str, details: CardDetails) -> str:
+    """Returns the card that is there with a new statement, and what is declared as metadata."""
+    if details.metrics and not details.metrics_are_public:
+        raise PrivacyError(
+            f"metrics={dict(details.metrics)!r} of private data cannot be added to {path}, whose "
+            "text is its author's. Write them there yourself, and say that no epsilon covers them."
+        )
+    written = path.read_text(encoding="utf-8")
+    options = ("base_model", "language", "license", "pipeline_tag", "datasets")
+    declared = {name for name in options if getattr(details, name) is not None}
+    try:
+        return renewed(written, card, declared | ({"model-index"} if details.metrics else set()))
+    except PrivacyError as error:
+        raise PrivacyError(
+            f"{path}: {error}. Only what stands between the marks of a card is replaced. Move the "
+            "file away, write the card again, and add your text below the second mark."
+        ) from error
+
+
+def _class_in(folder: Path) -> str | None:
+    """Returns the name of the model's class, from its config; None if there is none."""
+    config = json_of(folder / "config.json")
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return names[0] if names else None
 
 
 def _metric(text: str) -> tuple[str, float]:

@@ -8,7 +8,8 @@ what a run changed as an adapter of PEFT, and ``model_files`` knows the files of
 """
 
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of
-from dp_grape_hf.publishing.card import CardDetails, declare, render
+from dp_grape_hf.publishing.card import CardDetails, declare, render, renewed
+from dp_grape_hf.publishing.configs import json_of
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
 from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG,
@@ -32,6 +33,8 @@ __all__ = [
     "damage",
     "declare",
     "is_of_a_model",
+    "json_of",
     "render",
+    "renewed",
     "verify",
 ]

@@ -8,20 +8,26 @@ The text is in ``card.md``, beside this file; here are the numbers and what they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import yaml_dump
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import EXAMPLE, Ledger
 from dp_grape_hf.publishing.statement import (
+    METADATA,
     TAG,
     epsilon_text,
     is_tag,
     marked,
+    metadata_of,
     plain,
+    read_metadata,
+    statement_in,
     statement_of,
     unit_of,
     without_guarantee,
@@ -36,7 +42,9 @@ class CardDetails:
 
     ``metrics`` appear only with ``metrics_are_public``, which says whether the evaluation data they
     were computed on is public. ``repo_id``, ``base_model`` and ``datasets`` are names on the Hub;
-    ``pipeline_tag`` is the Hub's name of a task, such as text-classification.
+    ``pipeline_tag`` is the Hub's name of a task, such as text-classification; it follows from
+    ``model_class``, the name of the model's class, if it is not given. ``hyperparameters`` are
+    settings by name, besides those of the ledger.
 
     Raises:
         PrivacyError: metrics are given without saying whether their data is public.
@@ -53,6 +61,8 @@ class CardDetails:
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     metrics_are_public: bool | None = None
+    model_class: str | None = None
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.metrics and self.metrics_are_public is None:
@@ -131,17 +141,23 @@ def render(
         )
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
     reasons, spent = without_guarantee(ledger, epsilon), epsilon_text(epsilon)
-    private = not reasons
+    private, title = not reasons, plain(details.model_name or "Model card")
     own_tags = ["dp-grape", TAG] if private else ["dp-grape"]
     theirs = [tag for tag in details.tags if not is_tag(tag)]
+    task = details.pipeline_tag or _task_of(details.model_class)
+    results = _results(details, task)
+    index: dict[str, Any] = {"eval_results": results, "model_name": title} if results else {}
+    claim: dict[str, Any] = {METADATA: metadata_of(ledger, spent)} if private else {}
     data = ModelCardData(
         library_name="peft" if details.adapter else "transformers",
         tags=own_tags + theirs,
         base_model=details.base_model,
         language=details.language,
         license=details.license,
-        pipeline_tag=details.pipeline_tag,
+        pipeline_tag=task,
         datasets=details.datasets,
+        **index,
+        **claim,
     )
     if details.base_model is not None:
         data["base_model_relation"] = "adapter" if details.adapter else "finetune"
@@ -149,15 +165,101 @@ def render(
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        title=plain(details.model_name or "Model card"),
+        title=title,
         statement=marked(statement_of(ledger, spent, reasons)),
         private=private,
         unit=f"one {unit_of(mechanism)}",
         units="examples" if mechanism.privacy_unit == EXAMPLE else "units",
         runs=len(ledger.composed_runs),
         repo_id=details.repo_id,
+        usage=_usage(details, task),
+        hyperparameters=[(plain(n), plain(v)) for n, v in details.hyperparameters.items()],
         metrics=[(plain(name), f"{float(value):.4g}") for name, value in details.metrics.items()],
         metrics_are_public=details.metrics_are_public,
         software=", ".join(versions),
     )
     return f"{card}\n"
+
+
+def renewed(written: str, rendered: str, declared: Collection[str] = ()) -> str:
+    """Returns a card with a new statement; the rest stays its author's.
+
+    Args:
+        written: the card as it is.
+        rendered: the card that ``render`` makes of the ledger. Its claim replaces the claim in the
+            metadata; other keys are added if ``written`` does not have them.
+        declared: keys of the metadata that replace those of ``written``.
+
+    Raises:
+        PrivacyError: ``written`` has not one statement between two marks, or unreadable metadata.
+    """
+    stated, data = statement_in(written), read_metadata(written)
+    if data is None:
+        raise PrivacyError(
+            "The metadata between the two lines '---' at the top of the card cannot be read as "
+            "YAML. Mend them, or move the card away to have a new one written."
+        )
+    ours = read_metadata(rendered) or {}
+    theirs = [tag for tag in data.get("tags") or [] if not is_tag(f"{tag}")]
+    replaced = {METADATA, *declared}
+    data = {n: ours.get(n) if n in replaced else value for n, value in data.items()}
+    data |= {n: value for n, value in ours.items() if n not in data}
+    data["tags"] = [*dict.fromkeys([*ours.get("tags", []), *theirs])]
+    data = {n: value for n, value in data.items() if value is not None}
+    text = ModelCard(written, ignore_metadata_errors=True).text.strip("\n")
+    text = text.replace(marked(stated), marked(statement_in(rendered)))
+    return f"---\n{yaml_dump(data, sort_keys=False).strip()}\n---\n\n{text}\n"
+
+
+_TASKS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForImageClassification": "image-classification",
+    "ForAudioClassification": "audio-classification",
+}
+
+
+def _task_of(model_class: str | None) -> str | None:
+    """Returns the Hub's name of the task of a model class; None if it is not known."""
+    name = model_class or ""
+    return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
+
+
+def _results(details: CardDetails, task: str | None) -> list[EvalResult] | None:
+    """Returns public metrics for the model index of the Hub; None if there are none."""
+    if not details.metrics or not details.metrics_are_public or task is None:
+        return None
+    names = [details.datasets] if isinstance(details.datasets, str) else details.datasets
+    dataset = names[0] if names else "evaluation data"
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=dataset,
+            dataset_name=dataset,
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in details.metrics.items()
+    ]
+
+
+def _usage(details: CardDetails, task: str | None) -> str | None:
+    """Returns code that loads the model; None if neither class nor task is known."""
+    place = repr(details.repo_id or ".")
+    if details.model_class is None or not details.model_class.isidentifier():
+        if task is None:
+            return None
+        return f"from transformers import pipeline\n\nmodel = pipeline({task!r}, model={place})"
+    lines = [f"from transformers import {details.model_class}"]
+    if details.adapter:
+        base = repr(details.base_model or "the base model")
+        lines += ["from peft import PeftModel", ""]
+        lines += [f"base = {details.model_class}.from_pretrained({base})"]
+        lines += [f"model = PeftModel.from_pretrained(base, {place})"]
+    else:
+        lines += ["", f"model = {details.model_class}.from_pretrained({place})"]
+    return "\n".join(lines)

@@ -159,6 +159,7 @@ class Publisher:
             base_model=self.details.base_model or next(names, None),
             adapter=adapter or bool(adapters_of(self.model)),
             repo_id=self.details.repo_id if self.repository is None else self.repository.repo_id,
+            model_class=self.details.model_class or _class_of(self.model),
         )
         return render(self._require_ledger(), details, updates=updates)
 
@@ -247,6 +248,14 @@ class Publisher:
         """Waits for the pushes in the background. A failed one has been logged when it failed."""
         if self.repository is not None:
             self.repository.wait()
+
+
+def _class_of(model: Any) -> str | None:
+    """Returns the name of the class that the model is loaded by; None if it is no model of
+    transformers.
+    """
+    base = model.get_base_model() if adapters_of(model) and hasattr(model, "base_model") else model
+    return type(base).__name__ if type(base).__module__.startswith("transformers.") else None
 
 
 def _base_names(model: Any) -> list[str]:

@@ -11,6 +11,7 @@ Guarantee:
 
 import math
 import re
+from typing import Any
 
 from huggingface_hub import ModelCard
 
@@ -25,6 +26,8 @@ BEGIN = (
 END = "<!-- dp-grape: end of what the ledger says -->"
 TAG = "differential-privacy"
 """The Hub's tag of models with a guarantee."""
+METADATA = "differential_privacy"
+"""The key of a card's metadata under which programs find the claim."""
 
 _EPSILON_ROW = "ε spent (upper bound)"
 LAST_DIGITS = 1e-6  # in which processors differ
@@ -62,6 +65,21 @@ def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
     claim = _claim(ledger.mechanism, spent, reasons)
     rows = [f"| {name} | {cell} |" for name, cell in _rows(ledger, spent).items()]
     return "\n".join([claim, "", "## Privacy", "", "| Quantity | Value |", "|---|---|", *rows])
+
+
+def metadata_of(ledger: Ledger, spent: str) -> dict[str, float | str | None]:
+    """Returns the claim of a card for programs to read: what stands under `METADATA`.
+
+    Epsilon ``spent`` is as the card writes it; what is no number stays a text.
+    """
+    mechanism, epsilon = ledger.mechanism, number_in(spent)
+    return {
+        "epsilon": spent if epsilon is None else epsilon,
+        "delta": mechanism.target_delta,
+        "unit": unit_of(mechanism).replace("`", ""),
+        "adjacency": str(mechanism.adjacency),
+        "accountant": mechanism.accountant,
+    }
 
 
 def _claim(mechanism: Mechanism, spent: str, reasons: list[str]) -> str:
@@ -192,10 +210,15 @@ def is_tag(tag: str) -> bool:
 
 def is_tagged(card: str) -> bool:
     """Whether a card's metadata has `TAG`, or cannot be read."""
+    data = read_metadata(card)
+    return data is None or any(is_tag(f"{tag}") for tag in data.get("tags") or [])
+
+
+def read_metadata(card: str) -> dict[str, Any] | None:
+    """Returns a card's metadata; None if they cannot be read."""
     if not card.lstrip().startswith("---"):
-        return False
+        return {}
     try:
-        tags = ModelCard(card, ignore_metadata_errors=True).data.to_dict().get("tags", [])
-        return any(is_tag(f"{tag}") for tag in tags)
+        return ModelCard(card, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # of YAML, or of what the Hub's client makes of it
-        return True
+        return None

@@ -5,11 +5,12 @@ card, the digests of the chain and of the files.
 
 Guarantee:
     A part that was changed on its own does not go unnoticed: an entry of the ledger, a file that
-    was saved with the model (see ``file_checks``), the statement of the card, which stands between
-    two marks right below its title and is compared byte for byte (but for the ends of lines), and a
-    tag that claims more. The rest of the card is the publisher's, whatever it says of epsilon, and
-    so is the name of an adapter's base. Ledgers of earlier versions digest the weights and an
-    adapter's config alone; then the other files are the publisher's, too.
+    was saved with the model (see ``file_checks``), the statement of the card, the claim in its
+    metadata, and a tag that claims more. The statement stands between two marks right below the
+    title and is compared byte for byte (but for the ends of lines). The rest of the card is the
+    publisher's, whatever it says of epsilon, and so is the name of an adapter's base. Ledgers of
+    earlier versions digest the weights and an adapter's config alone; then the other files are the
+    publisher's, too.
     What was changed together is not noticed: whoever writes a new ledger, with its digests, a new
     card and new weights has something that agrees with itself. A ``head`` noted elsewhere, while
     the run was known to be honest, shows that too.
@@ -26,12 +27,15 @@ from dp_grape_hf.publishing.configs import json_of
 from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
 from dp_grape_hf.publishing.statement import (
     LAST_DIGITS,
+    METADATA,
     TAG,
     epsilon_in,
     epsilon_text,
     is_tagged,
     is_written_so,
+    metadata_of,
     number_in,
+    read_metadata,
     statement_in,
     statement_of,
     without_guarantee,
@@ -185,7 +189,10 @@ def _claimed(card: str) -> float | None:
 def _of_the_card(
     ledger: Ledger, card: str | None, spent: float | None, reasons: list[str]
 ) -> Check:
-    """Compares the statement of a card with the one that the ledger supports, byte for byte."""
+    """Compares the statement of a card with the one that the ledger supports, byte for byte.
+
+    The claim in the card's metadata, if it is there, must say the same.
+    """
     what = "card: statement"
     if card is None:
         return Check(what, ABSENT, "-", f"no {CARD_NAME} beside the ledger")
@@ -201,6 +208,10 @@ def _of_the_card(
     for ours, theirs in zip_longest(stated.split("\n"), expected.split("\n")):
         if ours != theirs:
             return Check(what, MISMATCH, ours or "no such line", theirs or "no such line")
+    data = read_metadata(card) or {}
+    claim = None if reasons else metadata_of(ledger, epsilon)
+    if METADATA in data and data[METADATA] != claim:
+        return Check(what, MISMATCH, f"{METADATA}: {data[METADATA]}", f"{claim or 'no guarantee'}")
     if spent is None:
         return Check(what, ABSENT, f"ε = {epsilon}", "not known here, see above; all else agrees")
     return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is its author's")

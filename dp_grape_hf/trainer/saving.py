@@ -7,6 +7,7 @@ not private in them. Here ledger and card are beside the weights, and only ``pub
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, SchedulerType
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.choosing import Rates
@@ -92,6 +93,7 @@ class SavingMixin(Host):
             super()._save(str(folder), state_dict)
             return
         changes = self._changes
+        self._declare_hyperparameters()
         self.publisher.save(self.state.global_step, folder, changes=changes, weights=state_dict)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
         if self._for_resuming and (choices := self._choices) is not None:
@@ -142,7 +144,24 @@ class SavingMixin(Host):
         public = self.args.eval_data_is_public
         self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
         if self.is_world_process_zero() and self.ledger is not None:
+            self._declare_hyperparameters()
             self.publisher.write_card(self.state.global_step)
+
+    def _declare_hyperparameters(self) -> None:
+        """Has cards list settings that the ledger does not have."""
+        args, publisher = self.args, self.publisher
+        groups = [] if self.rates is None else self.rates.groups
+        rates = ", ".join(f"{group.rate:.4g} ({group.name})" for group in groups)
+        said = {
+            "Learning rate": rates or f"{args.learning_rate:g}",
+            "Schedule": SchedulerType(args.lr_scheduler_type).value,
+            "Update rule": args.update_rule,
+            "Weight decay": f"{args.weight_decay:g}",
+            "Autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",
+            "Weights": f"{next(self.model.parameters()).dtype}".removeprefix("torch."),
+        }
+        known = {name: value for name, value in said.items() if value is not None}
+        publisher.details = replace(publisher.details, hyperparameters=known)
 
     def push_to_hub(
         self,

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.publishing import CardDetails, declare, render
+from dp_grape_hf.publishing import CardDetails, declare, render, renewed
 from dp_grape_hf.publishing.statement import BEGIN, END, statement_in
 from tests.support import ledgers
 from tests.support.cards import rows, section
@@ -87,7 +87,16 @@ def test_the_metadata_are_those_of_the_hub(details: dict[str, Any], more: dict[s
     text = render(ledger(), CardDetails(**details))
     card = ModelCard(text)
     tags = ["dp-grape", "differential-privacy"]
-    assert card.data.to_dict() == {"library_name": "transformers", "tags": tags} | more
+    epsilon = float(rows(text)["ε spent (upper bound)"])
+    claim = {
+        "epsilon": epsilon,
+        "delta": 1e-5,
+        "unit": "example",
+        "adjacency": "add_or_remove_one",
+        "accountant": "rdp",
+    }
+    usual = {"library_name": "transformers", "tags": tags, "differential_privacy": claim}
+    assert card.data.to_dict() == usual | more
     assert ModelCardData(**card.data.to_dict()).to_dict() == card.data.to_dict()
     assert metadata_errors(text) == []
     assert card.text.lstrip().startswith("# ")
@@ -103,6 +112,83 @@ def test_the_metadata_are_those_of_the_hub(details: dict[str, Any], more: dict[s
 )
 def test_the_check_of_metadata_can_fail(card: str, error: str) -> None:
     assert error in metadata_errors(card)[0]
+
+
+def test_public_metrics_are_in_the_index_of_the_hub() -> None:
+    given: Any = {"metrics": {"accuracy": 0.9}, "datasets": ["nyu-mll/glue"], "model_name": "Mine"}
+    for public in (True, False):
+        details = CardDetails(
+            **given, metrics_are_public=public, model_class="BertForSequenceClassification"
+        )
+        text = render(ledger(), details)
+        assert metadata_errors(text) == []
+        data = ModelCard(text).data
+        assert data.pipeline_tag == "text-classification"
+        assert (data.eval_results is not None) == public
+        if public:
+            (result,) = data.eval_results
+            assert (result.metric_type, result.metric_value) == ("accuracy", 0.9)
+            assert (result.dataset_name, result.task_type) == ("nyu-mll/glue", data.pipeline_tag)
+
+
+def test_a_card_says_how_to_load_the_model_and_its_hyperparameters() -> None:
+    details = CardDetails(
+        model_class="OPTForCausalLM", repo_id="user/m", hyperparameters={"Schedule": "a|b"}
+    )
+    card = render(ledger(), details)
+    assert "model = OPTForCausalLM.from_pretrained('user/m')\n```" in card
+    assert "| Schedule | a\\|b |" in section(card, "Hyperparameters")
+    adapter = render(ledger(), replace(details, adapter=True, base_model="user/base"))
+    assert "model = PeftModel.from_pretrained(base, 'user/m')\n```" in adapter
+    assert "How to use" not in render(ledger())
+
+
+# ---- A card that is there ----
+
+
+def test_only_the_statement_of_a_card_is_replaced() -> None:
+    before, after = ledger(100), ledger(137)
+    card = render(before, CardDetails(license="mit", tags=("mine",)))
+    own = card.replace("## Verify", "## By hand\n\nMy words.\n\n## Verify")
+    own = own.replace("license: mit", "license: mit\nwidget:\n- text: Hello")
+    same = renewed(own, render(before))
+    assert ModelCard(same).data.to_dict() == ModelCard(own).data.to_dict()
+    assert same.partition(BEGIN)[2] == own.partition(BEGIN)[2]
+    new = renewed(own, render(after, CardDetails(license="apache-2.0")))
+    assert statement_in(new) == statement_in(render(after))
+    data = ModelCard(new).data.to_dict()
+    assert data["differential_privacy"] == ModelCard(render(after)).data["differential_privacy"]
+    assert (data["license"], data["widget"]) == ("mit", [{"text": "Hello"}])
+    assert data["tags"] == ["dp-grape", "differential-privacy", "mine"]
+    assert new.partition(END)[2] == own.partition(END)[2]
+    declared = renewed(own, render(after, CardDetails(license="apache-2.0")), {"license"})
+    assert ModelCard(declared).data.license == "apache-2.0"
+
+
+def test_a_claim_goes_where_a_run_has_no_guarantee() -> None:
+    new = renewed(render(ledger()), render(ledger(**NO_NOISE)))
+    assert not claims_privacy(new)
+    assert "differential_privacy" not in ModelCard(new).data.to_dict()
+
+
+def test_the_command_keeps_what_the_author_wrote(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "README.md"
+    path.write_text(render(ledger(100)) + "\nMy words.\n", encoding="utf-8")
+    public = ["--metric", "f1=0.5", "--metrics_data", "public", "--pipeline_tag", "fill-mask"]
+    assert main(["card", str(folder), *public, "--write"]) == 0
+    written = path.read_text(encoding="utf-8")
+    assert written.endswith("\nMy words.\n")
+    assert statement_in(written) == statement_in(render(Ledger.load(folder / LEDGER_NAME)))
+    assert ModelCard(written).data.eval_results[0].metric_value == 0.5
+    private = [*public[:3], "private"]
+    assert main(["card", str(folder), *private, "--write"]) == 2
+    assert "of private data" in capsys.readouterr().err
+    path.write_text("# Mine\n", encoding="utf-8")
+    assert main(["card", str(folder), "--write"]) == 2
+    assert "Move the file away" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "# Mine\n"
 
 
 # ---- Numbers ----

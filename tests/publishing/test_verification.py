@@ -256,6 +256,8 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         _on_the_card(r"bound\) \| \d\.\d+", "bound) | 0.100"),
         CARD | BY_BOTH,
     ),
+    "epsilon in the metadata": (_on_the_card(r"  epsilon: 5\.999", "  epsilon: 0.1"), CARD),
+    "another unit in the metadata": (_on_the_card("unit: example", "unit: user"), CARD),
     "no metadata, and a rule above": (_on_the_card("(?s)---\n.*?\n---\n", "a\n---\n", 1), CARD),
 }
 # What only the comparison of the statement finds: a pattern on the card, and what replaces it.

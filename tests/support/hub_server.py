@@ -366,8 +366,14 @@ def metadata_errors(card: str) -> list[str]:
     }
     lists = {"tags": r".+", "base_model": r"[\w.-]+(/[\w.-]+)?", "datasets": r"[\w.-]+(/[\w.-]+)?"}
     lists["language"] = r"[a-z]{2,3}|multilingual|code"
-    errors = [f"{name} is unknown" for name in data.keys() - texts.keys() - lists.keys()]
+    nested = {"differential_privacy": dict, "model-index": list}
+    known = texts.keys() | lists.keys() | nested.keys()
+    errors = [f"{name} is unknown" for name in data.keys() - known]
     for name, value in data.items():
+        if name in nested:
+            if not isinstance(value, nested[name]):
+                errors.append(f"{name}: {value!r} is not valid")
+            continue
         values = value if isinstance(value, list) and name in lists else [value]
         pattern = texts.get(name) or lists.get(name, ".*")
         if not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in values):
