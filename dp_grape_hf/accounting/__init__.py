@@ -2,6 +2,7 @@
 
 No model, no data, no file and no torch: numbers in, numbers out. ``releases`` describes the
 releases of a run, ``accountants`` bounds their ε, and ``calibration`` finds the noise for a budget.
+``sizes`` cuts passes over the data into steps.
 """
 
 from dp_grape_hf.accounting.accountants import (
@@ -28,6 +29,7 @@ from dp_grape_hf.accounting.calibration import (
 )
 from dp_grape_hf.accounting.rdp import AccountantFailure
 from dp_grape_hf.accounting.releases import Adjacency, Releases
+from dp_grape_hf.accounting.sizes import batch_and_steps
 
 __all__ = [
     "ACCOUNTANTS",
@@ -37,6 +39,7 @@ __all__ = [
     "Bands",
     "EpsilonCurve",
     "Releases",
+    "batch_and_steps",
     "blocks_of",
     "compose_epsilon",
     "compute_epsilon",

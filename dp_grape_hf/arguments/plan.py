@@ -20,6 +20,7 @@ from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
+    batch_and_steps,
     expected_steps_per_epoch,
     find_bands,
     find_noise_multiplier,
@@ -28,7 +29,6 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments.arguments import INDEPENDENT, DPGrapeArguments
 from dp_grape_hf.arguments.methods import METHODS
-from dp_grape_hf.choosing import batch_and_steps
 from dp_grape_hf.distributed import require_agreement
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import (

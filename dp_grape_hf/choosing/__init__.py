@@ -28,7 +28,6 @@ from dp_grape_hf.choosing.rates import (
     steps_of,
     walk_of_noise,
 )
-from dp_grape_hf.choosing.sizes import batch_and_steps
 from dp_grape_hf.choosing.words import described, tabulated
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "Noise",
     "Rates",
     "average_at_first",
-    "batch_and_steps",
     "clipped_apart",
     "described",
     "is_head",

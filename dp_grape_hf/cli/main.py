@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 
 from dp_grape_hf.cli import options
 from dp_grape_hf.errors import PrivacyError
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dp-grape", description="Private training with DP-GRAPE: the tools around it."
     )
+    parser.add_argument("--version", action="version", version=f"dp-grape {version('dp_grape_hf')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(

@@ -87,7 +87,7 @@ What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
 What does a given noise spend, over 3 epochs of the same data?
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
-      --num_train_epochs 3 --delta 1e-5 --noise_multiplier 1
+      --epochs 3 --delta 1e-5 --noise_multiplier 1
   sample rate 0.0625, steps 48, delta 1e-05, adjacency add_or_remove_one
 
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
@@ -126,12 +126,13 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _CALIBRATE, _CALIBRATE_EXAMPLES
     add = parser.add_argument
     _take(add, "num_samples")
-    sampling = parser.add_mutually_exclusive_group(required=True).add_argument
-    _take(sampling, "expected_batch_size")
+    sampling = parser.add_mutually_exclusive_group().add_argument
+    chosen = "the mean size of the sampled batch, q N (default: as a run would choose it)"
+    _take(sampling, "expected_batch_size", help=chosen)
     sampling("--sample_rate", type=float, metavar="q", help="outright, in place of B / N")
     length = parser.add_mutually_exclusive_group(required=True).add_argument
     _take(length, "max_steps")
-    _take(length, "num_train_epochs", help="T is E / q, rounded up")
+    _take(length, "num_train_epochs", "--epochs", help="T is E / q, rounded up")
     _take(add, "target_delta", required=True)
     budget = parser.add_mutually_exclusive_group().add_argument
     several = "budgets to find the noise for (default: a table from 0.5 to 8)"
@@ -225,7 +226,8 @@ Print the model card of a saved model, or write it beside the weights.
 
 Every number comes from the folder's privacy_ledger.json. What the ledger cannot know (license,
 language, metrics) is what you declare here, and metrics appear only with a word on whether the
-data they were computed on is public.
+data they were computed on is public. If the folder has a card, --write replaces its statement and
+the claim in its metadata, and keeps the rest.
 """
 
 _CARD_EXAMPLES = """\

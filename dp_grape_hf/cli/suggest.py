@@ -7,13 +7,12 @@ import sys
 import tempfile
 from typing import Any
 
-import transformers
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dp_grape_hf.arguments import DPGrapeTrainingArguments
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.memory import auto_class, read_config
+from dp_grape_hf.memory import auto_class, class_of, read_config
 from dp_grape_hf.phases import progress
 from dp_grape_hf.trainer import DPGrapeTrainer, Unseen
 
@@ -44,13 +43,7 @@ def _model(args: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the model with a head, and its tokenizer if it has one."""
     name = args.model
     config = read_config("model", name, args.num_labels)
-    own = next(iter(config.architectures or []), "")
-    if args.head is not None:
-        cls = auto_class(args.head)
-    elif "For" in own or own.endswith("HeadModel"):
-        cls = getattr(transformers, own)
-    else:
-        cls = transformers.AutoModelForSequenceClassification
+    cls = class_of(config) if args.head is None else auto_class(args.head)
     try:
         model = cls.from_pretrained(name, config=config)
     except (OSError, ValueError) as error:

@@ -5,7 +5,7 @@
 """
 
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, read_config
+from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, class_of, read_config
 from dp_grape_hf.memory.planning import RESERVE, TITLES, Plan, Report, plan
 from dp_grape_hf.memory.step import (
     ADAMW,
@@ -45,6 +45,7 @@ __all__ = [
     "Step",
     "Timeline",
     "auto_class",
+    "class_of",
     "fake_tensors",
     "plan",
     "prepared",

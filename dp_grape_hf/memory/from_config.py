@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError, require
+from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.gradients import choice, classification, is_regression, loss_for
 from dp_grape_hf.memory.fakes import fake_tensors
 
@@ -21,7 +21,7 @@ class ModelOfConfig:
     Args:
         config: of the model.
         head: the end of the name of a class ``AutoModelFor...``, as ``causal-lm``; None for the
-            first architecture of the config.
+            config's own, or a classifier (``class_of``).
         seq_len: T, of text.
 
     Attributes:
@@ -38,30 +38,14 @@ class ModelOfConfig:
         self._config, self._seq_len = config, seq_len
         most = getattr(config, "max_position_embeddings", None) or seq_len
         require(seq_len <= most, f"{seq_len=} is more than the model's {most} positions.")
-        if head is None:
-            name = (config.architectures or [""])[0]
-            require(
-                bool(name) and hasattr(transformers, name),
-                "Give --head, for example sequence-classification: the config names the "
-                f"architecture {name!r}, from which no head follows.",
-            )
-            self._make = getattr(transformers, name)._from_config
-        else:
-            self._make = auto_class(head).from_config
+        cls = class_of(config) if head is None else auto_class(head)
+        self._make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
         with fake_tensors():
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
         self.parameters = sum(p.numel() for p in model.parameters())
-        try:
-            known: Any = loss_for(model)  # of a class of transformers: a head's
-            self._head = known.head
-        except UnsupportedModelError:
-            require(
-                head is not None,
-                f"Give --head, for example sequence-classification: the config names {self.name}, "
-                "which has no head of which the loss is known per sample.",
-            )
-            raise
+        known: Any = loss_for(model)  # of a class of transformers: a head's
+        self._head = known.head
         self._inputs = _INPUTS.get(model.main_input_name)
         require(
             self._inputs is not None,
@@ -118,6 +102,25 @@ def read_config(option: str, name: str, num_labels: int | None) -> Any:
     if num_labels is not None:
         config.num_labels = num_labels
     return config
+
+
+def class_of(config: Any) -> Any:
+    """Return the class that a configuration names, or a classifier if it names one without a head.
+
+    Raises:
+        PrivacyError: if there is neither.
+    """
+    name = (config.architectures or [""])[0]
+    if ("For" in name or name.endswith("HeadModel")) and hasattr(transformers, name):
+        return getattr(transformers, name)
+    for kind in ("Sequence", "Image", "Audio"):
+        classifier = getattr(transformers, f"AutoModelFor{kind}Classification")
+        if type(config) in classifier._model_mapping:
+            return classifier
+    raise PrivacyError(
+        f"The config names the architecture {name!r}, which has no head, and {config.model_type} "
+        "has no classifier in Transformers. Give --head, for example causal-lm."
+    )
 
 
 def auto_class(head: str) -> Any:

@@ -31,9 +31,9 @@ from transformers import (
 )
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
+from dp_grape_hf.accounting import batch_and_steps
 from dp_grape_hf.choosing import (
     average_at_first,
-    batch_and_steps,
     clipped_apart,
     is_pretrained,
     output_layer,

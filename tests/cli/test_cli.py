@@ -6,17 +6,19 @@ import math
 import re
 import shlex
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import RobertaConfig
+from transformers import RobertaConfig, TimesformerConfig
 
+from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.accounting import (
     Adjacency,
     compute_epsilon,
 )
-from dp_grape_hf.arguments import METHODS
+from dp_grape_hf.arguments import METHODS, PrivacyPlan
 from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.cli import options
 from dp_grape_hf.cli.calibrate import DEFAULT_EPSILONS
@@ -167,6 +169,28 @@ def test_an_epoch_is_as_many_steps_as_visit_each_example_once_on_average(
     assert result["rows"][0]["noise_std_on_mean_over_max_grad_norm"] is None
 
 
+def test_without_a_batch_size_calibrate_takes_that_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = "--num_samples 1500 --epochs 2 --delta 1e-5 --eps 2 --accountant rdp --json"
+    found = json.loads(run(f"calibrate {plan}", capsys))
+    args = DPGrapeTrainingArguments(
+        tmp_path, eps=2, delta=1e-5, num_train_epochs=2, accountant="rdp", noise="independent"
+    )
+    chosen = PrivacyPlan(args, 1500)
+    assert found["steps"] == chosen.steps
+    assert found["sample_rate"] == chosen.mechanism.sample_rate
+    sigma = chosen.mechanism.noise_multiplier
+    assert found["rows"][0]["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
+    assert "--num_train_epochs" in refusal("calibrate --epochs 2 --delta 1e-5", capsys)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"dp-grape {version('dp_grape_hf')}\n"
+
+
 def test_the_noise_on_the_mean_needs_only_the_size_of_the_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -303,13 +327,15 @@ def test_memory_refuses_what_it_cannot_simulate(
     )
 
 
-def test_memory_needs_a_config_and_a_head(
+def test_memory_takes_a_classifier_where_the_config_has_no_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"memory --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
     assert "has no config" in refusal(command, capsys)
-    RobertaConfig(**TINY).save_pretrained(tmp_path)
-    assert "--head, for example sequence-classification" in refusal(command, capsys)
+    RobertaConfig(**TINY, architectures=["RobertaModel"]).save_pretrained(tmp_path)
+    assert run(f"{command} --methods dp_grape", capsys).startswith("RobertaForSequenceClass")
+    TimesformerConfig(architectures=["TimesformerModel"]).save_pretrained(tmp_path)
+    assert "Give --head" in refusal(command, capsys)
 
 
 def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixture[str]) -> None:
