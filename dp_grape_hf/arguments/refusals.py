@@ -229,7 +229,10 @@ FIXED_OF_HOST = {
 steps that the noise is calibrated for, and those that could be refused."""
 
 _MLFLOW = ("HF_MLFLOW_LOG_ARTIFACTS", "false")
-UPLOADING_TRACKERS = {
+TRACKERS: dict[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(
+        ("azure_ml", "codecarbon", "kubeflow", "neptune", "tensorboard", "trackio"), ()
+    ),
     "wandb": (("WANDB_LOG_MODEL", "false"),),
     "mlflow": (_MLFLOW,),
     "clearml": (("CLEARML_LOG_MODEL", "true"),),
@@ -239,7 +242,10 @@ UPLOADING_TRACKERS = {
     "comet_ml": (("COMET_LOG_ASSETS", "false"),),
     "flyte": (("", "true"),),
 }
-"""Name in ``report_to`` -> the variables that make it upload whole checkpoints, and defaults."""
+"""Name in ``report_to`` -> the variables that make it upload whole checkpoints, and defaults.
+
+The code of all of them was read: without these variables they send logs and configs alone.
+"""
 
 
 def refuse_host_options(args: Any) -> None:
@@ -305,7 +311,13 @@ def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
             f"report_to={trackers!r} with WANDB_WATCH={watched!r} is refused: wandb would log "
             "gradients of batches, without noise. Unset WANDB_WATCH, or set it to 'parameters'."
         )
-    pairs = [(name, *pair) for name in trackers for pair in UPLOADING_TRACKERS.get(name, ())]
+    if unknown := [name for name in trackers if name not in TRACKERS]:
+        raise PrivacyError(
+            f"report_to={trackers!r}: {unknown[0]} is not known here, and may upload what is not "
+            f"private. Known are {', '.join(sorted(TRACKERS))}. If its callback sends nothing but "
+            "logs, pass it by callbacks= instead."
+        )
+    pairs = [(name, *pair) for name in trackers for pair in TRACKERS[name]]
     for tracker, variable, default in pairs:
         value = os.environ.get(variable, default)
         if value.strip().lower() not in ("", "0", "false", "no", "off", "none"):

@@ -12,12 +12,13 @@ import pytest
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.arguments.arguments import ALIASES, HOST_RATE, INDEPENDENT, RANK, UPDATE_STEPS
-from dp_grape_hf.arguments.refusals import FIXED_OF_HOST, UPLOADING_TRACKERS
+from dp_grape_hf.arguments.refusals import FIXED_OF_HOST, TRACKERS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
@@ -414,7 +415,7 @@ def test_half_precision_asked_for_by_the_launcher_is_refused(
 
 @pytest.mark.parametrize(
     ("tracker", "variable", "default"),
-    [(tracker, *pair) for tracker, pairs in UPLOADING_TRACKERS.items() for pair in pairs],
+    [(tracker, *pair) for tracker, pairs in TRACKERS.items() for pair in pairs],
 )
 def test_a_tracker_that_uploads_checkpoints_is_refused(
     tracker: str, variable: str, default: str, monkeypatch: pytest.MonkeyPatch
@@ -430,6 +431,13 @@ def test_a_tracker_that_uploads_checkpoints_is_refused(
     if variable:
         monkeypatch.setenv(variable, "False")
         assert make(**trackers).report_to == trackers["report_to"]
+
+
+def test_every_tracker_of_transformers_is_known() -> None:
+    assert set(INTEGRATION_TO_CALLBACK) <= set(TRACKERS)
+    assert make(report_to=["trackio"]).report_to == ["trackio"]
+    with pytest.raises(PrivacyError, match="new_tracker is not known"):
+        make(report_to=["new_tracker"])
 
 
 @pytest.mark.parametrize("value", ["all", "gradients"])
