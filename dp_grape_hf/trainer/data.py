@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -31,6 +32,8 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.projections import PRINCIPAL, Batches, Inputs
 from dp_grape_hf.publishing import adapters_of
 from dp_grape_hf.trainer.overlap import TrainingRows
+
+logger = logging.getLogger(__name__)
 
 _MANY = 4  # physical batches a step, from which more of them cost less than padding does
 
@@ -201,7 +204,8 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
         )
 
 
-_REMEMBERED = 64  # pairs of data sets without a shared row
+_REMEMBERED = 64  # pairs of data sets that were compared
+_COINCIDENCE = 0.02  # of the rows, which may have the contents of training rows by chance
 
 
 class HeldOut:
@@ -215,6 +219,9 @@ class HeldOut:
         self, dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments, what: str
     ) -> None:
         """Refuse metrics of training rows, which are computed and logged without noise.
+
+        Texts occur more than once in real data. A few evaluation rows that have the contents of
+        training rows, and are other elements of other objects, get a warning only.
 
         Unless ``eval_data_is_public`` declares that epsilon does not cover them, or the run has no
         noise. Data without a length or without an index are not compared.
@@ -246,12 +253,20 @@ class HeldOut:
             known = TrainingRows(data, args)
             self._training.append(known)
         if len(shared := known.shared_with(held, what)):
-            raise PrivacyError(
+            found = (
                 f"{what} has training rows: {len(shared)} of its {len(held)} rows are in "
                 f"train_dataset, too, the first of which is {what}[{shared[0]}]. Metrics of these "
                 "rows are not covered by epsilon, as they are computed and logged without noise. "
-                "Take these rows out of one of the two data sets: a row whose contents are in both "
-                "counts as a training row. Or set eval_data_is_public=True, which declares that "
-                "metrics of the evaluation data need no protection."
+            )
+            if len(shared) > _COINCIDENCE * len(held) or len(known.elements_of(held)):
+                raise PrivacyError(
+                    f"{found}Take these rows out of one of the two data sets: a row whose contents "
+                    "are in both counts as a training row. Or set eval_data_is_public=True, which "
+                    "declares that metrics of the evaluation data need no protection."
+                )
+            logger.warning(
+                "%sIf they are other records that happen to have the same contents, nothing is "
+                "wrong. Otherwise take them out of one of the two data sets.",
+                found,
             )
         self._apart.append((held, data))

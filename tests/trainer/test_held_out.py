@@ -64,6 +64,23 @@ def test_the_error_counts_shared_rows_and_names_the_first(tmp_path: Path) -> Non
         make_trainer(tmp_path, train_dataset=data, eval_dataset={"a": held})
 
 
+def test_a_few_equal_contents_are_no_more_than_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Texts occur more than once in real data; elements of the same object are never few enough."""
+    data, others = texts(), texts(100, seed=1)
+    held = datasets.concatenate_datasets([others, data.select([5, 3])])
+    make_trainer(tmp_path, train_dataset=data, eval_dataset=held)
+    assert "2 of its 102 rows" in caplog.text
+    held = datasets.concatenate_datasets([others, data.select([5, 3, 4])])
+    with pytest.raises(PrivacyError, match="3 of its 103 rows"):
+        make_trainer(tmp_path, train_dataset=data, eval_dataset=held)
+    rows = points()
+    part = ConcatDataset([points(100, seed=1), Subset(rows, [5])])
+    with pytest.raises(PrivacyError, match="1 of its 101 rows"):
+        make_trainer(tmp_path, train_dataset=rows, eval_dataset=part)
+
+
 def test_each_pair_of_data_sets_is_compared_once(tmp_path: Path) -> None:
     class Counted(Examples):
         reads = 0
