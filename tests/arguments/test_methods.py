@@ -38,23 +38,20 @@ from tests.support.methods import (
     assert_same_steps,
     batch_of_all,
     definition,
-    is_the_same_in_any_split,
-    learns,
-    moves_by_at_most_c,
     noise_for,
     noisy_run,
     plain_trainer,
-    releases_noise_alone,
-    resumes_where_it_stopped,
     run,
-    whole_and_resumed,
 )
 from tests.support.trainers import (
     EXACT,
+    Examples,
     TinyForSequenceClassification,
+    Watch,
     assert_same_weights,
     make_trainer,
     owned,
+    points,
     spy_releases,
     tiny,
     weights_of,
@@ -234,29 +231,90 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(
 def test_one_example_moves_the_release_by_at_most_c(
     method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves_by_at_most_c(method, clipping, tmp_path, monkeypatch)
+    """The first of two runs has one example more; all are in every draw."""
+    releases = spy_releases(monkeypatch)
+    for number in (24, 23):
+        run(
+            tmp_path / str(number),
+            method,
+            train_dataset=Examples(points().examples[:number]),
+            num_samples=24,
+            per_device_train_batch_size=24,
+            max_steps=1,
+            max_grad_norm=0.1,
+            clipping=clipping,
+            known_streams=Streams.known(3),  # the noise of both runs is the same
+        )
+    moved = torch.cat([(releases[0][n] - releases[1][n]).flatten() for n in releases[0]]) * 24
+    assert 0 < moved.norm() <= 0.1 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "dpzero", "adam"), METHODS))
 def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
-    is_the_same_in_any_split(method, tmp_path)
+    whole, split = (
+        run(
+            tmp_path / str(size),
+            method,
+            expected_batch_size=24,
+            per_device_train_batch_size=size,
+            known_streams=Streams.known(5),
+        )
+        for size in (24, 5)
+    )
+    assert_same_steps(split, whole, atol=2e-4, rtol=1e-3)
+
+
+def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
+    """Compares a run with one that was stopped and resumed."""
+
+    def trainer(name: str, *callbacks: Watch) -> Any:
+        return make_trainer(
+            folder / name,
+            model=tiny(settings["method"]),
+            callbacks=list(callbacks),
+            save_strategy="steps",
+            save_steps=stop_at,
+            lr_scheduler_type="constant",
+            **settings,
+        )
+
+    whole, resumed = trainer("whole"), trainer("stopped")
+    whole.train()
+    trainer("stopped", Watch(stop_at=stop_at)).train()
+    resumed.train(resume_from_checkpoint=True)
+    found, expected = (weights_of(each.model) for each in (resumed, whole))
+    assert_same_weights(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
-    resumes_where_it_stopped(method, tmp_path)
+    """Without noise, so that nothing but the method's own state decides."""
+    exact = EXACT if METHODS[method].private else PLAIN
+    whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
 def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
-    learns(method, tmp_path)
+    exact = EXACT if METHODS[method].private else PLAIN
+    rate = 0.5 if METHODS[method].update_rule == "sgd" else 3e-2
+    first, *_, last = run(tmp_path, method, **exact, max_steps=40, learning_rate=rate)
+    model, losses = tiny(method), []
+    for state in (first, last):
+        model.load_state_dict(state, strict=False)
+        losses.append(model(**batch_of_all())["loss"].item())
+    assert losses[1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("method", PRIVATE)
 def test_an_empty_draw_releases_noise(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    releases_noise_alone(method, tmp_path, monkeypatch)
+    """q = 1e-9: nobody is drawn."""
+    releases = spy_releases(monkeypatch)
+    rare = {"num_samples": 10**9, "per_device_train_batch_size": 1, "target_delta": 1e-10}
+    run(tmp_path, method, max_steps=2, **rare)
+    assert len(releases) == 2
+    assert all(value.abs().min() > 0 for release in releases for value in release.values())
 
 
 # ---- Refusals ----

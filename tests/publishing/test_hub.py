@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.publishing import hub as uploads
 from dp_grape_hf.publishing.configs import is_hub_name, without_paths
@@ -573,16 +573,6 @@ def test_what_a_base_is_called_is_decided_before_training(
     assert is_hub_name("patients/base")
     trainer.push_to_hub()
     assert b"patients" not in b"".join(hub.files(REPO).values())
-
-
-@pytest.mark.slow
-def test_a_refused_second_run_leaves_the_count_of_updates(hub: Hub, tmp_path: Path) -> None:
-    trainer = trained(tmp_path)
-    with pytest.raises(PrivacyError, match="has made 4 releases"):
-        trainer.train()
-    assert trainer.state.global_step == 4
-    trainer.save_model()
-    assert Ledger.load(tmp_path / LEDGER_NAME).updates == 4
 
 
 # ---- The list ----

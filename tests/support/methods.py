@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -16,16 +15,12 @@ from dp_grape_hf.mechanism import Streams
 from recipes.paper.methods import METHODS
 from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (
-    EXACT,
-    Examples,
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
     make_trainer,
     points,
-    spy_releases,
     tiny,
-    weights_of,
 )
 
 OURS = ("dp_grape", "dp_adam", "dp_sgd", "dp_lora")
@@ -63,28 +58,6 @@ def assert_same_steps(
     """Compares weights after every step."""
     for one, other in zip(found, expected, strict=True):
         assert_same_weights(one, other, **tolerance)
-
-
-def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
-    """Compares a run with one that was stopped and resumed."""
-
-    def trainer(name: str, *callbacks: Watch) -> Any:
-        return make_trainer(
-            folder / name,
-            model=tiny(settings["method"]),
-            callbacks=list(callbacks),
-            save_strategy="steps",
-            save_steps=stop_at,
-            lr_scheduler_type="constant",
-            **settings,
-        )
-
-    whole, resumed = trainer("whole"), trainer("stopped")
-    whole.train()
-    trainer("stopped", Watch(stop_at=stop_at)).train()
-    resumed.train(resume_from_checkpoint=True)
-    found, expected = (weights_of(each.model) for each in (resumed, whole))
-    assert_same_weights(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def batch_of_all() -> dict[str, Tensor]:
@@ -156,97 +129,24 @@ class Moments:
         return 1e-2 * first / (second.sqrt() + 1e-8)
 
 
-def plain_trainer(folder: Path, model: nn.Module, steps: int) -> list[Weights]:
-    """Trains with the Trainer of transformers on all of ``points`` at every step."""
-    watch = Watch()
+def plain_trainer(
+    folder: Path, model: nn.Module, steps: int, data: Any = None, watch: Any = None, **settings: Any
+) -> list[Weights]:
+    """Trains with the Trainer of transformers on all of the data at every step."""
+    data, watch = data or points(), watch or Watch()
+    settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"} | settings
     args = TrainingArguments(
         str(folder),
-        per_device_train_batch_size=24,
+        per_device_train_batch_size=len(data),
         max_steps=steps,
-        learning_rate=1e-2,
         max_grad_norm=0.0,
-        lr_scheduler_type="constant",
+        logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
+        **settings,
     )
-    Trainer(model, args, train_dataset=points(), callbacks=[watch]).train()
+    Trainer(model, args, train_dataset=data, callbacks=[watch]).train()
     return watch.weights
-
-
-# ---- What every method keeps ----
-
-
-def neighbour(num_samples: int) -> dict[str, Any]:
-    """Returns arguments of a run on the first examples, each of which is in every draw."""
-    return {
-        "train_dataset": Examples(points().examples[:num_samples]),
-        "num_samples": 24,
-        "expected_batch_size": 24,
-        "per_device_train_batch_size": 24,
-        "max_steps": 1,
-        "noise_multiplier": 1.0,
-        "known_streams": Streams.known(3),  # the noise of both runs is the same
-    }
-
-
-def moves_by_at_most_c(method: str, clipping: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """One example more moves the release by at most C."""
-    releases = spy_releases(patch)
-    for number in (24, 23):
-        settings = neighbour(number) | {"max_grad_norm": 0.1, "clipping": clipping}
-        run(folder / str(number), method, **settings)
-    moved = torch.cat([(releases[0][n] - releases[1][n]).flatten() for n in releases[0]]) * 24
-    assert 0 < moved.norm() <= 0.1 * (1 + 1e-4)
-
-
-def is_the_same_in_any_split(method: str, folder: Path) -> None:
-    """Physical batches do not change what is released."""
-    whole, split = (
-        run(
-            folder / str(size),
-            method,
-            expected_batch_size=24,
-            per_device_train_batch_size=size,
-            known_streams=Streams.known(5),
-        )
-        for size in (24, 5)
-    )
-    assert_same_steps(split, whole, atol=2e-4, rtol=1e-3)
-
-
-def resumes_where_it_stopped(method: str, folder: Path) -> None:
-    """Without noise, so that nothing but the method's own state decides."""
-    exact = EXACT if METHODS[method].private else PLAIN
-    whole_and_resumed(folder, 4, **exact, method=method, max_steps=7)
-
-
-def learns(method: str, folder: Path) -> None:
-    """The loss falls."""
-    exact = EXACT if METHODS[method].private else PLAIN
-    rate = 0.5 if METHODS[method].update_rule == "sgd" else 3e-2
-    weights = run(folder, method, **exact, max_steps=40, learning_rate=rate)
-    model = tiny(method)
-    losses = []
-    for state in (weights[0], weights[-1]):
-        model.load_state_dict(state, strict=False)
-        losses.append(model(**batch_of_all())["loss"].item())
-    assert losses[1] < 0.8 * losses[0]
-
-
-def releases_noise_alone(method: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """q = 1e-9: nobody is drawn."""
-    releases = spy_releases(patch)
-    run(
-        folder,
-        method,
-        num_samples=10**9,
-        expected_batch_size=1,
-        per_device_train_batch_size=1,
-        max_steps=2,
-        target_delta=1e-10,
-    )
-    assert len(releases) == 2
-    assert all(value.abs().min() > 0 for release in releases for value in release.values())

@@ -17,7 +17,8 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
 from tests.support.choosing import EVERY, model_of, trainer_of
-from tests.support.faults import die, ending, run_until_killed
+from tests.support.faults import ending
+from tests.support.marks import slow_but
 from tests.support.trainers import spy_releases
 
 WEIGHTS = ("fresh", "pretrained")
@@ -43,10 +44,6 @@ class Killed(BaseException):
     """Ends a run wherever it is; no code handles it."""
 
 
-def _raise() -> None:
-    raise Killed
-
-
 # (what is replaced, its first and last call after the first checkpoint)
 MOMENTS: tuple[tuple[Any, str, int, int], ...] = (
     (Ledger, "record", EVERY + 1, 12),
@@ -59,8 +56,12 @@ MOMENTS: tuple[tuple[Any, str, int, int], ...] = (
 
 
 @contextmanager
-def killing(seed: int, end: Callable[[], None] = _raise) -> Iterator[None]:
-    """Calls ``end`` before or after one call, which the seed decides."""
+def killing(seed: int) -> Iterator[None]:
+    """Raises ``Killed`` before or after one call, which the seed decides."""
+
+    def end() -> None:
+        raise Killed
+
     coins = random.Random(seed)
     owner, name, first, last = coins.choice(MOMENTS)
     at_call, after = coins.randint(first, last), coins.random() < 0.5
@@ -69,11 +70,8 @@ def killing(seed: int, end: Callable[[], None] = _raise) -> Iterator[None]:
         yield
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("weights", slow_but(("fresh",), WEIGHTS))
+@pytest.mark.parametrize("seed", slow_but(("0",), range(10)))
 def test_a_run_killed_at_a_random_moment_resumes_with_its_choices(
     seed: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -92,31 +90,6 @@ def test_a_run_killed_at_a_random_moment_resumes_with_its_choices(
     assert 0 <= lost <= EVERY + 1
     assert resumed.releases_left() == 0
     assert ledger.epsilon() <= 8.0
-
-
-def _train(folder: Path, weights: str, seed: int) -> None:
-    """Runs in a process of its own."""
-    torch.set_num_threads(1)
-    with killing(seed, die):
-        trainer_of(folder, model_of(weights)).train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("seed", [10, 11])
-def test_a_process_that_was_killed_is_resumed_with_its_choices(
-    seed: int, weights: str, tmp_path: Path
-) -> None:
-    run_until_killed(_train, tmp_path, weights, seed)
-    recorded = Ledger.load(tmp_path / LEDGER_NAME).steps
-    resumed = trainer_of(tmp_path, model_of(weights))
-    resumed.train(resume_from_checkpoint=True)
-    whole = trainer_of(tmp_path / "whole", model_of(weights))
-    whole.train()
-    assert choices_of(resumed) == choices_of(whole)
-    assert resumed.releases_left() == 0
-    assert resumed.ledger.steps > recorded
-    assert resumed.privacy_spent().epsilon <= 8.0
 
 
 # ---- Whatever the model looks like ----
@@ -198,7 +171,7 @@ def test_a_run_that_was_resumed_is_resumed_once_more(begin: Begin, tmp_path: Pat
     assert choices_of(again) == choices_of(begun)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", slow_but(("pretrained",), WEIGHTS))
 def test_a_checkpoint_without_choices_is_resumed(
     begin: Begin, weights: str, tmp_path: Path
 ) -> None:

@@ -323,23 +323,6 @@ def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
             raise fault
 
 
-# ---- Two trainers at once ----
-
-
-def test_two_resumed_copies_of_a_run_are_not_counted_as_one(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have the same run id, and each would overwrite the count of the other."""
-    releases = spy_releases(monkeypatch)
-    second = make_trainer(run, **RESUMED)
-    resume = At(6, lambda: second.train(resume_from_checkpoint=True))
-    first = make_trainer(run, callbacks=[resume], **RESUMED)
-    with pytest.raises(PrivacyError, match="output_dir of its own"):
-        first.train(resume_from_checkpoint=True)
-    assert len(releases) == 1 + 4
-    assert Ledger.load(run / LEDGER_NAME).steps == 4 + 1 + 4
-
-
 def test_the_last_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(run: Path) -> None:
     tomorrow = time.time() + 86_400
     os.utime(run / "checkpoint-2", (tomorrow, tomorrow))

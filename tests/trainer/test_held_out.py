@@ -1,5 +1,6 @@
 """Evaluation data hold no training rows; which rows two data sets share."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,16 @@ def shared(training_data: Any, dataset: Any) -> list[int]:
     return found
 
 
-def texts(count: int = 12, seed: int = 0) -> datasets.Dataset:
+def texts(count: int = 12, seed: int = 0, **columns: Any) -> datasets.Dataset:
     words = np.random.default_rng(seed).integers(5, 99, (count, 6)).tolist()
-    return datasets.Dataset.from_dict({"input_ids": words, "labels": [1] * count})
+    held = {"input_ids": words, "attention_mask": [[1] * 6] * count, "labels": [1] * count}
+    return datasets.Dataset.from_dict(held | {"idx": range(count)} | columns)
+
+
+def pictures(seed: int = 0) -> datasets.Dataset:
+    values = np.random.default_rng(seed).integers(0, 255, (6, 4, 4, 3), dtype=np.uint8)
+    features = datasets.Features({"image": datasets.Image()})
+    return datasets.Dataset.from_dict({"image": [*map(Picture.fromarray, values)]}, features)
 
 
 # ---- Refused ----
@@ -55,6 +63,17 @@ def test_metrics_of_training_rows_are_refused(ask: str, part: str, tmp_path: Pat
         trainer = make_trainer(tmp_path, train_dataset=data, eval_dataset=held, **allowed)
         if ask == "evaluate":
             assert trainer.evaluate(data)["eval_loss"] > 0
+
+
+def test_data_that_became_evaluation_data_are_refused_as_well(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, eval_dataset={"unseen": points(5, seed=1)})
+    assert trainer.evaluate("unseen")["eval_loss"] > 0
+    trainer.eval_dataset["unseen"] = trainer.train_dataset
+    with pytest.raises(PrivacyError, match="training rows"):
+        trainer.evaluate("unseen")
+    trainer.eval_dataset = trainer.train_dataset
+    with pytest.raises(PrivacyError, match="training rows"):
+        trainer.evaluate()
 
 
 def test_the_error_counts_shared_rows_and_names_the_first(tmp_path: Path) -> None:
@@ -154,6 +173,67 @@ def test_columns_and_rows_show_the_same_shared_rows(
 ) -> None:
     assert shared(training_data, dataset) == expected
     assert shared(training_data.to_list(), dataset.to_list()) == expected
+
+
+FORMS: dict[str, Callable[[datasets.Dataset], Any]] = {
+    "loaded again": copy.deepcopy,
+    "shuffled": lambda data: data.shuffle(seed=3),
+    "inputs alone": lambda data: data.select_columns(["input_ids"]),
+    "other labels": lambda data: texts(len(data), labels=[7] * len(data), idx=[*range(90, 102)]),
+    "tensors": lambda data: data.with_format("torch"),
+    "arrays": lambda data: [{"input_ids": np.array(ids)} for ids in data["input_ids"]],
+    "tuples": lambda data: [{"input_ids": tuple(ids), "side": 1.5} for ids in data["input_ids"]],
+    "transformed": lambda data: data.add_column("text", ["?"] * len(data)).with_transform(
+        lambda batch: {"input_ids": batch["input_ids"][:2]}
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_in_any_form_are_told(form: str) -> None:
+    """Whichever of the two has it; labels, masks and numbers of rows tell nothing."""
+    state, change = torch.get_rng_state(), FORMS[form]
+    for pair in ((change(texts()), texts()), (texts(), change(texts()))):
+        assert shared(*pair) == [*range(len(pair[1]))]
+    assert shared(change(texts(seed=2)), texts(seed=3)) == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_copies_of_what_a_transform_makes_are_told() -> None:
+    def pixels(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"pixel_values": [torch.tensor(np.asarray(image)) for image in batch["image"]]}
+
+    data = pictures().with_transform(pixels)
+    made = [{"pixel_values": data[i]["pixel_values"]} for i in (3, 5)]
+    same = pictures().select([4])
+    for copied in (made, same, same.with_transform(pixels)):
+        assert shared(data, copied) == [*range(len(copied))]
+    assert shared(pictures(), datasets.Dataset.from_list([*same])) == [0]
+    assert shared(data, [pictures(seed=2).with_transform(pixels)[0]]) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"idx": 0, "labels": 1}, {"idx": 0, "labels": 1}, False),  # numbers of rows and classes
+        ({"text": "", "labels": 1}, {"text": "", "labels": 1}, False),
+        ({"ids": [1, 2], "attention_mask": [1, 1]}, {"attention_mask": [1, 1]}, False),
+        ({"user": "a", "text": "x"}, {"user": "a", "text": "y"}, False),
+        ({"user": "a", "words": "x"}, {"user": "a", "text": "x"}, False),
+        ({"age": 31, "height": 1.75}, {"age": 31, "height": 1.75, "labels": 1}, True),
+        ({"labels": [4, 5]}, {"labels": [4, 5]}, True),
+        (([1.5], 0), ([1.5], 0), True),
+        (
+            {"said": [{"role": "user"}], "raw": b"ab"},
+            {"said": [{"role": "user"}], "raw": b"ab"},
+            True,
+        ),
+    ],
+)
+def test_rows_are_the_same_by_what_tells_them_apart(one: Any, other: Any, same: bool) -> None:
+    """What many rows have alike is no overlap, and a unit's name is nobody's contents."""
+    args = make_args("unused", privacy_unit_column="user", expected_batch_size=1)
+    assert (TrainingRows([other], args).shared_with([one], "it").tolist() == [0]) is same
 
 
 def test_a_column_of_an_unknown_type_is_read() -> None:

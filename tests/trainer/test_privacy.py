@@ -378,6 +378,8 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
     )
     trainer.train()
     trainer.save_model()
+    trainer.log({"margin": 0.5})
+    assert tracker.logs.pop()["margin"] == 0.5
     logs = tracker.logs[0] | tracker.logs[-1]
     assert logs["loss"] > 0
     assert logs["train_loss"] > 0
@@ -411,7 +413,9 @@ def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="4 releases"):
         trainer.train()
     assert_same_weights(weights_of(trainer.model), weights)
-    assert trainer.ledger.steps == 4
+    trainer.save_model()
+    saved = Ledger.load(tmp_path / LEDGER_NAME)
+    assert trainer.state.global_step == saved.steps == saved.updates == 4
 
 
 def test_a_length_changed_after_calibration_is_refused(

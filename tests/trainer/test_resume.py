@@ -197,21 +197,6 @@ def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     assert releases == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"noise_multiplier": 0.9}, r"noise_multiplier=0.9 \(recorded: 1.0\)"),
-        ({"per_device_train_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 4.*\)"),
-        ({"target_epsilon": 4.0}, r"target_epsilon=4.0 \(recorded: None\)"),
-    ],
-)
-def test_arguments_that_change_the_mechanism_are_refused_by_name(
-    change: dict[str, Any], message: str, folder: Path
-) -> None:
-    with pytest.raises(PrivacyError, match=message):
-        make_trainer(folder, **SAVING | change).train(resume_from_checkpoint=True)
-
-
 @pytest.mark.slow
 def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
     """More steps need more noise, and the first steps had less."""

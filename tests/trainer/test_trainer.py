@@ -11,9 +11,7 @@ from torch import nn
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 from dp_grape_hf import (
@@ -24,6 +22,7 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.projections import projection_targets
+from tests.support.methods import plain_trainer
 from tests.support.models import LABELS, only
 from tests.support.trainers import (
     EXACT,
@@ -47,24 +46,6 @@ def small(name: str, **changes: Any) -> Any:
 # ---- Without noise, clipping and projection it is the plain Trainer ----
 
 
-def _plain_run(folder: Path, model: Any, train_dataset: Any, **settings: Any) -> Watch:
-    watch = Watch()
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=len(train_dataset),
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        **settings,
-    )
-    Trainer(model, args, train_dataset=train_dataset, callbacks=[watch]).train()
-    return watch
-
-
 @pytest.mark.parametrize(
     ("name", "projection"),
     [
@@ -77,21 +58,20 @@ def test_without_noise_and_projection_training_equals_the_plain_trainer(
 ) -> None:
     """Step for step, with weight decay, warm-up and a schedule; min(m, n) <= 32 everywhere."""
     settings = {
-        "max_steps": 6,
         "learning_rate": 2e-3,
         "warmup_steps": 2,
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
         "adam_epsilon": 1e-5,  # so that a gradient of rounding errors is not blown up
     }
-    examples = examples_of(name)
-    plain = _plain_run(tmp_path / "plain", only(name).model(), examples, **settings)
-    watch = Watch()
+    examples, plain, watch = examples_of(name), Watch(), Watch()
+    plain_trainer(tmp_path / "plain", only(name).model(), 6, examples, plain, **settings)
     make_trainer(
         tmp_path / "private",
         model=only(name).model(),
         train_dataset=examples,
         callbacks=[watch],
+        max_steps=6,
         **EXACT | {"per_device_train_batch_size": 4, "expected_batch_size": 12},
         **settings | projection,
     ).train()
@@ -168,29 +148,6 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
         trainer.train()
         weights.append(weights_of(trainer.model))
     assert_same_weights(weights[0], weights[1])
-
-
-class _OwnEvaluation(DPGrapeTrainer):
-    """Evaluates by itself, as the trainers of question answering scripts do."""
-
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        loader = self.get_eval_dataloader(eval_dataset)
-        metrics = self.evaluation_loop(loader, "own", metric_key_prefix="eval").metrics
-        self.log(metrics)
-        return metrics
-
-
-def test_evaluating_on_the_training_data_in_ones_own_way_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, cls=_OwnEvaluation, eval_dataset={"unseen": points(5, seed=1)})
-    assert trainer.evaluate("unseen")["eval_loss"] > 0
-    with pytest.raises(PrivacyError, match="training rows"):
-        trainer.evaluate(trainer.train_dataset)
-    trainer.eval_dataset["unseen"] = trainer.train_dataset
-    with pytest.raises(PrivacyError, match="training rows"):
-        trainer.evaluate("unseen")
-    trainer.eval_dataset = trainer.train_dataset
-    with pytest.raises(PrivacyError, match="training rows"):
-        trainer.evaluate()
 
 
 # ---- Losses ----
