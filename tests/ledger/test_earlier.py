@@ -370,12 +370,6 @@ def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_p
         assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon())
 
 
-def test_a_new_run_needs_a_folder_of_its_own(first: Path) -> None:
-    trainer = _trainer(first, _load(first), earlier_data="same")
-    with pytest.raises(PrivacyError, match=r"resume_from_checkpoint.*output_dir of its own"):
-        trainer.train()
-
-
 def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: Path) -> None:
     """A trainer of that folder may be made, as it may evaluate or resume."""
     first = _trained(make_trainer(tmp_path / "out", **SAVING))

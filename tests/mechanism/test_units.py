@@ -219,11 +219,6 @@ def test_an_empty_share_has_no_physical_batch() -> None:
     assert (list(batches), batches.sizes) == ([], ())
 
 
-def test_a_unit_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"has more examples.*per_device_train_batch_size=6"):
-        UnitCollator(_collate, 6)(MEMBERS)
-
-
 def test_the_column_stays_behind() -> None:
     dataset = UnitDataset([{"user": u, "x": i} for i, u in enumerate("aba")], "user")
     assert dataset[1] == {"x": 1}

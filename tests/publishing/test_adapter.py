@@ -352,18 +352,6 @@ def test_peft_finds_the_base_where_the_model_was_loaded_from(saved: Path) -> Non
     torch.testing.assert_close(logits(loaded, BERT), logits(expected, BERT), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_training_goes_on_from_an_adapter_with_what_it_spent(saved: Path, tmp_path: Path) -> None:
-    base = AutoModelForSequenceClassification.from_pretrained(saved / "base")
-    merged = peft.PeftModel.from_pretrained(base, saved / "out").merge_and_unload()
-    earlier = {"earlier_data": "same", "earlier_ledger": str(saved / "out")}
-    merged.requires_grad_(True)  # PEFT froze it
-    trainer = trained(tmp_path, model=merged, **earlier)
-    before = Ledger.load(saved / "out" / LEDGER_NAME)
-    assert [run.steps for run in trainer.ledger.runs] == [before.steps, 4]
-    assert trainer.privacy_spent().epsilon > before.epsilon()
-
-
 # ---- What is refused ----
 
 

@@ -17,7 +17,7 @@ import peft
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load, save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -444,15 +444,6 @@ def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
     push(copy, tmp_path)
     assert len(hub.messages(REPO)) == 2
     assert hub.files(REPO)["model.safetensors"] == weights.read_bytes()
-
-
-def test_offline_is_an_error_that_says_so(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(OfflineModeIsEnabled):
-        push(saved, tmp_path)
-    assert hub.requests == []
 
 
 @pytest.mark.slow

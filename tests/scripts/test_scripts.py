@@ -11,8 +11,8 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from recipes.report.checks import FAILED, REFUSED, TRAINED, converted_scripts
 from tests.scripts.__main__ import CASES, keep_ids, parse
-from tests.scripts.materials import MODELS, ROWS, save_images, save_model, save_rows, save_sounds
-from tests.scripts.provided import METRICS, run
+from tests.scripts.materials import MODELS, save_model, save_rows
+from tests.scripts.provided import run
 
 SCRIPT = '''
 """Classifies sentences, as many a script does."""
@@ -200,25 +200,6 @@ def test_cases_name_what_there_is_and_are_told_apart() -> None:
     assert {case.model for case in CASES} == MODELS.keys()
     assert len({str(case) for case in CASES}) == len(CASES) >= 12
     assert parse(["--examples", "x", "--only", "run_glue"]).only == ["run_glue"]
-
-
-def test_rows_images_and_sounds_are_made_for_both_splits(tmp_path: Path) -> None:
-    for kind in ROWS:
-        save_rows(kind, tmp_path)
-        sizes = [(tmp_path / f"{split}.json").stat().st_size for split in ("train", "validation")]
-        assert sizes[0] > sizes[1], kind
-    save_images(tmp_path / "images")
-    save_sounds(tmp_path / "sounds", transcribed=True)
-    assert len([*(tmp_path / "images" / "train").rglob("*.png")]) == 240
-    assert len([*(tmp_path / "sounds" / "validation").rglob("*.wav")]) == 12
-    assert (tmp_path / "sounds" / "train" / "metadata.csv").read_text().count("\n") == 241
-
-
-def test_metrics_are_shares_of_exact_matches() -> None:
-    assert METRICS["accuracy"]([1, 0], [1, 1]) == {"accuracy": 0.5}
-    assert METRICS["sacrebleu"](["a"], [["a"]]) == {"score": 100.0}
-    asked = [{"id": "q", "answers": {"text": ["a", "b"]}}]
-    assert METRICS["squad"]([{"id": "q", "prediction_text": "b"}], asked) == {"exact_match": 100.0}
 
 
 def test_a_row_says_what_became_of_a_script() -> None:

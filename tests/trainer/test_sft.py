@@ -113,18 +113,6 @@ def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         dp_grape_hf.__getattr__("DPGrapeNothing")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_run_is_saved_as_an_adapter_with_its_tokenizer(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, save_as="adapter", max_steps=2)
-    trainer.train()
-    trainer.save_model()
-    assert (tmp_path / "tokenizer.json").is_file()
-    assert not (tmp_path / "model.safetensors").exists()
-    merged = peft.PeftModel.from_pretrained(llama(), tmp_path).merge_and_unload()
-    assert_same_weights(weights_of(merged), weights_of(trainer.model), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["DPGrapeSFTConfig", "DPGrapeDPOConfig", "DPGrapeRewardConfig"])
 @pytest.mark.parametrize("has_bfloat16", [False, True])
 def test_configs_are_made_on_any_machine(
