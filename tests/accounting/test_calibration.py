@@ -132,7 +132,7 @@ def test_calibration_inverts_accounting(changes: dict[str, Any]) -> None:
 
 
 def test_a_budget_finer_than_the_accountant_is_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"target_epsilon=0\.003 .*accountant='rdp'.*larger"):
+    with pytest.raises(PrivacyError, match=r"target_epsilon=0\.003 .*accountant='rdp'"):
         find_noise_multiplier(**VALID_TARGET | {"target_epsilon": 0.003})
     assert find_noise_multiplier(**VALID_TARGET | {"target_epsilon": 0.003, "accountant": "pld"})
 

@@ -171,9 +171,7 @@ def test_an_expected_batch_that_is_given_is_not_multiplied(monkeypatch: pytest.M
 
 
 def test_two_ways_to_set_the_logical_batch_are_refused() -> None:
-    with pytest.raises(
-        PrivacyError, match=r"expected_batch_size=100.*gradient_accumulation_steps=2"
-    ):
+    with pytest.raises(PrivacyError, match=r"expected_batch_size=100.*accumulation_steps=2"):
         make(expected_batch_size=100, gradient_accumulation_steps=2)
 
 

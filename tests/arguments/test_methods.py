@@ -215,7 +215,7 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(methods._METHODS, "dp_batch", replace(METHODS["adam"], private=True))
-    with pytest.raises(PrivacyError, match="'dp_batch' is private and computes with BatchEngine"):
+    with pytest.raises(PrivacyError, match=r"'dp_batch' is private.*BatchEngine"):
         make_trainer(tmp_path, method="dp_batch")
 
 
@@ -331,15 +331,12 @@ def test_an_empty_draw_releases_noise(
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
         ({"method": "galore", "noise_multiplier": 1.0}, "noise_multiplier=1.0 contradicts"),
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
-        (
-            {"learning_rate_factors": {"head": 0}},
-            "must be a mapping of name patterns to factors that",
-        ),
+        ({"learning_rate_factors": {"head": 0}}, "learning_rate_factors=.* must be a mapping"),
         ({"learning_rate_factors": "head"}, "learning_rate_factors=.head. must be a mapping"),
-        ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none of the param"),
-        ({"gradient_factors": {"head": -1}}, "gradient_factors=.* must be a mapping of name pat"),
-        ({"gradient_factors": {"head": 10**400}}, "factors that are positive and finite"),
-        ({"gradient_factors": {"head": 1e9}}, "name patterns to factors from 1e-06 to 1e"),
+        ({"learning_rate_factors": {"tail": 2}}, "'tail': this pattern matches none"),
+        ({"gradient_factors": {"head": -1}}, "gradient_factors=.* must be a mapping"),
+        ({"gradient_factors": {"head": 10**400}}, "positive and finite"),
+        ({"gradient_factors": {"head": 1e9}}, "factors from 1e-06 to 1e"),
         ({"gradient_factors": {"tail": 2}}, "gradient_factors='tail': this pattern matches none"),
         *(
             (
@@ -373,7 +370,7 @@ def test_wrong_combinations_are_refused(
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])
 def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match=r"has none\. Make it with peft\.get_peft_model"):
+    with pytest.raises(PrivacyError, match=r"peft\.get_peft_model"):
         make_trainer(tmp_path, method=method)
 
 
@@ -430,7 +427,7 @@ def test_moments_of_other_parameters_of_the_same_shape_are_refused() -> None:
     first, second = ({layers[n]: 3.0} for n in (0, 1))
     state = optimizer(first).state_dict()
     optimizer(first).load_state_dict(state)
-    with pytest.raises(PrivacyError, match=r"\[\(1\.0, 2\), \(3\.0, 1\)\], or others of"):
+    with pytest.raises(PrivacyError, match=r"\[\(1\.0, 2\), \(3\.0, 1\)\]"):
         optimizer(second).load_state_dict(state)
 
 
@@ -511,6 +508,6 @@ def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: P
 
     with pytest.raises(PrivacyError, match=r"layerdrop=0\.0, apply_spec_augment=False"):
         make()
-    with pytest.raises(PrivacyError, match=r"from_pretrained\(\.\.\., layerdrop=0\.0\)"):
+    with pytest.raises(PrivacyError, match=r"layerdrop=0\.0\)"):
         make(mask_time_prob=0.0)
     make(layerdrop=0.0, mask_time_prob=0.0)

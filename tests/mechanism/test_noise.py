@@ -310,7 +310,7 @@ def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
 def test_secure_noise_is_refused_where_it_protects_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(PrivacyError, match=r"secure_noise=True contradicts noise_multiplier=0"):
+    with pytest.raises(PrivacyError, match="secure_noise=True contradicts noise"):
         make_args(tmp_path, secure_noise=True, noise_multiplier=0)
     with pytest.raises(PrivacyError, match=r"secure_noise=True contradicts"):
         make_args(tmp_path, secure_noise=True, method="adam", target_delta=None)

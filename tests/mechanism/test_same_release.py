@@ -10,7 +10,6 @@ a stream is new, as with a family of projections, add its lines and leave the ot
 
 import json
 import logging
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -27,12 +26,9 @@ from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
 from tests.support.models import only
-from tests.support.ports import free_port
 from tests.support.trainers import (
     Examples,
-    assert_same_weights,
     examples_of,
-    make_args,
     spy_releases,
 )
 from tests.trainer.distributed.run import trained
@@ -69,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 MODELS = {"bert": "bert-classifier", "opt": "opt", "vit": "vit"}
 RUNS = [(model, case) for model in MODELS for case in CASES]
 QUICK = [each for each in RUNS if "bert" in each or "dp_grape" in each]
-SHARED = "bert", "dp_grape"  # by two processes
+CHANGED = "bert", "dp_grape"  # to see that a change is noticed
 
 
 def model_of(name: str) -> nn.Module:
@@ -186,34 +182,6 @@ def test_a_run_releases_what_it_did(model: str, case: str, record: Numbers) -> N
     assert found["ledger"] == expected["ledger"]
 
 
-@pytest.mark.slow
-def test_two_processes_release_what_one_did(tmp_path: Path, record: Numbers) -> None:
-    context = torch.multiprocessing.start_processes(
-        share, (free_port(), str(tmp_path)), nprocs=2, join=False, start_method="forkserver"
-    )
-    assert any(context.join(timeout=200) for _ in range(2))  # each call waits for a process
-    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    expected = record["runs"][", ".join(SHARED)]
-    assert_same(described(one["release"]), expected["release"])
-    assert_same(described(one["update"]), expected["update"], UPDATE)
-    for key in ("release", "update"):
-        assert_same_weights(one[key], other[key])
-    assert one["ledger"] == expected["ledger"]
-
-
-def share(rank: int, port: int, folder: str) -> None:
-    """Is one of two processes of a run."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: f"{value}" for name, value in place.items()})
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    make_args(folder)  # joins the group, as the Trainer does
-    torch.save(run(Path(folder), *SHARED), f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 def test_seeds_of_projections_are_what_they_were(record: Numbers) -> None:
     assert seeds() == record["seeds"]
 
@@ -237,7 +205,7 @@ def test_known_streams_draw_what_they_did(record: Numbers) -> None:
 def test_another_release_is_noticed(
     change: dict[str, Any], tmp_path: Path, record: Numbers
 ) -> None:
-    found, expected = run(tmp_path, *SHARED, **change), record["runs"][", ".join(SHARED)]
+    found, expected = run(tmp_path, *CHANGED, **change), record["runs"][", ".join(CHANGED)]
     key, tolerance = ("update", UPDATE) if "learning_rate" in change else ("release", RELEASE)
     with pytest.raises(AssertionError):
         assert_same(described(found[key]), expected[key], tolerance)

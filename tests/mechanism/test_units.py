@@ -87,10 +87,7 @@ def test_the_checksum_tells_who_owns_what() -> None:
 @pytest.mark.parametrize(
     ("dataset", "reason"),
     [
-        (
-            [{"text": "x"}],
-            r"privacy_unit_column='user' is not in train_dataset\[0\], which has text",
-        ),
+        ([{"text": "x"}], r"column='user' is not in train_dataset\[0\], which has text"),
         ([{"user": "a"}, {}], r"is not in train_dataset\[1\]"),
         (_frozen([{"text": "x"}]), "is not in train_dataset, which has text"),
         ([("a", 1)], r"train_dataset\[0\] is a tuple, which has no columns"),
@@ -179,9 +176,9 @@ def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
 
 
 def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PrivacyError, match=r"num_samples must be the number of units"):
+    with pytest.raises(PrivacyError, match="num_samples"):
         UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, coins()), UNITS)
-    with pytest.raises(PrivacyError, match="max_examples_per_unit=0 must be at least 1"):
+    with pytest.raises(PrivacyError, match="max_examples_per_unit=0"):
         UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, coins()), UNITS, 0)
 
 

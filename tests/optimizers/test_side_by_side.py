@@ -150,7 +150,7 @@ def test_one_pass_of_the_rule_moves_all_weights_of_16_bits() -> None:
 def test_a_place_of_a_weight_that_the_optimizer_has_not_is_refused() -> None:
     weights = parameters()
     optimizer = ProjectedOptimizer([weights["left"]], 0.1)
-    with pytest.raises(PrivacyError, match="4 of 5 private gradients are of parameters"):
+    with pytest.raises(PrivacyError, match="4 of 5 private gradients"):
         flat_step(optimizer, weights, 0, draw(0))
 
 

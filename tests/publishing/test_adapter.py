@@ -193,7 +193,7 @@ def test_every_family_is_adapted_as_it_was_trained(name: str, tmp_path: Path) ->
     if getattr(row(name).model(), "peft_config", None):
         pytest.skip("it has an adapter already")
     if name == "ConvNeXt, image classification":  # each block has a scale of its own
-        with pytest.raises(PrivacyError, match=r"layer_scale_parameter is in.*save_as='model'"):
+        with pytest.raises(PrivacyError, match="layer_scale_parameter is in"):
             check_a_row(name, tmp_path)
     else:
         check_a_row(name, tmp_path)
@@ -219,12 +219,12 @@ def of(model: nn.Module, projected: list[str]) -> Adapter:
 
 
 def test_what_peft_cannot_save_apart_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="scale is a parameter of the model itself"):
+    with pytest.raises(PrivacyError, match="scale is a parameter of the model"):
         of(Scaled(), ["layer.weight"])
     inside = nn.ModuleDict({"block": Scaled()})
     with pytest.raises(PrivacyError, match=r"module that block\.scale is in.*freeze"):
         of(inside, ["block.layer.weight"])
-    with pytest.raises(PrivacyError, match="No weight of a linear layer is projected"):
+    with pytest.raises(PrivacyError, match="No weight of a linear layer"):
         of(inside, [])
     inside["block"].scale.requires_grad_(False)
     assert of(inside, ["block.layer.weight"]).whole == ()
@@ -238,7 +238,7 @@ def test_names_that_peft_takes_for_others_are_refused() -> None:
     """``layer`` is projected; PEFT would adapt ``other.layer``, too."""
     model = nn.ModuleDict({"layer": nn.Linear(40, 40), "other": nn.ModuleDict()})
     model["other"]["layer"] = nn.Linear(40, 40).requires_grad_(False)
-    with pytest.raises(PrivacyError, match=r"other\.layer\.lora_A\.weight.*end like others"):
+    with pytest.raises(PrivacyError, match=r"other\.layer\.lora_A\.weight"):
         of(model, ["layer.weight"])
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_was_changed_is_not_saved_as_it_was(tmp_path: Path) -> None
     with pytest.raises(PrivacyError, match=r"lora_A\.weight has shape \(1, 30\)"):
         adapter.save(model.state_dict(), factors, tmp_path)
     model["b"].bias = None
-    with pytest.raises(PrivacyError, match=r"b\.bias has shape None, and PEFT expects \(3,\)"):
+    with pytest.raises(PrivacyError, match=r"b\.bias has shape None"):
         adapter.save(model.state_dict(), {}, tmp_path)
 
 
@@ -358,7 +358,7 @@ def test_peft_finds_the_base_where_the_model_was_loaded_from(saved: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_decay": 0.1}, r"weight_decay=0\.1: decay changes weights in all directions"),
+        ({"weight_decay": 0.1}, r"weight_decay=0\.1"),
         ({"method": "dp_adam"}, "method='dp_adam' and projection='identity'"),
         (
             {
@@ -371,12 +371,8 @@ def test_peft_finds_the_base_where_the_model_was_loaded_from(saved: Path) -> Non
             "load_best_model_at_end=True",
         ),
         ({"save_as": "lora"}, "save_as='lora' must be one of"),
-        (
-            {"projection_update_steps": 1, "max_steps": 9},
-            r"rank 2 x 9 projections = 18.* 1152 numbers, .* has 1024\. Redraw less often, so that "
-            r"there are at most 7 projections",
-        ),
-        ({"projection_rank": 16}, r"rank 16 x 2 projections.*Lower projection_rank"),
+        ({"projection_update_steps": 1, "max_steps": 9}, "2 x 9 projections.* at most 7 proj"),
+        ({"projection_rank": 16}, "rank 16 x 2 projections"),
     ],
     ids=str,
 )

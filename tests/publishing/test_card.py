@@ -238,6 +238,7 @@ def test_the_epsilon_of_a_card_is_not_below_that_of_the_ledger(steps: int) -> No
 
 NO_PROJECTION = dict.fromkeys(("projection_rank", "projection_update_steps", "projection_seed"))
 NO_PROJECTION |= {"projection": "identity"}
+CAPPED = {"privacy_unit": "author", "max_examples_per_unit": 4}
 
 
 @pytest.mark.parametrize(
@@ -247,11 +248,7 @@ NO_PROJECTION |= {"projection": "identity"}
         (NO_PROJECTION, "Projection", "identity"),
         (NO_PROJECTION, "Projection seed (public)", "-"),
         ({"privacy_unit": "author"}, "Privacy unit", "`author` with all its examples"),
-        (
-            {"privacy_unit": "author", "max_examples_per_unit": 4},
-            "Privacy unit",
-            "`author` with all its examples, at most 4 in a step",
-        ),
+        (CAPPED, "Privacy unit", "`author` with all its examples, at most 4 in a step"),
     ],
 )
 def test_what_is_unusual_has_its_words(changes: dict[str, Any], row: str, cell: str) -> None:

@@ -151,7 +151,7 @@ def test_rows_of_the_training_data_are_not_public(tmp_path: Path) -> None:
     data, other = examples_of(BERT, 24), examples_of(BERT, 511, seed=9)
     without = [{k: v for k, v in row.items() if k != "labels"} for row in data.examples]
     for copied in (copy.deepcopy(data), Examples([*other.examples, without[23]])):
-        with pytest.raises(PrivacyError, match=r"public_dataset\[(0|511)\] has the contents of an"):
+        with pytest.raises(PrivacyError, match=r"public_dataset\[(0|511)\] has the contents"):
             trainer_of(tmp_path, train_dataset=data, public_dataset=copied)
     trainer_of(tmp_path, train_dataset=data, public_dataset=other)
 
@@ -164,7 +164,7 @@ def test_what_is_shared_is_not_quoted() -> None:
 
 
 def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="projection='gaussian' measures nothing on it"):
+    with pytest.raises(PrivacyError, match="projection='gaussian' measures nothing"):
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
 
 

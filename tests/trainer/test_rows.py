@@ -119,10 +119,7 @@ MAPPING, ID = "overflow_to_sample_mapping", "example_id"
 @pytest.mark.parametrize(
     ("makes", "words"),
     [
-        (
-            without(cut, ID),
-            "'overflow_to_sample_mapping' that is the same in rows next to each other",
-        ),
+        (without(cut, ID), "'overflow_to_sample_mapping' that is the same in rows"),
         (without(cut, MAPPING), "'example_id' with values that several rows share"),
         (without(cut, ID, MAPPING), "has more rows than the split that it was made from"),
     ],

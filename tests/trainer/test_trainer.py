@@ -434,10 +434,7 @@ def _with_batch_norm() -> nn.Module:
     ("changes", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),  # without a config
-        (
-            {"label_smoothing_factor": 0.1, "compute_loss_func": _smoothed},
-            "label_smoothing_factor=0.1 and a compute_loss",
-        ),
+        ({"label_smoothing_factor": 0.1, "compute_loss_func": _smoothed}, "and a compute_loss"),
         ({"optim_target_modules": ["nowhere"]}, "nowhere"),
         ({"model": _with_batch_norm()}, "norm.*BatchNorm1d"),
         ({"optimizers": (ADAM, None)}, "ProjectedOptimizer"),

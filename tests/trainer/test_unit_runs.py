@@ -203,14 +203,8 @@ def test_neither_collator_nor_model_sees_the_column(
     ("settings", "reason"),
     [
         ({"privacy_unit_column": "owner"}, "privacy_unit_column='owner' is not in train_dataset"),
-        (
-            {"per_device_train_batch_size": 6},
-            r"has more examples.*per_device_train_batch_size=6.*max_examples_per_unit",
-        ),
-        (
-            {"per_device_train_batch_size": 2, "max_examples_per_unit": 3},
-            "has more examples",
-        ),
+        ({"per_device_train_batch_size": 6}, "has more examples.*per_device_train_batch_size=6"),
+        ({"per_device_train_batch_size": 2, "max_examples_per_unit": 3}, "has more examples"),
         ({"expected_batch_size": 9}, "expected batch size 9 is larger than the 8"),
         ({"target_delta": 0.2}, "not below 1/8"),
         ({"train_dataset": iter(())}, "without random access"),
@@ -241,7 +235,7 @@ def test_data_that_changed_in_place_are_refused(change: Any, tmp_path: Path) -> 
     rows = list(owned().examples)
     trainer = make_trainer(tmp_path, **OWNED, train_dataset=Examples(rows))
     change(rows)
-    with pytest.raises(PrivacyError, match="of train_dataset has changed since the trainer was"):
+    with pytest.raises(PrivacyError, match="of train_dataset has changed"):
         trainer.train()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
-from dp_grape_hf.distributed import group_size, sum_over_processes_
+from dp_grape_hf.distributed import group_size
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Streams
@@ -39,9 +39,7 @@ from tests.support.trainers import (
     examples_of,
     make_args,
     make_trainer,
-    no_loss,
     points,
-    spy_releases,
     tiny,
 )
 from tests.trainer.distributed.traffic import per_call
@@ -73,15 +71,6 @@ METHOD = {
     "per_device_train_batch_size": 2,
     "learning_rate": 0.05,
     "max_steps": 5,
-}
-NOISE_ALONE = {
-    "train_dataset": points(24),
-    "expected_batch_size": 4,
-    "compute_loss_func": no_loss,
-    "projection": "identity",
-    "noise_multiplier": 1.3,
-    "max_grad_norm": 0.7,
-    "max_steps": 40,
 }
 USERS = RUN | {
     "train_dataset": Examples(
@@ -140,7 +129,7 @@ def trained(
     }
 
 
-# ---- The same release as one process ----
+# ---- The same release as one process: draws, turns and units, and noise once ----
 
 
 EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
@@ -173,13 +162,6 @@ def every_method(folder: Path) -> Any:
         )
         for method in METHODS
     }
-
-
-def noise(folder: Path) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        releases = spy_releases(patch)
-        make_trainer(folder / "noise", **NOISE_ALONE).train()
-    return releases
 
 
 def initial(folder: Path) -> Any:
@@ -318,25 +300,13 @@ def other_arguments(folder: Path) -> Any:
     make_trainer(folder / "other-arguments", max_grad_norm=1.0 + dist.get_rank()).train()
 
 
-# ---- The functions themselves ----
-
-
-def sums(folder: Path) -> Any:
-    """Tensors that travel together and one that travels alone."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shapes = ((3, 5), (2**10, 2**10), (), (7,))
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
-    sum_over_processes_(values)
-    return values
-
-
 Scenarios = list[Callable[[Path], Any]]
 SCENARIOS: Scenarios = [
     *(named(equal, name) for name in EQUAL),
-    *(every_method, noise, initial, private_bytes),
+    *(every_method, initial, private_bytes),
     *(save, resume, resume_with_default_batch_size),
     *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
-    *(other_data, other_users, other_arguments, sums),
+    *(other_data, other_users, other_arguments),
 ]
 """What two processes do, in this order."""
 

@@ -4,7 +4,6 @@ What they do is in ``run``, beside this file; one launch does all of it, because
 seconds to import what it needs.
 """
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
-    assert_turns,
     make_trainer,
     weights_of,
 )
@@ -46,12 +44,10 @@ from tests.trainer.distributed.processes import (
 )
 from tests.trainer.distributed.run import (
     EQUAL,
-    NOISE_ALONE,
     ROBERTA,
     SAVED,
     SCENARIOS,
     STOPPED_AT,
-    USERS,
     equal,
     every_method,
     roberta,
@@ -121,34 +117,6 @@ def test_two_processes_train_by_any_method_as_one(
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_same_turns(two: Any) -> None:
-    first, second = results(two, "equal_banded")
-    bands = len(first["spent"].mechanism.bands)
-    assert bands > 1
-    shares = zip(first["draws"], second["draws"], strict=True)
-    assert_turns([[*one, *other] for one, other in shares], bands)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["equal", "users"])
-def test_the_shares_of_a_draw_are_the_draw(run: str, one: dict[str, Any], two: Any) -> None:
-    shares = [run["draws"] for run in results(two, run)]
-    whole = [sorted(draw) for draw in one[run]["draws"]]
-    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == whole
-
-
-@pytest.mark.slow
-def test_no_user_is_shared_between_processes(two: Any) -> None:
-    owner = {row["id"]: row["user"] for row in USERS["train_dataset"].examples}
-    together = 0
-    for shares in zip(*(run["draws"] for run in results(two, "users")), strict=True):
-        first, second = ([owner[i] for i in share] for share in shares)
-        assert not set(first) & set(second)
-        together += len(first) - len(set(first)) + len(second) - len(set(second))
-    assert together  # some user had two examples in a draw
-
-
-@pytest.mark.slow
 def test_uneven_and_empty_shares_change_nothing(one: dict[str, Any], two: Any) -> None:
     """One example is a physical batch here, so the sizes below are their numbers."""
     ranks = results(two, "uneven")
@@ -158,24 +126,6 @@ def test_uneven_and_empty_shares_change_nothing(one: dict[str, Any], two: Any) -
     assert any(0 < min(step) < max(step) for step in sizes)
     assert sizes[0] == (1, 0)  # the second process has never run the model when the first one has
     assert_same_runs(ranks, one["uneven"])
-
-
-@pytest.mark.slow
-def test_noise_is_added_once(two: Any) -> None:
-    """With zero gradients the release is noise of sigma C / B; twice the noise had sqrt(2) of it.
-
-    A false alarm has a probability below 1e-7: the deviation is six standard deviations, and of as
-    many float32 numbers two are the same by chance in one run of eight, and six in none.
-    """
-    first, second = results(two, "noise")
-    assert len(first) == len(second) == NOISE_ALONE["max_steps"]
-    for one, other in zip(first, second, strict=True):
-        assert_same_weights(one, other)
-    noise = torch.cat([value.flatten() for release in first for value in release.values()])
-    expected = NOISE_ALONE["noise_multiplier"] * NOISE_ALONE["max_grad_norm"] / 4
-    assert len(noise) > 3000
-    assert noise.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(noise)))
-    assert len(noise) - len(noise.unique()) < 6
 
 
 @pytest.mark.slow
@@ -208,15 +158,6 @@ def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
     for epochs in results(two, "private_bytes"):
         assert [message for epoch in epochs for message in epoch] == 4 * step
     assert coordinates < 0.3 * projected
-
-
-@pytest.mark.slow
-def test_sums_are_those_of_all_processes(two: Any) -> None:
-    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
-    for one, other in zip(*results(two, "sums"), strict=True):
-        assert torch.equal(one, other)
-        expected = sum(torch.randn(one.shape, generator=g) for g in generators)
-        torch.testing.assert_close(one, expected)
 
 
 # ---- Resuming with another number of processes ----
@@ -286,10 +227,7 @@ def test_no_process_waits_for_one_that_failed(
     ("scenario", "reason"),
     [
         ("damaged_ledger", "no valid privacy ledger"),
-        (
-            "other_data",
-            "the length of train_dataset is not the same in process 1 and in process 0",
-        ),
+        ("other_data", "the length of train_dataset is not the same in process 1"),
         ("other_users", "whose the examples are is not the same in process 1"),
         ("other_arguments", "max_grad_norm is 2.0 in process 1 and 1.0 in process 0"),
     ],
@@ -332,7 +270,7 @@ def test_processes_that_do_not_know_each_other_are_refused(
 ) -> None:
     """Launchers start two on a machine without GPU, and each would train by itself."""
     monkeypatch.setenv(name, "2")
-    with pytest.raises(PrivacyError, match=rf"{name}=2, but this process trains alone.*--use_cpu"):
+    with pytest.raises(PrivacyError, match=f"{name}=2, but this process trains alone"):
         make_trainer(tmp_path, use_cpu=False)
     monkeypatch.setenv(name, "1")
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
@@ -343,7 +281,7 @@ def test_a_process_group_that_is_made_after_the_trainer_is_refused(tmp_path: Pat
     trainer = make_trainer(tmp_path)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with pytest.raises(PrivacyError, match=r"group's size=2, but this process trains alone"):
+        with pytest.raises(PrivacyError, match="group's size=2"):
             trainer.train()
     finally:
         dist.destroy_process_group()
@@ -354,13 +292,11 @@ def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:
     try:
         model = TinyForSequenceClassification()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(PrivacyError, match=r"body\.weight is spread over processes.*tp_plan"):
+        with pytest.raises(PrivacyError, match=r"body\.weight is spread over processes"):
             make_trainer(tmp_path, model=model)
     finally:
         dist.destroy_process_group()
     model = TinyForSequenceClassification()
     model.head.to("meta")
-    with pytest.raises(
-        PrivacyError, match=r"body\.weight on cpu, head\.weight on meta.*device_map"
-    ):
+    with pytest.raises(PrivacyError, match=r"body\.weight on cpu, head\.weight on meta"):
         refuse_model("dp_grape", model)
