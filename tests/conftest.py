@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
@@ -10,6 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 
 import pytest
 import torch
+
+# Temporary folders in memory: each of the many releases waits for what its ledger is written to.
+MEMORY = "/dev/shm"
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2**32:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 

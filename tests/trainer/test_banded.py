@@ -117,7 +117,7 @@ def test_noise_in_the_weights_is_as_predicted(tmp_path: Path) -> None:
 
 def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path) -> None:
     watch = Watch()
-    trainer = _trainer(tmp_path, cls=RecordingTrainer, accountant="pld", callbacks=[watch])
+    trainer = _trainer(tmp_path, cls=RecordingTrainer, callbacks=[watch])
     trainer.train()
     trainer.save_model()
     own, ledger = trainer.plan.mechanism, Ledger.load(tmp_path / LEDGER_NAME)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.support.models import only
+from tests.support.models import only, without_dropout
 from tests.support.trainers import EXACT, examples_of, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tracer's
@@ -23,7 +23,7 @@ def test_a_compiled_run_ends_with_the_weights_of_one_that_is_not(tmp_path: Path)
         counters.clear()
         trainer = make_trainer(
             tmp_path / f"{len(compiled)}",
-            model=case.model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            model=without_dropout(case.model(num_hidden_layers=1)),
             train_dataset=examples_of("roberta-classifier"),
             eval_dataset=examples_of("roberta-classifier"),
             eval_data_is_public=True,

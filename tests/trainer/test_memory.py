@@ -28,6 +28,10 @@ from tests.support.trainers import (
 Batch = dict[str, Tensor]
 
 
+def bert(**changes: Any) -> Any:
+    return only("bert-classifier").model(num_hidden_layers=1, **changes)
+
+
 def stacked(examples: list[Any]) -> Batch:
     return {name: torch.stack([e[name] for e in examples]) for name in ("x", "labels")}
 
@@ -203,7 +207,7 @@ def test_a_loss_that_remembers_is_refused(where: dict[str, Any], tmp_path: Path)
 def test_what_a_pass_writes_into_the_config_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = only("bert-classifier").model()
+    model = bert()
     plain = type(model).forward
 
     @wraps(plain)
@@ -240,7 +244,7 @@ def test_masks_are_secret_whatever_a_callback_seeds(
     monkeypatch.setattr("dp_grape_hf.mechanism.sampling.torch.rand", _zeros)
     for number in range(2):
         torch.manual_seed(0)
-        model = only("bert-classifier").model(hidden_dropout_prob=0.4)
+        model = bert(hidden_dropout_prob=0.4)
         released = spy_releases(monkeypatch)
         trainer = make_trainer(
             tmp_path / f"{number}",
@@ -248,6 +252,7 @@ def test_masks_are_secret_whatever_a_callback_seeds(
             train_dataset=data,
             method="dp_sgd",
             noise_multiplier=1e-9,
+            max_steps=2,
             callbacks=[Seeding()],
         )
         trainer.train()
@@ -283,17 +288,13 @@ def test_lengths_follow_from_the_declared_number_alone(
 # ---- What a model was trained with ----
 
 
-def _bert(folder: Path) -> Any:
-    return type(only("bert-classifier").model()).from_pretrained(folder)
+def _loaded(folder: Path) -> Any:
+    return type(bert()).from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    trainer = make_trainer(
-        tmp_path_factory.mktemp("run"),
-        model=only("bert-classifier").model(),
-        train_dataset=examples_of("bert-classifier", 24),
-    )
+    trainer = _again(tmp_path_factory.mktemp("run"), bert())
     trainer.train()
     return trainer
 
@@ -311,7 +312,7 @@ def test_a_model_saved_without_its_ledger_says_what_was_spent(trained: Any, tmp_
     assert note["delta"] == 1e-3
     assert note["ledger"] == trained.ledger.head
     with pytest.raises(PrivacyError, match=rf"epsilon {note['epsilon']}.*earlier_data='other'"):
-        _again(tmp_path / "again", _bert(tmp_path / "saved"))
+        _again(tmp_path / "again", _loaded(tmp_path / "saved"))
 
 
 def test_runs_add_up_where_the_ledger_of_the_first_is_named(trained: Any, tmp_path: Path) -> None:
@@ -319,20 +320,20 @@ def test_runs_add_up_where_the_ledger_of_the_first_is_named(trained: Any, tmp_pa
     live = Path(trained.args.output_dir) / LEDGER_NAME
     for changes in ({"earlier_data": "same"}, {"earlier_ledger": str(live)}):
         with pytest.raises(PrivacyError, match="earlier_"):
-            _again(tmp_path / "again", _bert(tmp_path / "saved"), **changes)
+            _again(tmp_path / "again", _loaded(tmp_path / "saved"), **changes)
     given: Any = {"earlier_data": "same", "earlier_ledger": str(live)}
-    again = _again(tmp_path / "again", _bert(tmp_path / "saved"), **given)
+    again = _again(tmp_path / "again", _loaded(tmp_path / "saved"), **given)
     assert again.privacy_spent().epsilon == pytest.approx(Ledger.load(live).epsilon())
-    assert _again(tmp_path / "other", _bert(tmp_path / "saved"), earlier_data="other")
+    assert _again(tmp_path / "other", _loaded(tmp_path / "saved"), earlier_data="other")
 
 
 def test_the_ledger_of_another_run_does_not_stand_in(trained: Any, tmp_path: Path) -> None:
-    other = _again(tmp_path / "other", only("bert-classifier").model())
+    other = _again(tmp_path / "other", bert())
     other.train()
     other.save_model()
     trained.model.save_pretrained(tmp_path / "other")
     with pytest.raises(PrivacyError, match="says that it was trained privately"):
-        _again(tmp_path / "again", _bert(tmp_path / "other"))
+        _again(tmp_path / "again", _loaded(tmp_path / "other"))
 
 
 def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
             if state.global_step == 1:
                 kwargs["model"].save_pretrained(tmp_path / "saved")
 
-    trainer = _again(tmp_path / "run", only("bert-classifier").model(), callbacks=[Saves()])
+    trainer = _again(tmp_path / "run", bert(), callbacks=[Saves()])
     trainer.train()
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "dp_grape" in saved
@@ -351,7 +352,7 @@ def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
 
 
 def test_a_new_model_with_the_config_of_a_trained_one_is_new(tmp_path: Path) -> None:
-    model = only("bert-classifier").model()
+    model = bert()
     _again(tmp_path / "first", model).train()
     assert _again(tmp_path / "second", type(model)(model.config))
 
