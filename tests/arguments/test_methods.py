@@ -15,10 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-)
 
 from dp_grape_hf.arguments import METHODS, methods, register_method
 from dp_grape_hf.errors import PrivacyError
@@ -43,6 +39,7 @@ from tests.support.methods import (
     plain_trainer,
     run,
 )
+from tests.support.models import row
 from tests.support.trainers import (
     EXACT,
     Examples,
@@ -498,16 +495,13 @@ def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> 
 
 def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:
     """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
-    sizes = {"num_hidden_layers": 1, "conv_dim": (16, 16), "num_feat_extract_layers": 2}
-    sizes |= {"conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embedding_groups": 2}
-    sizes |= {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 
     def make(**drawn: Any) -> Any:
-        config = Wav2Vec2Config(**sizes, num_conv_pos_embeddings=4, **drawn)
-        return make_trainer(tmp_path, model=Wav2Vec2ForSequenceClassification(config))
+        model = row("Wav2Vec2, classification of waves").model(apply_spec_augment=True, **drawn)
+        return make_trainer(tmp_path, model=model)
 
     with pytest.raises(PrivacyError, match=r"layerdrop=0\.0, apply_spec_augment=False"):
-        make()
+        make(layerdrop=0.1)
     with pytest.raises(PrivacyError, match=r"layerdrop=0\.0\)"):
-        make(mask_time_prob=0.0)
+        make(layerdrop=0.1, mask_time_prob=0.0)
     make(layerdrop=0.0, mask_time_prob=0.0)

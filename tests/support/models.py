@@ -41,6 +41,7 @@ from tests.models.zoo import (
     PAD,
     VIT,
     VOCABULARY,
+    WIDE,
     Batch,
     Row,
     build,
@@ -114,7 +115,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 ROWS = rows()
-BY_ROW = {str(entry): entry for entry in ROWS}
+BY_ROW = {str(entry): entry for entry in (*rows(WIDE), *ROWS)}
 
 
 def row(name: str) -> Row:

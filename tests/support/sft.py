@@ -8,13 +8,12 @@ import datasets
 import pytest
 import torch
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
-from tests.support.models import build
+from tests.support.models import build, only
 from tests.support.trainers import make_trainer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
@@ -44,21 +43,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama() -> LlamaForCausalLM:
-    settings = {
-        "vocab_size": len(SPECIAL) + len(WORDS),
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 32,
-        "max_position_embeddings": 40,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**settings))
+    """Returns a model of one layer with these words."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"vocab_size": len(SPECIAL) + len(WORDS), "num_hidden_layers": 1}
+    return only("llama").model(**sizes, **special)
 
 
 def prompts(num_samples: int = 24, seed: int = 0, words: int | None = None) -> datasets.Dataset:

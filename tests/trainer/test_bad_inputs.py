@@ -22,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import T5Config, T5ForConditionalGeneration
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -30,6 +29,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
 from tests.support.marks import slow_but
+from tests.support.models import row
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
@@ -327,20 +327,11 @@ def test_an_error_over_the_data_goes_on_with_a_note() -> None:
 
 
 def test_an_empty_text_is_named_as_the_trouble(tmp_path: Path) -> None:
-    config = T5Config(
-        vocab_size=9,
-        d_model=8,
-        d_kv=4,
-        d_ff=8,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
     rows = [
-        {"input_ids": torch.tensor([3, 4, 1])[:n], "labels": torch.ones(1).long()} for n in (0, 3)
+        {"input_ids": torch.tensor([7, 8, 3])[:n], "labels": torch.ones(1).long()} for n in (0, 3)
     ]
     settings = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "method": "dp_sgd"}
-    model = T5ForConditionalGeneration(config)
+    model = row("T5, seq2seq LM").model()
     trainer = make_trainer(tmp_path, model=model, train_dataset=Examples(rows), **settings)
     with pytest.raises(RuntimeError, match="0 elements") as caught:
         trainer.train()

@@ -13,16 +13,13 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_grape_hf.errors import UnsupportedModelError
-from tests.models.zoo import BERT, WIDE, Row, build, rows, texts
+from tests.models.zoo import BERT, Row, build, texts
+from tests.support.models import row
 from tests.support.trainers import Examples, assert_refused, make_trainer, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap
 
 LOGGER = "dp_grape_hf.gradients.checks.unused"
-
-
-def row(name: str) -> Row:
-    return next(entry for entry in rows(WIDE) if str(entry) == name)
 
 
 def as_it_comes(entry: Row) -> Any:

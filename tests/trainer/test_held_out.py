@@ -22,8 +22,7 @@ ARGS = make_args("unused")
 
 def shared(training_data: Any, dataset: Any) -> list[int]:
     """Returns which rows of a data set are training rows."""
-    found: list[int] = TrainingRows(training_data, ARGS).shared_with(dataset, "eval").tolist()
-    return found
+    return [int(row) for row in TrainingRows(training_data, ARGS).shared_with(dataset, "eval")]
 
 
 def texts(count: int = 12, seed: int = 0, **columns: Any) -> datasets.Dataset:

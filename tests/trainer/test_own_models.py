@@ -12,6 +12,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.own_inputs import Form, InputsByForm
+from tests.support.models import row
 from tests.support.trainers import Examples, make_trainer, weights_of
 
 ROWS, FEATURES, WORDS = 40, 6, 11
@@ -230,21 +231,11 @@ def test_a_module_that_cannot_be_measured_trains_by_norms(
 def test_integer_labels_of_several_classes_are_refused_before_anything_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=WORDS,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        num_labels=3,
-        problem_type="multi_label_classification",
-    )
+    model = row("BERT, multi-label classification").model()
     monkeypatch.setattr(DPGrapeTrainer, "_make_parts", lambda self: pytest.fail("it chose"))
     rows = [{"input_ids": [1, 2, 3], "labels": [0, 1, 1]}] * ROWS
     with pytest.raises(PrivacyError, match=r"labels are int64.*labels float"):
-        trainer_of(tmp_path, BertForSequenceClassification(config), rows.__getitem__)
+        trainer_of(tmp_path, model, rows.__getitem__)
 
 
 class Weighted(DPGrapeTrainer):

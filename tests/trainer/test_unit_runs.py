@@ -252,25 +252,10 @@ def _sorted(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return _collate(sorted(examples, key=lambda example: float((example["x"] - first).norm())))
 
 
-def _shuffled(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return _collate([examples[i] for i in torch.randperm(len(examples))])
-
-
 def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
     """It would give the row of a longer companion for that of an example."""
     with pytest.raises(PrivacyError, match="in their order"):
         _run(tmp_path, data_collator=_sorted)
-
-
-@pytest.mark.slow
-def test_the_order_of_a_users_rows_does_not_matter(tmp_path: Path) -> None:
-    """Each user is collated apart, so that no row can go to another."""
-    trainers = [
-        _run(tmp_path, data_collator=collator, noise_multiplier=0, max_grad_norm=1.0)[0]
-        for collator in (_collate, _shuffled)
-    ]
-    one, other = (weights_of(trainer.model) for trainer in trainers)
-    assert_same_weights(one, other, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
