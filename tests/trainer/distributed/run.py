@@ -213,12 +213,6 @@ def resume(folder: Path) -> Any:
         return trained(folder / "saved-1-for-2", resume=True, stream=state, **SAVED)
 
 
-def resume_with_default_batch_size(folder: Path) -> Any:
-    """The default has grown with the number of processes."""
-    settings = SAVED | {"expected_batch_size": None, "per_device_train_batch_size": 6}
-    return trained(folder / "saved-1-for-default", resume=True, **settings)
-
-
 # ---- Failing together ----
 
 
@@ -304,7 +298,7 @@ Scenarios = list[Callable[[Path], Any]]
 SCENARIOS: Scenarios = [
     *(named(equal, name) for name in EQUAL),
     *(every_method, initial, private_bytes),
-    *(save, resume, resume_with_default_batch_size),
+    *(save, resume),
     *(broken_data, refused_model, unwritable_ledger, damaged_ledger),
     *(other_data, other_users, other_arguments),
 ]
