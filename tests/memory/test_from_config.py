@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, RobertaConfig, T5Config, ViTConfig, WhisperConfig
+from transformers import GPT2Config, MarianConfig, RobertaConfig, T5Config, ViTConfig, WhisperConfig
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import loss_for
@@ -64,10 +64,13 @@ def test_every_head_takes_the_batches(config: Any, head: str | None, name: str) 
     assert losses.isfinite().all()
 
 
-def test_a_model_whose_batches_are_not_known_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="names the architecture 'NoModel'"):
-        ModelOfConfig(roberta(architectures=["NoModel"]), None, 8)
-    with pytest.raises(PrivacyError, match=r"Give --head.*RobertaModel"):
-        ModelOfConfig(roberta(architectures=["RobertaModel"]), None, 8)
+def test_a_model_without_a_head_is_a_classifier_if_there_is_one() -> None:
+    found = ModelOfConfig(roberta(architectures=["RobertaModel"]), None, 8)
+    assert found.name == "RobertaForSequenceClassification"
+    with pytest.raises(PrivacyError, match=r"names the architecture 'NoModel'.*Give --head"):
+        ModelOfConfig(MarianConfig(architectures=["NoModel"]), None, 8)
+
+
+def test_a_text_longer_than_its_model_takes_is_refused() -> None:
     with pytest.raises(PrivacyError, match="seq_len=21"):
         ModelOfConfig(roberta(), "causal-lm", 21)
