@@ -26,11 +26,13 @@ Shapes: B examples, O options of each, T tokens of the longest text, K of the lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from inspect import signature
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,6 +50,8 @@ from recipes.paper.experiment import (
 )
 from recipes.paper.opt_scores import mean_f1
 from recipes.paper.opt_tasks import TASKS, Collator, Encoder, first_tokens, load_splits
+
+ANSWER_GRID = 24  # tokens; answers of 1,000 questions of SQuAD take 1 to 37, 99 % of them up to 24
 
 
 @dataclass
@@ -78,75 +82,52 @@ class OPTArguments(ExperimentArguments):
     dtype: str = field(default="float32", metadata={"help": "Of the weights: float32 or bfloat16."})
 
 
-class AnswerScorer(nn.Module):
-    """A causal language model that says how likely the answers of a batch are.
+def score_answers(model: Any) -> Any:
+    """Make a causal language model of transformers score the answers of a batch that has some.
+
+    Only its forward changes, and only for a batch with ``answers``: it generates, saves and loads
+    as the model it is.
+    """
+    plain = type(model).forward
+
+    @wraps(plain)
+    def forward(self: Any, *args: Any, answers: Tensor | None = None, **inputs: Any) -> Any:
+        own = partial(plain, self)
+        return own(*args, **inputs) if answers is None else _scores(own, answers, **inputs)
+
+    model.forward = MethodType(forward, model)
+    return model
+
+
+def _scores(
+    forward: Callable[..., Any], answers: Tensor, input_ids: Tensor, attention_mask: Tensor
+) -> dict[str, Tensor]:
+    """Return ``scores`` (B, O), the mean log-probabilities of the answers' tokens, float32.
 
     All options of an example are in its row of the batch, so that their gradients are one gradient
-    before it is clipped; options of one token each take one reading of the text. The vocabulary
-    head runs only where an answer's tokens are predicted. Whatever else it is asked for (its output
-    embeddings, to checkpoint, to generate), the language model is.
+    before it is clipped. Options of one token are all predicted from one text. The vocabulary head
+    runs only where an answer's tokens are predicted.
 
     Args:
-        language_model: a causal language model of transformers, in an adapter of PEFT or without.
+        forward: of the language model.
+        answers: (B, O, K) ids, the last of which comes behind ``input_ids``; before shorter
+            answers, ``IGNORE_INDEX``.
+        input_ids: (B, O, T) of each option, or (B, 1, T) of all: padded on the left, without the
+            last token of the answer.
+        attention_mask: of the same shape, 0 for padding.
     """
-
-    def __init__(self, language_model: Any) -> None:
-        super().__init__()
-        self.language_model = language_model
-        inner = language_model
-        if hasattr(inner, "get_base_model"):  # PEFT
-            inner = inner.get_base_model()
-        self._takes_positions = "position_ids" in signature(inner.forward).parameters
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns what belongs to the language model."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "language_model":
-                raise
-            return getattr(self.language_model, name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns each tensor under one name: tied embeddings, under two, could not be saved."""
-        state = super().state_dict(*args, **kwargs)
-        once = {name for name, _ in self.named_parameters()}
-        for name, _ in self.named_parameters(remove_duplicate=False):
-            if name not in once:
-                del state[name]
-        return state
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        answers: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Returns ``scores`` (B, O), the mean log-probabilities of the answers' tokens, float32.
-
-        Args:
-            input_ids: (B, O, T) of each option, or (B, 1, T) of all: padded on the left, without
-                the last token of the answer.
-            attention_mask: of the same shape, 0 for padding.
-            answers: (B, O, K) ids, the last of which comes behind ``input_ids``; before shorter
-                answers, ``IGNORE_INDEX``. Without it ``input_ids`` are texts, (B, T), of which all
-                is one.
-        """
-        if answers is None or attention_mask is None:
-            input_ids, answers = input_ids[:, None, :-1], input_ids[:, None, 1:]
-            attention_mask = torch.ones_like(input_ids)
-        ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
-        last = answers.shape[-1]
-        more = {}
-        if self._takes_positions:
-            more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        outputs = self.language_model(
-            input_ids=ids, attention_mask=mask, logits_to_keep=last, use_cache=False, **more
-        )
-        logits = outputs.logits[:, -last:].unflatten(0, input_ids.shape[:2])
-        logits = logits.expand(-1, answers.shape[1], -1, -1)  # (B, O, K, vocabulary)
-        losses = cross_entropy(logits.flatten(0, 2), answers.flatten()).view_as(answers)
-        return {"scores": -losses.sum(-1) / (answers != IGNORE_INDEX).sum(-1)}
+    ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
+    last = answers.shape[-1]
+    more = {}
+    if "position_ids" in signature(forward).parameters:
+        more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    outputs = forward(
+        input_ids=ids, attention_mask=mask, logits_to_keep=last, use_cache=False, **more
+    )
+    logits = outputs.logits[:, -last:].unflatten(0, input_ids.shape[:2])
+    logits = logits.expand(-1, answers.shape[1], -1, -1)  # (B, O, K, vocabulary)
+    losses = cross_entropy(logits.flatten(0, 2), answers.flatten()).view_as(answers)
+    return {"scores": -losses.sum(-1) / (answers != IGNORE_INDEX).sum(-1)}
 
 
 def choice_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -175,7 +156,7 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         min(script.max_length, limit) - room,
         first_tokens(tokenizer, script.bos_token_id),
     )
-    collator = Collator(padding_of(tokenizer))
+    collator = Collator(padding_of(tokenizer), answers=ANSWER_GRID if task.generates else 1)
     sizes = {"train": script.num_train, "dev": script.num_dev, "test": script.num_eval}
     questions = load_splits(task, script.dataset_path, args.seed, sizes, script.test_split)
 
@@ -201,9 +182,7 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     )
 
 
-def load_model(
-    script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: Any
-) -> AnswerScorer:
+def load_model(script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: Any) -> Any:
     """Returns the language model, ready for a method, on the device of the run.
 
     Raises:
@@ -215,8 +194,7 @@ def load_model(
             "which other data have not. Leave it out: synthetic inputs serve as well."
         )
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
-    adapted = in_adapter(model, script, args, tokenizer=tokenizer)
-    return AnswerScorer(adapted).to(args.device)
+    return in_adapter(score_answers(model), script, args, tokenizer=tokenizer).to(args.device)
 
 
 def padding_of(tokenizer: Any) -> int:

@@ -213,11 +213,10 @@ def first_tokens(tokenizer: Any, bos_token_id: int | None) -> tuple[int, ...]:
 
 
 def left_padded(
-    rows: Sequence[Sequence[int]], pad: int, multiple: int = 1
+    rows: Sequence[Sequence[int]], pad: int, multiple: int = 1, least: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Returns ids (N, T) and their mask; T is a multiple of ``multiple``."""
-    longest = max(len(row) for row in rows)
-    width = -(-longest // multiple) * multiple
+    """Return ids (N, T) and their mask; T is a multiple of ``multiple``, at least ``least``."""
+    width = -(-max(least, *map(len, rows)) // multiple) * multiple
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
@@ -232,19 +231,21 @@ class Collator:
 
     Args:
         pad: the id of the padding.
-        multiple: what the number of columns is a multiple of.
+        multiple: what the number of columns T is a multiple of.
+        answers: what the number of columns K is a multiple of. Only examples of the same shape
+            share a physical batch. So where answers differ in length, a coarse grid saves passes.
     """
 
     pad: int
     multiple: int = 8
+    answers: int = 1
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Returns ids and mask (B, O or 1, T), answers (B, O, K) behind them, labels (B,)."""
+        every = [answer for example in examples for answer in example["answers"]]
+        answers, _ = left_padded(every, IGNORE_INDEX, self.answers)
         texts = [text for example in examples for text in example["input_ids"]]
-        ids, mask = left_padded(texts, self.pad, self.multiple)
-        answers = [answer for example in examples for answer in example["answers"]]
-        most = max(map(len, answers))  # K
-        padded = [[IGNORE_INDEX] * (most - len(answer)) + answer for answer in answers]
-        tensors = {"input_ids": ids, "attention_mask": mask, "answers": torch.tensor(padded)}
+        ids, mask = left_padded(texts, self.pad, self.multiple, least=answers.shape[1])
+        tensors = {"input_ids": ids, "attention_mask": mask, "answers": answers}
         batch = {name: x.unflatten(0, (len(examples), -1)) for name, x in tensors.items()}
         return {**batch, "labels": torch.tensor([example["labels"] for example in examples])}

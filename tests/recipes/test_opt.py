@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import IGNORE_INDEX, make_engine
 from recipes.paper import opt
 from recipes.paper.experiment import accuracy, main, parse
-from recipes.paper.opt import FAMILY, AnswerScorer, answer_loss, choice_loss
+from recipes.paper.opt import ANSWER_GRID, FAMILY, answer_loss, choice_loss, score_answers
 from recipes.paper.opt_scores import f1, generate, mean_f1
 from recipes.paper.opt_tasks import (
     TASKS,
@@ -60,8 +60,8 @@ def encoder_of(folder: Path, **changes: Any) -> Encoder:
     return replace(Encoder(tokenizer_of(folder), max_length=64, first=(0,)), **changes)
 
 
-def scorer(name: str, **changes: Any) -> AnswerScorer:
-    return AnswerScorer(only(name).model(**changes)).eval()
+def scorer(name: str, **changes: Any) -> Any:
+    return score_answers(only(name).model(**changes)).eval()
 
 
 # ---- Prompts and splits ----
@@ -195,6 +195,15 @@ def test_a_batch_is_padded_on_the_left() -> None:
     assert batch["labels"].tolist() == [0, 1]
 
 
+def test_answers_of_all_usual_lengths_have_one_shape() -> None:
+    """So that their examples share a physical batch if their texts are about as long."""
+    some = examples([9] * 3 * ANSWER_GRID, options=1, longest=ANSWER_GRID)
+    rows = [Collator(PAD, answers=ANSWER_GRID)([example]) for example in some]
+    assert {len(example["answers"][0]) for example in some} == set(range(1, ANSWER_GRID + 1))
+    assert {row["answers"].shape for row in rows} == {(1, 1, ANSWER_GRID)}
+    assert {row["input_ids"].shape[2] for row in rows} == {24, 32}  # never fewer than answers
+
+
 # ---- Losses and gradients ----
 
 
@@ -205,12 +214,12 @@ def whole_rows(example: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
         yield text + answer[-1:], len(answer)
 
 
-def by_hand(model: AnswerScorer, example: dict[str, Any]) -> Tensor:
+def by_hand(model: Any, example: dict[str, Any]) -> Tensor:
     """Returns the scores (O,) of one example, each row alone and without padding."""
     scores = []
     for row, length in whole_rows(example):
         ids = torch.tensor([row])
-        logits = model.language_model(ids, attention_mask=torch.ones_like(ids)).logits[0]
+        logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0]
         chosen = functional.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
         scores.append(chosen[-length:].mean())
     return torch.stack(scores)
@@ -276,12 +285,12 @@ def test_one_example_counts_once_whatever_its_options(options: int) -> None:
 
 @pytest.mark.parametrize(("options", "loss"), [(2, choice_loss), (1, answer_loss)])
 def test_the_gradient_of_an_example_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
-    """Neighbours that are longer, whose answers are, and more padding change nothing."""
+    """Neighbours that are longer, whose answers are, and more padding of both change nothing."""
     first, *others = examples([5, 21, 3, 30], options, longest=7)
     engine = make_engine("layerwise", scorer("opt"), loss)
 
     def gradient(some: list[dict[str, Any]], multiple: int) -> dict[str, Tensor]:
-        found = engine(Collator(PAD, multiple)(some), {})[1]
+        found = engine(Collator(PAD, multiple, answers=multiple)(some), {})[1]
         return {name: g[:1] for name, g in dense(found, len(some)).items()}
 
     expected = gradient([first], 1)
@@ -291,18 +300,18 @@ def test_the_gradient_of_an_example_does_not_depend_on_its_batch(options: int, l
 
 def test_a_model_without_positions_or_selected_logits_is_scored_all_the_same() -> None:
     """As ALiBi models, which count from the mask, and those that give all logits."""
-    plain = scorer("llama").language_model
-    inner = plain.forward
 
-    def forward(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        return inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions)
+    class Plain(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+            positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+            return super().forward(input_ids, attention_mask, position_ids=positions)
 
+    model = scorer("llama")
     batch = Collator(PAD)(examples([4, 9], options=2))
     batch.pop("labels")
-    expected = AnswerScorer(plain)(**batch)["scores"]
-    plain.forward = forward
-    torch.testing.assert_close(AnswerScorer(plain)(**batch)["scores"], expected)
+    plain = Plain(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(score_answers(plain)(**batch), model(**batch))
 
 
 # ---- Scores ----
@@ -350,11 +359,11 @@ class Numbers:
 
 
 @torch.no_grad()
-def continued(model: AnswerScorer, prompt: list[int], most: int) -> list[int]:
+def continued(model: Any, prompt: list[int], most: int) -> list[int]:
     """Returns the likeliest tokens one after the other, with no cache and no padding."""
     ids = list(prompt)
     for _ in range(most):
-        ids.append(int(model.language_model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -382,7 +391,7 @@ def until(stop: int, tokens: list[int]) -> list[int]:
 
 def test_scores_of_a_split_do_not_depend_on_its_batches(folder: Path) -> None:
     encoder = encoder_of(folder, max_length=110)
-    model = AnswerScorer(opt.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
+    model = score_answers(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
     for task, read in TASKS.items():
         questions = [read.read(varied(ROWS[task], i)) for i in range(5)]
         if read.generates:
@@ -468,15 +477,12 @@ def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
     again = words(folder, tmp_path / "second", "SQuAD", **options, resume_from_checkpoint=saved)
     assert main(FAMILY, again)["privacy"]["steps"] == 3  # the second was released twice
     script, args = parse(FAMILY, again)
-    model = opt.load_model(script, args, None)
-    state = load_file(saved / "model.safetensors")
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    assert state.keys() == before.keys()  # no parameter is left out, and none is there twice
-    model.load_state_dict(state, strict=False)
+    before = dict(opt.load_model(script, args, None).named_parameters())
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert load_file(saved / "model.safetensors").keys() == before.keys()  # each once
     moved = [name for name, weight in model.named_parameters() if not weight.equal(before[name])]
-    assert "language_model.model.decoder.embed_tokens.weight" in moved
-    head = model.get_output_embeddings()
-    assert head.weight.equal(state["language_model.model.decoder.embed_tokens.weight"])
+    assert "model.decoder.embed_tokens.weight" in moved
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 # ---- Presets ----

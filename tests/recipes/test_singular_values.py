@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.paper import singular_values
-from recipes.paper.opt import AnswerScorer, choice_loss
+from recipes.paper.opt import choice_loss, score_answers
 from recipes.paper.opt_tasks import Collator
 from tests.support import images as mnist
 from tests.support import questions
@@ -55,7 +55,7 @@ def test_spectra_are_written_once(tmp_path: Path, images: Path) -> None:
 def test_clipped_sums_take_all_options_of_an_example_together() -> None:
     """They are sums of each example's own gradient, clipped over all parameters."""
     torch.manual_seed(0)
-    model = AnswerScorer(only("opt").model()).eval()
+    model = score_answers(only("opt").model()).eval()
     kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     names = [f"{n}.weight" for n, _ in model.named_modules() if n.rpartition(".")[2] in kinds]
     batch = Collator(pad=1)(questions.examples([5] * 6, options=2, longest=1))
