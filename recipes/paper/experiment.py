@@ -17,7 +17,9 @@ preset:
 The later wins, and the command line wins over all. A value ``unknown`` stands for a setting that
 was not published: a run that needs it stops, and asks for it.
 
-A result is a JSON file of its own, which is never overwritten.
+A result is a separate JSON file, which is never overwritten. With ``--save_model``, the run saves
+checkpoints and logs what is private while it trains, and the model at its end. A run that was
+stopped goes on from its last checkpoint if you give the same command again.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from transformers.utils import logging
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
 from recipes.common.provenance import origin, recorded, spent_as_json, with_adapter
+from recipes.common.runs import append_line, read_lines
 from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -50,6 +53,11 @@ UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
 NOISE = ("target_epsilon", "noise_multiplier")
 LORA_INITS = ("random", "principal")
+KEPT: Mapping[str, Any] = {
+    **{"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 1},
+    **{"logging_strategy": "steps", "logging_steps": 0.02},  # of all steps
+}
+"""Where ``--save_model`` is given, stands in place of what a preset says."""
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
 
 Scores = dict[str, float]
@@ -62,7 +70,7 @@ class ExperimentArguments:
     task: str = field(metadata={"help": "The name of the task."})
     model_name_or_path: str = field(metadata={"help": "A model of the Hub, or a folder."})
     config: str = field(
-        default="ours", metadata={"help": "A preset by name, or a YAML file of settings."}
+        default="reference_code", metadata={"help": "A preset by name, or a YAML file of settings."}
     )
     dataset_path: str | None = field(
         default=None,
@@ -73,6 +81,17 @@ class ExperimentArguments:
     )
     result_dir: str = field(
         default="runs/results", metadata={"help": "Where the result goes, as a file of its own."}
+    )
+    save_model: bool = field(
+        default=False,
+        metadata={
+            "help": "Save the model in --output_dir, in a folder named after the result, with its "
+            "ledger and card; and a checkpoint at every tenth of the run, of which one is kept."
+        },
+    )
+    scored_splits: str = field(
+        default="dev+test",
+        metadata={"help": "What is scored at the end: dev, for a search, or test, or dev+test."},
     )
     curve_steps: int = field(
         default=0, metadata={"help": "Score the dev split every so many steps; 0: at the end only."}
@@ -107,9 +126,11 @@ class ExperimentArguments:
     )
 
     def __post_init__(self) -> None:
-        """Refuses another start of the adapter."""
+        """Refuse another start of the adapter, and to save what is not trained."""
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"lora_init={self.lora_init!r} must be one of: {LORA_INITS}.")
+        if self.save_model and self.zero_shot:
+            raise ValueError("save_model=True, zero_shot=True: nothing is trained. Drop one.")
 
 
 Script = TypeVar("Script", bound=ExperimentArguments)
@@ -124,9 +145,9 @@ class Experiment:
         train: its training examples; their number is N.
         collator: makes a batch of examples.
         score: (model, name of a split) -> metrics in percent, the first of which counts.
-        splits: how many examples each split has.
+        splits: how many examples each split that can be scored has.
         loss: ``(outputs, labels) -> (B,)``; None for the model's own head.
-        tokenizer: of the model, or a processor.
+        tokenizer: of the model, or a processor; is saved with the model.
         public: examples of ``--public_dataset``, which the collator takes.
         notes: what is to be known of its data, beside the settings.
     """
@@ -195,8 +216,11 @@ def accuracy(
 def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) -> dict[str, Any]:
     """Trains, scores, and writes the result; returns it.
 
+    A run that was stopped goes on from its last whole checkpoint.
+
     Raises:
         FileExistsError: if there is a result of this name; nothing is trained then.
+        ValueError: if the task has none of the splits that are to be scored.
     """
     path = result_path(family, script, args)
     if path.exists():
@@ -207,8 +231,14 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     made = origin()  # files may change meanwhile
     set_seed(args.seed)  # initial weights and splits; sampling and noise have no seed
     experiment = family.load(script, args)
+    scored = [split for split in experiment.splits if split in script.scored_splits.split("+")]
+    if not scored:
+        raise ValueError(
+            f"scored_splits={script.scored_splits!r} names none of: {', '.join(experiment.splits)}."
+        )
     freeze(experiment.model, script.frozen)
-    curve = Curve(experiment, script.curve_steps)
+    folder = Path(args.output_dir)
+    curve = Curve(experiment, script.curve_steps, folder / "curve.jsonl")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -216,7 +246,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     model: nn.Module = experiment.model
 
     def scores() -> dict[str, Scores]:
-        return {split: experiment.score(model, split) for split in experiment.splits}
+        return {split: experiment.score(model, split) for split in scored}
 
     if script.zero_shot:
         metrics = scores()
@@ -229,13 +259,16 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
             compute_loss_func=experiment.loss,
             processing_class=experiment.tokenizer,
             public_dataset=experiment.public,
-            callbacks=[curve] if script.curve_steps else None,
+            callbacks=[curve],
         )
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        stopped = any(folder.glob("checkpoint-*"))  # as it has no result, it did not end
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or stopped)
         spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
     # Of training alone where there is any, otherwise of the scores.
     seconds, peak = time.perf_counter() - start, peak_memory()
     if not script.zero_shot:
+        if script.save_model:
+            trainer.save_model()
         metrics = scores()  # by all processes, as the weights may be spread over them
         if not trainer.is_world_process_zero():
             return {}
@@ -251,7 +284,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         "seconds": round(seconds, 2),
         "peak_memory": peak,
         **made,
-        "notes": list(experiment.notes),
+        "notes": [*experiment.notes, *curve.notes],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # not over one that was written meanwhile
@@ -280,33 +313,48 @@ class Curve(TrainerCallback):
 
     Args:
         experiment: what is scored.
-        every: how many steps lie between two scores.
+        every: how many steps lie between two scores; 0 for none.
+        path: a file for the scores, which a run that goes on reads.
     """
 
-    def __init__(self, experiment: Experiment, every: int) -> None:
-        self._experiment, self._every = experiment, every
-        self.points: list[dict[str, Any]] = []
+    def __init__(self, experiment: Experiment, every: int, path: Path) -> None:
+        self._experiment, self._every, self._path = experiment, every, path
+        self.notes: list[str] = []
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """The scores with their steps; of steps that were taken twice, the later ones."""
+        return list({point["step"]: point for point in read_lines(self._path)}.values())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that the run goes on, or forget the scores of another one."""
+        if not state.global_step:
+            self._path.unlink(missing_ok=True)
+        else:
+            self.notes.append(
+                f"The run was stopped; seconds are those after step {state.global_step}."
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Scores, if it is time."""
-        if state.global_step % self._every == 0 and state.is_world_process_zero:
+        due = self._every and state.global_step % self._every == 0
+        if due and state.is_world_process_zero:
             model = kwargs["model"]
             scores = self._experiment.score(model, "dev")
             model.train()
-            self.points.append({"step": state.global_step, **scores})
+            append_line(self._path, {"step": state.global_step, **scores})
 
 
 def result_path(
     family: Family[Script], script: ExperimentArguments, args: DPGrapeTrainingArguments
 ) -> Path:
-    """Returns where the result of a run belongs; its name has any preset in it but ``ours``."""
+    """Return where the result of a run belongs."""
     what = "zero-shot" if script.zero_shot else args.method
     if not script.zero_shot and args.target_epsilon is not None:
         what += f"-eps{args.target_epsilon:g}"
     preset = Path(script.config).stem.removeprefix(f"{family.name}_")
-    start = family.name if preset == "ours" else f"{family.name}-{preset}"
     model = Path(script.model_name_or_path).name
-    name = f"{start}-{model}-{script.task}-{what}-seed{args.seed}.json"
+    name = f"{family.name}-{preset}-{model}-{script.task}-{what}-seed{args.seed}.json"
     return Path(script.result_dir) / name
 
 
@@ -360,6 +408,8 @@ def parse(
         raise ValueError(f"task={first.task!r} must be one of: {', '.join(family.tasks)}.")
     path = preset_path(family.name, first.config)
     preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
+    if first.save_model:
+        preset |= KEPT
     known = {f.name for cls in (family.script, PaperArguments) for f in fields(cls)}
     if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
         preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])

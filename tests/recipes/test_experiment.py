@@ -176,7 +176,7 @@ def test_a_model_is_scored_as_it_is(preset: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ("ours", "roberta-some-SST-2-dp_grape-eps2-seed42.json"),
+        ("ours", "roberta-ours-some-SST-2-dp_grape-eps2-seed42.json"),
         (str(CONFIGS / "roberta_paper.yaml"), "roberta-paper-some-SST-2-dp_grape-eps2-seed42.json"),
     ],
 )

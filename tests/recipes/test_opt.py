@@ -3,6 +3,7 @@
 Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import IGNORE_INDEX, make_engine
-from recipes.paper import opt
+from dp_grape_hf.publishing import MISMATCH, verify
+from dp_grape_hf.trainer.callbacks import PRIVATE_LOGS
 from recipes.paper.experiment import accuracy, main, parse
 from recipes.paper.opt import ANSWER_GRID, FAMILY, answer_loss, choice_loss, score_answers
 from recipes.paper.opt_scores import f1, generate, mean_f1
@@ -33,6 +34,7 @@ from recipes.paper.opt_tasks import (
     permutation,
 )
 from tests.models.matrix import dense, projectors_for
+from tests.support.experiments import killed
 from tests.support.mechanism import ROUNDING, joint_norm, make_private, released
 from tests.support.models import FIRST_WORD, PAD, only
 from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients
@@ -424,7 +426,12 @@ def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.Mo
 
 def words(folder: Path, tmp_path: Path, task: str, **options: Any) -> list[str]:
     given = {
-        **{"model_name_or_path": folder, "dataset_path": folder / task, "task": task},
+        **{
+            "config": "ours",
+            "model_name_or_path": folder,
+            "dataset_path": folder / task,
+            "task": task,
+        },
         **{"result_dir": tmp_path, "output_dir": tmp_path / "out", "accountant": "rdp"},
         **{"num_train": 6, "num_dev": 3, "num_eval": 3, "max_new_tokens": 4, "max_steps": 2},
         **{"expected_batch_size": 3, "use_cpu": True, "disable_tqdm": True},
@@ -468,21 +475,35 @@ def test_a_run_on_every_kind_of_task(
 
 
 @pytest.mark.slow
-def test_a_run_can_be_saved_and_resumed(folder: Path, tmp_path: Path) -> None:
-    """With embeddings that are tied, and so have two names."""
-    options = {**ONE, "save_strategy": "steps", "save_steps": 1, "max_grad_norm": 1e-9}
-    options["learning_rate"] = 1e-4  # so that all is trained
-    main(FAMILY, words(folder, tmp_path / "first", "SQuAD", **options))
-    (saved,) = (tmp_path / "first" / "out").glob("*/checkpoint-1")
-    again = words(folder, tmp_path / "second", "SQuAD", **options, resume_from_checkpoint=saved)
-    assert main(FAMILY, again)["privacy"]["steps"] == 3  # the second was released twice
-    script, args = parse(FAMILY, again)
-    before = dict(opt.load_model(script, args, None).named_parameters())
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    assert load_file(saved / "model.safetensors").keys() == before.keys()  # each once
-    moved = [name for name, weight in model.named_parameters() if not weight.equal(before[name])]
-    assert "model.decoder.embed_tokens.weight" in moved
+def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the same command; embeddings are tied."""
+    options: dict[str, Any] = {"config": "reference_code", "target_epsilon": 6}
+    options |= {"learning_rate": 1e-3, "max_grad_norm": 0.1}
+    options |= {"max_steps": 60, "projection_rank": 4, "save_model": True}
+    command = words(folder, tmp_path, "SQuAD", scored_splits="test", **options)
+    step = killed("opt", command, tmp_path / "out")
+    assert 0 < step < 60
+    assert not list(tmp_path.glob("*.json"))
+    result = main(FAMILY, command)
+    assert list(result["metrics"]) == ["test"]  # no answer to a question of dev was generated
+    assert step <= int(result["notes"][-1].split()[-1].rstrip(".")) < 60
+    assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
+    assert result["privacy"]["epsilon"] <= 6
+    (saved,) = (tmp_path / "out").iterdir()
+    assert saved.name == "opt-reference_code-opt0-SQuAD-dp_grape-eps6-seed0"
+    assert MISMATCH not in {check.status for check in verify(saved)}
+    (logs,) = saved.glob("checkpoint-*/trainer_state.json")
+    (logged,) = {frozenset(log) for log in json.loads(logs.read_text())["log_history"]}
+    assert {"step", "epsilon", "signal"} <= logged <= PRIVATE_LOGS
+    before, model = map(AutoModelForCausalLM.from_pretrained, (folder, saved))
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    frozen = {name for name, _ in model.named_parameters()} - moved
+    assert frozen == {"model.decoder.embed_positions.weight"}
     assert model.lm_head.weight is model.get_input_embeddings().weight
+    asked = AutoTokenizer.from_pretrained(saved)("Answer:", return_tensors="pt")
+    assert model.generate(**asked, max_new_tokens=2, do_sample=False).shape[1] > 2
 
 
 # ---- Presets ----

@@ -98,7 +98,7 @@ def test_presets_have_the_settings_of_the_paper(name: str, config: str) -> None:
 UNSEEN = {
     *("task", "method", "target_epsilon", "learning_rate", "max_grad_norm"),  # rows, and settings
     *("seed", "projection_seed", "zero_shot", "config", "selection_runs", "result_dir"),
-    *("curve_steps", "engine", "grad_sample_mode"),
+    *("curve_steps", "scored_splits", "save_model", "engine", "grad_sample_mode"),
     *("per_device_train_batch_size", "world_size", "gradient_checkpointing"),
     *("eval_data_is_public", "save_as"),
 }

@@ -1,7 +1,6 @@
 """The few-shot recipe: prompts token by token, splits by hand, a head at the mask, short runs."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,10 +34,12 @@ from dp_grape_hf.projections import (
     projection_targets,
     synthetic_batches,
 )
+from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import roberta
-from recipes.paper.experiment import accuracy, main, parse
+from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
 from tests.models.matrix import projectors_for
+from tests.support.experiments import killed
 from tests.support.marks import slow_but
 from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 from tests.support.questions import byte_level
@@ -354,31 +355,32 @@ def folder_of_run(data: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_by_prompt_leaves_a_model_that_loads_and_goes_on(folder: Path, data: Path) -> None:
-    others = ["--save_strategy=steps", "--save_steps=1", "--learning_rate=1e-2"]
-    result = main(roberta.FAMILY, words_of(folder, data, *others))
+def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(folder: Path, data: Path) -> None:
+    """By the same command; a masked language model reads the prompts as the trained one does."""
+    others = ["--config=reference_code", "--max_steps=60", "--projection_rank=4", "--save_model"]
+    words = words_of(folder, data, *others, "--learning_rate=1e-2")
+    step = killed("roberta", words, data / "run")
+    assert 0 < step < 60
+    result = main(roberta.FAMILY, words)
     assert result["splits"] == {"train": 16, "dev": 16, "test": 11}
     assert result["privacy"]["sample_rate"] == 8 / 16
+    assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
     assert result["privacy"]["epsilon"] <= 6.0
-    assert set(result["metrics"]["test"]) == {"accuracy"}
-    saved = AutoModelForMaskedLM.from_pretrained(folder_of_run(data) / "checkpoint-2")
-    before = AutoModelForMaskedLM.from_pretrained(folder)
+    assert "The run was stopped" in result["notes"][-1]
+    path = folder_of_run(data)
+    assert MISMATCH not in {check.status for check in verify(path)}
+    before, saved = map(AutoModelForMaskedLM.from_pretrained, (folder, path))
     assert saved.lm_head.decoder.weight is saved.roberta.embeddings.word_embeddings.weight
     moved = [not torch.equal(p, before.get_parameter(name)) for name, p in saved.named_parameters()]
     assert all(moved)
-    script, _ = parse(roberta.FAMILY, words_of(folder, data))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    again = read_at_mask(saved, label_words(TASKS["SST-2"], tokenizer))
-    pool = roberta.rows_of(TASKS["SST-2"], script, "validation")
-    examples = roberta.encoded(pool[:], TASKS["SST-2"], tokenizer, script)
-    collator = roberta.Collator(tokenizer, finds_mask=True)
-    assert {"accuracy": accuracy(again, examples, collator, 3)} == result["metrics"]["test"]
-    stopped = data / "stopped" / "checkpoint-1"  # as if the run had ended there
-    shutil.copytree(folder_of_run(data) / "checkpoint-1", stopped)
-    others += [f"--resume_from_checkpoint={stopped}"]
-    elsewhere = [f"--output_dir={stopped.parent}", f"--result_dir={stopped.parent}"]
-    resumed = main(roberta.FAMILY, words_of(folder, data, *others, *elsewhere))
-    assert resumed["privacy"]["steps"] == 2
+    task, tokenizer = TASKS["SST-2"], AutoTokenizer.from_pretrained(path)
+    words_of_labels, right = label_words(task, tokenizer), []
+    for line in (data / "validation.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        ids = torch.tensor([prompt(task, tokenizer, [row["sentence"]])])
+        logits = saved.eval()(ids).logits[ids == tokenizer.mask_token_id]
+        right.append(int(logits[0, words_of_labels].argmax()) == row["label"])
+    assert result["metrics"]["test"] == {"accuracy": pytest.approx(100 * sum(right) / 11)}
 
 
 @pytest.mark.parametrize("method", slow_but(("adam",), ["dp_lora", "dpzero", "adam"]))
@@ -404,7 +406,8 @@ def test_the_prompted_model_is_projected_on_directions_of_public_texts(
 
 
 def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer: Any) -> None:
-    options = ["--task=RTE", "--eps=2", "--use_cpu", "--method=dp_lora", "--lora_rank=3"]
+    options = ["--config=ours", "--task=RTE", "--eps=2", "--use_cpu", "--method=dp_lora"]
+    options.append("--lora_rank=3")
     found = {}
     for start in ("random", "principal"):
         words = [*options, f"--lora_init={start}", f"--model_name_or_path={folder}"]
@@ -453,7 +456,9 @@ def test_an_encoder_like_bert_trains_with_a_new_head(
     result = main(roberta.FAMILY, words_of(path, data, *others, *saving))
     assert result["privacy"]["steps"] == 2
     if method == "dp_grape":
-        AutoModelForSequenceClassification.from_pretrained(folder_of_run(data) / "checkpoint-2")
+        saved = folder_of_run(data) / "checkpoint-2"
+        model = AutoModelForSequenceClassification.from_pretrained(saved)
+        assert head != "classification" or model.config.id2label == {0: "negative", 1: "positive"}
 
 
 @pytest.mark.parametrize(
@@ -461,6 +466,9 @@ def test_an_encoder_like_bert_trains_with_a_new_head(
     [
         (["--zero_shot", "--head=classification"], "zero_shot=True needs head='prompt'"),
         (["--head=pooler"], "head='pooler' must be one of: prompt, classification, mean"),
+        (["--save_model", "--head=mean"], "no class of transformers reads the mean"),
+        (["--save_model", "--zero_shot"], "nothing is trained"),
+        (["--scored_splits=train"], "scored_splits='train' names none of: dev, test"),
         (["--k=20"], "k=20 leaves no examples for dev: lower --k"),
     ],
 )

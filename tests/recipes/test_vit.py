@@ -11,12 +11,19 @@ import pytest
 import torch
 from datasets import Dataset, Image
 from PIL import Image as Picture
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
+from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, accuracy, main, parse
 from recipes.paper.images import Batches, Images, Source, load_images
 from recipes.paper.methods import METHODS
+from tests.support.experiments import killed
 from tests.support.images import SMALL, both_splits, random_arrays, words, write_idx, write_mnist
 
 COLOUR = Source("someone/colour", "img", "fine_label", 10)
@@ -194,6 +201,28 @@ def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path: Path, data: Pa
     assert result["metrics"] == {"test": {"accuracy": result["curve"][-1]["accuracy"]}}
     assert result["privacy"]["private"]
     assert result["privacy"]["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(tmp_path: Path, data: Path) -> None:
+    """By the same command; a processor makes of images what the recipe does."""
+    options = {"config": "reference_code", "noise_multiplier": None, "target_epsilon": 8}
+    command = words(tmp_path, data, **options, max_steps=60, save_model=True, curve_steps=5)
+    command.append("--held_out=False")
+    step = killed("vit", command, tmp_path / "out")
+    assert 0 < step < 60
+    result = main(vit.FAMILY, command)
+    assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
+    assert [point["step"] for point in result["curve"]] == list(range(5, 61, 5))
+    (path,) = (tmp_path / "out").iterdir()
+    assert MISMATCH not in {check.status for check in verify(path)}
+    model = AutoModelForImageClassification.from_pretrained(path)
+    processor = AutoImageProcessor.from_pretrained(path)
+    test = load_images(vit.SOURCES["MNIST"], str(data))["test"]
+    pictures = [Picture.fromarray(pixels[0].numpy()) for pixels in test.pixels]
+    found = model(**processor(pictures, return_tensors="pt")).logits.argmax(-1)
+    right = 100 * (found == test.labels).float().mean().item()
+    assert result["metrics"] == {"test": {"accuracy": pytest.approx(right)}}
 
 
 def test_a_search_holds_data_out_and_leaves_the_test_split_alone(

@@ -1,6 +1,10 @@
-"""Made-up results of experiments, as ``recipes.paper.experiment`` writes them."""
+"""Results of experiments as ``recipes.paper.experiment`` writes them, and runs that are killed."""
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +73,20 @@ def rows(text: str, start: str) -> list[list[str]]:
     """The cells of the lines that start like this."""
     lines = [line for line in text.splitlines() if line.startswith(start)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def killed(family: str, words: Sequence[str], folder: Path) -> int:
+    """Kill the command of a run (SIGKILL) once it has a checkpoint; return that one's step.
+
+    Args:
+        family: of the recipe.
+        words: its command line.
+        folder: its ``--output_dir``, in which it is the only run.
+    """
+    command = [sys.executable, "-m", f"recipes.paper.{family}", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        while not (saved := list(folder.glob("*/checkpoint-*/trainer_state.json"))):
+            assert run.poll() is None, run.stdout.read().decode()  # type: ignore[union-attr]
+            time.sleep(0.01)
+        run.kill()
+    return max(int(path.parent.name.rpartition("-")[2]) for path in saved)
