@@ -47,6 +47,7 @@ from dp_grape_hf.projections import synthetic_batches
 from recipes.common.provenance import origin, recorded, spent_as_json, with_adapter
 from recipes.common.runs import append_line, read_lines
 from recipes.paper.methods import METHODS, PaperArguments
+from recipes.paper.metrics import metric
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
@@ -198,16 +199,16 @@ def in_adapter(
 def accuracy(
     model: nn.Module, examples: Any, collator: Callable[[list[Any]], Any], batch_size: int
 ) -> float:
-    """Returns for how many percent of the examples the model's largest score is the label's."""
+    """Return the accuracy of evaluate in percent; the largest score of a model predicts a label."""
     device = next(model.parameters()).device
     model.eval()
-    right = 0
+    found = metric("accuracy")
     for batch in DataLoader(examples, batch_size, collate_fn=collator):
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
         scores = next(iter(model(**inputs).values()))  # (B, labels)
-        right += int((scores.argmax(-1) == labels).sum())
-    return 100 * right / len(examples)
+        found.add_batch(predictions=scores.argmax(-1), references=labels)
+    return 100 * float(found.compute()["accuracy"])
 
 
 # ---- One run ----

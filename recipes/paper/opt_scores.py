@@ -1,15 +1,11 @@
-"""How the OPT recipe scores the answers that a model generates: by their F1.
+"""Score the answers that a model generates by their F1, the metric ``squad`` of evaluate.
 
-As Malladi et al. (2023): greedy decoding, and the F1 of SQuAD, for DROP as well: ``f1`` is what the
-metric ``squad`` of evaluate computes, but for questions whose first right answer says that there is
-none.
+As Malladi et al. (2023): greedy decoding, and the F1 of SQuAD, for DROP as well. Their exception
+for questions without an answer is left out, as neither data set has any.
 """
 
 from __future__ import annotations
 
-import re
-import string
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from recipes.paper.metrics import metric
 from recipes.paper.opt_tasks import Encoder, Question, left_padded
-
-UNANSWERABLE = ("CANNOTANSWER", "no answer")
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def mean_f1(
@@ -42,8 +35,14 @@ def mean_f1(
         batch_size,
         max_new_tokens,
     )
-    found = [f1(a, question.golds) for a, question in zip(answers, ordered, strict=True)]
-    return 100 * sum(found) / len(found)
+    found = metric("squad").compute(
+        predictions=[{"id": f"{i}", "prediction_text": text} for i, text in enumerate(answers)],
+        references=[
+            {"id": f"{i}", "answers": {"text": q.golds, "answer_start": [0] * len(q.golds)}}
+            for i, q in enumerate(ordered)
+        ],
+    )
+    return float(found["f1"])
 
 
 @torch.no_grad()
@@ -79,26 +78,3 @@ def generate(
         new = tokens[:, ids.shape[1] :]
         texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return texts
-
-
-def f1(answer: str, golds: Sequence[str]) -> float:
-    """Returns the F1 of an answer's words, that with the right answer it fits best; from 0 to 1.
-
-    Where the first right answer says that there is none, only the same words count.
-
-    >>> f1("The 12 apples!", ["ten apples", "12 apples"])
-    1.0
-    """
-    if golds[0] in UNANSWERABLE:
-        return float(words(answer) == words(golds[0]))
-    return max(_f1(words(answer), words(gold)) for gold in golds)
-
-
-def words(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without articles and punctuation."""
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
-
-
-def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
