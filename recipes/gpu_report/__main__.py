@@ -6,23 +6,30 @@
 A row is a model with random weights, a precision and a method. It has the time of a step, the time
 until the processor has launched the step, the time that kernels ran, their number, how often the
 processor waited for the GPU, and the peak of allocated memory. Steps go through the Trainer, from
-the forward pass to the update. The rows are in the order of their worth: 16 bits come first.
+the forward pass to the update. In some rows, a loader draws the examples of each step, which then
+has several physical batches. The first rows are a quick probe, of each model in 16 bits. The others
+follow in the order of their worth, and begin with the largest model.
 
 TF32 is a state of the whole process, which ``tf32=True`` and ``torch_compile=True`` leave on. Each
 row sets it before it begins, and says which it had. Compiled rows run in a separate process.
 
 The results of a device are a JSON file named after it, which is written after every row. A row that
-it has already, of the same code and versions, is not measured again. No new row is started after
-``--minutes``. The exit status is 0 when all rows are there, 1 if one failed for another reason than
-memory, 2 if there is no CUDA device, and 3 if time was up: the same command then goes on.
+it has already is not measured again, if the package's code, versions, device and processor are the
+same. Before a private row is measured, AdamW's is, unless it was on the same processor. No new row
+is started after ``--minutes``. The exit status is 0 when all rows are there, 1 if one failed for
+another reason than memory, 2 if there is no CUDA device, and 3 if time was up: the same command
+then goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import multiprocessing
+import os
+import platform
 import re
 import statistics
 import sys
@@ -40,9 +47,11 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import set_seed
 
+import dp_grape_hf
 from recipes.benchmark.methods import MEASURED, RANDOM, PlainTraining, PrivateTraining, quiet
 from recipes.benchmark.models import Setting
 from recipes.common.provenance import origin, versions, with_adapter, write
+from recipes.gpu_report import loader
 from recipes.gpu_report.models import MODELS
 from recipes.gpu_report.table import ADAMW, DP_ADAM, DP_GRAPE, PRINCIPAL, as_markdown
 
@@ -67,23 +76,34 @@ PRECISIONS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "bfloat16 weights": (CHECKPOINTED, {}),
     "bf16, compiled": ({}, COMPILE),
     "bf16, CUDA graphs": ({}, COMPILE | {"torch_compile_mode": "reduce-overhead"}),
+    "bf16, 4 physical batches": ({}, {"bf16": True}),
 }
 """Changes to the model, and arguments of the Trainer."""
+PHYSICAL_BATCHES = {"bf16, 4 physical batches": 4}
+"""Of a step; with a precision that is not named here, a step has one batch and no loader."""
 
 _ROBERTA, _VIT, _OPT, _OPT_27, _OPT_67, _LLAMA = MODELS
-_PLAN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (_ROBERTA, "bf16", (ADAMW, DP_GRAPE, PRINCIPAL)),
-    (_OPT, "bf16", (ADAMW, DP_GRAPE)),
-    (_OPT_67, "bfloat16 weights", (ADAMW, DP_GRAPE)),
-    (_VIT, "bf16", (ADAMW, DP_GRAPE)),
+_BOTH = (ADAMW, DP_GRAPE)
+_PROBE = (
+    (_ROBERTA, "bf16", _BOTH),
+    (_OPT_67, "bfloat16 weights", _BOTH),
+    (_OPT, "bf16", _BOTH),
+    (_VIT, "bf16", _BOTH),
     (_LLAMA, "bfloat16 weights", (ADAMW, "DP-LoRA")),
-    (_ROBERTA, "TF32", (ADAMW, DP_GRAPE)),
-    *((model, "bf16, compiled", (ADAMW, DP_GRAPE)) for model in (_ROBERTA, _OPT)),
-    (_ROBERTA, "bf16, CUDA graphs", (ADAMW, DP_GRAPE)),
+)
+_PLAN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    *_PROBE,
+    (_OPT_67, "bf16", _BOTH),
+    (_ROBERTA, "bf16", (PRINCIPAL,)),
+    *((model, "bf16, 4 physical batches", _BOTH) for model in (_OPT, _ROBERTA)),
+    (_ROBERTA, "TF32", _BOTH),
+    *((model, "bf16, compiled", _BOTH) for model in (_ROBERTA, _OPT)),
+    (_ROBERTA, "bf16, CUDA graphs", _BOTH),
     *(
         (model, "float32", (ADAMW, DP_GRAPE, PRINCIPAL, DP_ADAM))
         for model in (_ROBERTA, _VIT, _OPT, _OPT_27)
     ),
+    (_OPT_67, "float32", _BOTH),
 )
 
 
@@ -107,6 +127,12 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.precision}: {self.method}"
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """What tells results of rows apart."""
+        own = {"model": self.model, "precision": self.precision, "method": self.method}
+        return own | {"batch_size": self.setting.batch_size}
 
 
 def rows(tiny: bool = False) -> list[Row]:
@@ -164,45 +190,80 @@ def set_precision(tf32: bool) -> None:
 
 def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
     setting, on_gpu = row.setting, device.type == "cuda"
-    wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     set_seed(0)
     model = setting.build_on(device)
     if "LoRA" in row.model:
         model = with_adapter(model, "dp_lora", setting.rank)
-    with device:
-        batch = setting.inputs(padded=True)
-    kind = PrivateTraining if "method" in row.options else PlainTraining
+    clock = _Clock(device, steps)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        training = kind(model, setting, batch, Path(folder), **row.options)
-        set_precision(row.precision == "TF32")  # which the arguments may have changed
-        for _ in range(WARMUP):
-            training.step()
-        wait()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        whole, launched = [], []
-        for _ in range(steps):
-            start = time.perf_counter()
-            training.step()
-            launched.append(time.perf_counter() - start)
-            wait()
-            whole.append(time.perf_counter() - start)
-        found: dict[str, Any] = {
-            "seconds": statistics.median(whole),
-            "host_seconds": statistics.median(launched),
-        }
-        if on_gpu:
-            found["allocated"] = torch.cuda.max_memory_allocated(device)
-            found["reserved"] = torch.cuda.max_memory_reserved(device)
-            found |= _profiled(training.step)
+        if batches := PHYSICAL_BATCHES.get(row.precision):
+            much = {"steps": clock.steps, "batches": batches, "on_cpu": not on_gpu}
+            loader.train(model, setting, Path(folder), clock, **much, **row.options)
+        else:
+            with device:
+                batch = setting.inputs(padded=True)
+            kind = PrivateTraining if "method" in row.options else PlainTraining
+            training = kind(model, setting, batch, Path(folder), **row.options)
+            set_precision(row.precision == "TF32")  # which the arguments may have changed
+            clock()
+            for _ in range(clock.steps):
+                training.step()
+                clock()
+    found = clock.found()
     return found | {"samples_per_second": setting.batch_size / found["seconds"]}
 
 
-def _profiled(step: Callable[[], None]) -> dict[str, Any]:
+class _Clock:
+    """Time the steps that lie between its calls; on a GPU, profile the last one.
+
+    Args:
+        device: of the steps.
+        steps: how many are timed.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._first, self._last = WARMUP, WARMUP + steps  # calls before the first and last timed
+        self._calls, self._start = 0, 0.0
+        self._whole: list[float] = []
+        self._launched: list[float] = []
+        self._memory: dict[str, Any] = {}
+        self._profile: Any = None
+
+    @property
+    def steps(self) -> int:
+        """How many there must be, with those that are not timed."""
+        return self._last + self._on_gpu
+
+    def __call__(self) -> None:
+        """Note that a step has ended, and that the next one begins."""
+        launched = time.perf_counter() - self._start
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        if self._first < self._calls <= self._last:
+            self._launched.append(launched)
+            self._whole.append(time.perf_counter() - self._start)
+        if self._on_gpu and self._calls == self._first:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._on_gpu and self._calls == self._last:
+            self._memory["allocated"] = torch.cuda.max_memory_allocated(self._device)
+            self._memory["reserved"] = torch.cuda.max_memory_reserved(self._device)
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile.start()
+        elif self._profile is not None:
+            self._profile.stop()
+        self._calls += 1
+        self._start = time.perf_counter()
+
+    def found(self) -> dict[str, Any]:
+        """Return medians of seconds and, on a GPU, memory and what the profile shows."""
+        times = {"seconds": self._whole, "host_seconds": self._launched}
+        found = {name: statistics.median(each) for name, each in times.items()} | self._memory
+        return found if self._profile is None else found | _shown(self._profile)
+
+
+def _shown(found: Any) -> dict[str, Any]:
     """Return how long kernels ran, how many, and how often the processor waited for them."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
     events: Any = found.events()
     kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     calls = [event.name for event in events if event.device_type == DeviceType.CPU]
@@ -241,17 +302,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return NO_DEVICE
     device, end = torch.device(options.device), time.monotonic() + 60 * options.minutes
-    where = origin() | {"versions": versions("dp_grape_hf")}
+    where = origin() | {"versions": versions("dp_grape_hf"), "host": host(), "code": code()}
     slug = re.sub(r"[^a-z0-9.]+", "-", where["device"].lower()).strip("-")
     path = options.output_dir / f"{slug}.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def of(row: Row) -> list[dict[str, Any]]:
+        return [other for other in results if row.name.items() <= other.items()]
+
     status = DONE
-    for row in tqdm([r for r in rows(options.tiny) if re.search(options.only, str(r))], unit="row"):
-        name = {"model": row.model, "precision": row.precision, "method": row.method}
-        name["batch_size"] = row.setting.batch_size
-        old = [other for other in results if name.items() <= other.items()]
-        if any(_is_current(other, where) for other in old):
-            continue
+    for row in tqdm(missing(rows(options.tiny), options.only, of, where), unit="row"):
         if time.monotonic() > end:
             status = UNFINISHED
             break
@@ -262,16 +322,57 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
             status = FAILED
         rank = {} if row.method in (ADAMW, DP_ADAM) else {"rank": row.setting.rank}
+        old = of(row)
         results = [other for other in results if other not in old]
-        results.append({**name, **rank, **found, **where})
+        results.append({**row.name, **rank, **found, **where})
         write(path, results)
     sys.stdout.write(as_markdown(results))
     return status
 
 
+def missing(
+    plan: Sequence[Row],
+    only: str,
+    of: Callable[[Row], Sequence[Mapping[str, Any]]],
+    where: Mapping[str, Any],
+) -> list[Row]:
+    """Return the rows that are to be measured, in the order of the plan.
+
+    Args:
+        plan: all rows.
+        only: a regular expression for names. AdamW next to such a row is measured whatever it says.
+        of: returns the results of a row.
+        where: the code and the machine that a result must be of.
+    """
+    stale = [row for row in plan if not any(_is_current(found, where) for found in of(row))]
+    asked = [row for row in stale if re.search(only, str(row))]
+    beside = {(row.model, row.precision) for row in asked}
+    return [
+        row
+        for row in stale
+        if row in asked or (row.method == ADAMW and (row.model, row.precision) in beside)
+    ]
+
+
 def _is_current(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    names = ("device", "versions", "git_commit")
-    return "failed" not in row and all(row[name] == where[name] for name in names)
+    names = ("device", "host", "versions", "code")
+    return "failed" not in row and all(row.get(name) == where[name] for name in names)
+
+
+def host() -> str:
+    """Return what launches the kernels: the name of the processor, and how many cores it has."""
+    cpus = Path("/proc/cpuinfo")
+    text = cpus.read_text(encoding="utf-8") if cpus.exists() else ""
+    name = re.search(r"model name\s*:\s*(.+)", text)
+    return f"{name[1] if name else platform.processor()}, {os.cpu_count()} cores"
+
+
+def code() -> str:
+    """Return a digest of the package's modules, which tells also a commit that is not made yet."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(dp_grape_hf.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
 from recipes.gpu_report import __main__ as gpu_report
+from recipes.gpu_report import loader
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.models import MODELS, WORDS
 from recipes.gpu_report.table import as_markdown
@@ -91,9 +92,18 @@ def test_opt_computes_logits_and_loss_at_an_answer_only() -> None:
 # ---- Rows ----
 
 
-def test_rows_of_16_bits_come_first_and_compiled_ones_run_in_another_process() -> None:
-    precisions = list(dict.fromkeys(row.precision for row in gpu_report.rows()))
-    assert precisions[:2] == ["bf16", "bfloat16 weights"]
+def test_a_probe_of_each_model_comes_first_and_compiled_rows_run_in_another_process() -> None:
+    first = [str(row) for row in gpu_report.rows()][:12]
+    both = ("AdamW", "DP-GRAPE")
+    assert first == [
+        *(f"RoBERTa-large, T=128, bf16: {method}" for method in both),
+        *(f"OPT-6.7B, T=512, bfloat16 weights: {method}" for method in both),
+        *(f"OPT-1.3B, T=512, bf16: {method}" for method in both),
+        *(f"ViT-Base, 224 pixels, bf16: {method}" for method in both),
+        "Llama of 8 billion parameters, LoRA, T=512, bfloat16 weights: AdamW",
+        "Llama of 8 billion parameters, LoRA, T=512, bfloat16 weights: DP-LoRA",
+        *(f"OPT-6.7B, T=512, bf16: {method}" for method in both),
+    ]
     compiled = {row.precision for row in gpu_report.rows() if "torch_compile" in row.options}
     assert compiled == {"bf16, compiled", "bf16, CUDA graphs"}
     assert len({str(row) for row in gpu_report.rows()}) == len(gpu_report.rows())
@@ -103,10 +113,10 @@ def test_rows_of_16_bits_come_first_and_compiled_ones_run_in_another_process() -
 def test_steps_of_each_kind_stand_beside_those_of_adamw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = "RoBERTa-large, T=128, (TF32|bf16): |OPT-6.7B|Llama"
+    kinds = "RoBERTa-large, T=128, (TF32|bf16|bf16, 4.*): |OPT-6.7B, T=512, bfloat16|Llama"
     status, found = report(tmp_path, f"--only={kinds}")
-    assert status == DONE
-    assert len(found) == 9
+    assert status == DONE, found
+    assert len(found) == 11
     for row in found:
         assert 0 < row["host_seconds"] <= row["seconds"]
         assert row["tf32"] == (row["precision"] == "TF32")
@@ -118,9 +128,8 @@ def test_steps_of_each_kind_stand_beside_those_of_adamw(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     own = ["AdamW", "DP-GRAPE, r=4"]
     assert [row[2] for row in rows] == [
-        *(*own, "DP-GRAPE, principal, r=4"),
-        *("AdamW", "DP-GRAPE, r=4", "AdamW", "DP-LoRA, r=4"),
-        *own,
+        *(*own, *own, "AdamW", "DP-LoRA, r=4"),
+        *("DP-GRAPE, principal, r=4", *own, *own),
     ]
     assert {row[-1] for row in rows if row[2] == "AdamW"} == {"1.00x"}
     assert all(row[-1].endswith("x") for row in rows)
@@ -164,9 +173,47 @@ def test_a_report_that_runs_out_of_time_goes_on_later(
     assert (report(tmp_path, "--minutes=1", PAIR)[0], len(done)) == (UNFINISHED, 1)
     status, found = report(tmp_path, PAIR)
     assert (status, len(found), len(done)) == (DONE, 2, 2)
-    monkeypatch.setattr(gpu_report, "versions", lambda *_: {"torch": "1.0"})
-    status, found = report(tmp_path, PAIR)
-    assert (status, len(found), len(done)) == (DONE, 2, 4)
+    for changed in ("versions", "code", "host"):
+        monkeypatch.setattr(gpu_report, changed, lambda *_: "another")
+        del done[:]
+        status, found = report(tmp_path, f"{PAIR}DP-GRAPE")  # AdamW of the same, as well
+        assert (status, len(found), len(done)) == (DONE, 2, 2)
+        assert {row[changed] for row in found} == {"another"}
+
+
+def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path: Path) -> None:
+    row = {str(row): row for row in gpu_report.rows(tiny=True)}[
+        "OPT-1.3B, T=512, bf16, 4 physical batches: AdamW"
+    ]
+    seen: list[int] = []
+    model = row.setting.build()
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: seen.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    steps: list[int] = []
+    loader.train(
+        model,
+        row.setting,
+        tmp_path,
+        lambda: steps.append(len(seen)),
+        steps=2,
+        batches=4,
+        on_cpu=True,
+        **row.options,
+    )
+    assert steps == [0, 4, 8]
+    assert seen == [row.setting.batch_size // 4] * 8
+
+
+def test_the_clock_leaves_out_the_first_steps_and_what_is_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, ticks = gpu_report._Clock(CPU, steps=3), iter(range(10**6))
+    monkeypatch.setattr(gpu_report.time, "perf_counter", lambda: float(next(ticks)))
+    for _ in range(clock.steps + 1):
+        clock()
+    assert clock.steps == gpu_report.WARMUP + 3
+    assert clock.found() == {"seconds": 2.0, "host_seconds": 1.0}
 
 
 def test_each_device_has_a_report_of_its_own(
