@@ -472,8 +472,8 @@ def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(
     assert saved.name == "opt-reference_code-opt0-SQuAD-dp_grape-eps6-seed0"
     assert MISMATCH not in {check.status for check in verify(saved)}
     (logs,) = saved.glob("checkpoint-*/trainer_state.json")
-    (logged,) = {frozenset(log) for log in json.loads(logs.read_text())["log_history"]}
-    assert {"step", "epsilon", "signal"} <= logged <= PRIVATE_LOGS
+    for log in json.loads(logs.read_text())["log_history"]:
+        assert {"step", "epsilon"} < log.keys() <= PRIVATE_LOGS
     before, model = map(AutoModelForCausalLM.from_pretrained, (folder, saved))
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before.get_parameter(n))}
     frozen = {name for name, _ in model.named_parameters()} - moved

@@ -76,17 +76,28 @@ def rows(text: str, start: str) -> list[list[str]]:
 
 
 def killed(family: str, words: Sequence[str], folder: Path) -> int:
-    """Kill the command of a run (SIGKILL) once it has a checkpoint; return that one's step.
+    """Kill the command of a run (SIGKILL) while it saves its second checkpoint, or right after.
 
     Args:
         family: of the recipe.
         words: its command line.
         folder: its ``--output_dir``, in which it is the only run.
+
+    Returns:
+        The step of the earliest checkpoint that is there.
     """
     command = [sys.executable, "-m", f"recipes.paper.{family}", *words]
+    steps: set[int] = set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
-        while not (saved := list(folder.glob("*/checkpoint-*/trainer_state.json"))):
+        while len(steps) < 2:
             assert run.poll() is None, run.stdout.read().decode()  # type: ignore[union-attr]
             time.sleep(0.01)
+            steps |= checkpoints(folder)
         run.kill()
-    return max(int(path.parent.name.rpartition("-")[2]) for path in saved)
+    return min(checkpoints(folder))
+
+
+def checkpoints(folder: Path) -> set[int]:
+    """The steps of a run's checkpoints, whole or not."""
+    found = folder.glob("*/checkpoint-*/trainer_state.json")
+    return {int(path.parent.name.rpartition("-")[2]) for path in found}
