@@ -1,11 +1,12 @@
-"""What the processes that train one model together tell each other, besides the sampling coins.
+"""Communication of the processes that train one model together.
 
-Decisions are the first process's, and the others receive them; what all were told separately (the
-arguments, the data set) is compared before anything is released; and when one process fails, all
-of them do. Without a process group every function here is its one-process equivalent.
+The first process decides, and the others receive its decisions. Facts that each process reads
+separately (the arguments, the data set) are compared before the first private update. If one
+process fails, all of them fail. Without a process group, every function here does the same for one
+process.
 
-What crosses the network is sensitive: clipped sums of a share of a draw, without noise. The network
-between the processes is trusted as their memory is.
+Sensitive values cross the network: the clipped sum of each process's share of a sampled batch,
+without noise. You must trust the network between the processes as you trust their memory.
 """
 
 import logging
@@ -21,13 +22,13 @@ from dp_grape_hf.errors import PrivacyError
 
 logger = logging.getLogger(__name__)
 
-_SENT_ALONE = 2**20  # numbers; smaller tensors travel together in one message
+_SENT_ALONE = 2**20  # numbers; smaller tensors are sent together, in one message
 
 T = TypeVar("T")
 
 
 class OtherProcessFailed(PrivacyError):
-    """Another process gave up the logical batch; the reason stands in that process's own error."""
+    """Another process failed in this logical batch; its own error gives the reason."""
 
 
 def in_process_group() -> bool:
@@ -41,15 +42,18 @@ def group_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that decides, writes and adds noise."""
+    """Whether this is the process that decides, writes files and adds noise."""
     return not in_process_group() or dist.get_rank() == 0
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls ``make`` in the first process only and returns its result, pickled, in all of them.
+    """Call ``make`` in the first process only and return its result, pickled, in all of them.
 
-    A collective call. If ``make`` raises, every process raises: the first its own error, the
-    others a ``PrivacyError`` with the same text.
+    A collective call.
+
+    Raises:
+        Exception: the error of ``make``, in the first process.
+        PrivacyError: in the other processes, with the text of that error.
     """
     if not in_process_group():
         return make()
@@ -72,19 +76,19 @@ def from_first(make: Callable[[], T]) -> T:
 def require_agreement(
     facts: Mapping[str, object], unsaid: Mapping[str, object] | None = None
 ) -> None:
-    """Refuses to start if the processes were told different things.
+    """Compare facts between the processes, and refuse to start if one differs.
 
-    Coins, projections and the order of parameters are derived in each process by itself; with
-    different data sets or arguments, one example could be drawn twice, or sums of different
-    parameters be added. A collective call that raises the same error in every process.
+    Each process derives the sampling, the projections and the order of parameters by itself. With
+    different data sets or arguments, one example could be sampled twice, or sums of different
+    parameters could be added. A collective call; every process raises the same error.
 
     Args:
         facts: name -> value, compared by their texts. No value may be sensitive.
-        unsaid: more of them, whose values are.
+        unsaid: name -> sensitive value; an error does not show it.
 
     Raises:
-        PrivacyError: naming each fact that differs, with the values of two processes, unless
-            they are sensitive.
+        PrivacyError: if a fact differs. The error names each such fact, with the values of two
+            processes unless they are sensitive.
     """
     if not in_process_group():
         return
@@ -110,27 +114,28 @@ def require_agreement(
 
 
 def sum_over_processes_(values: Sequence[Tensor]) -> None:
-    """Adds float32 tensors up over all processes, in place; all of them get the same bits.
+    """Add float32 tensors up over all processes, in place; all processes get the same bits.
 
-    A collective call, which a process that cannot take part replaces by ``give_up``. Small tensors
-    travel together: a message costs more than they do.
+    A collective call. A process that failed calls ``give_up`` instead. Small tensors are sent in
+    one message, because a message takes longer than its contents.
 
     Args:
         values: Float32, contiguous, all on one device, with the same shapes in all processes.
 
     Raises:
-        OtherProcessFailed: another process gave up. Nothing of this process's values was sent.
+        OtherProcessFailed: if another process called ``give_up``. No value was sent.
     """
     device = values[0].device
     together = [v for v in values if v.numel() < _SENT_ALONE]
-    # Made before the flags: an error after them would leave the others with half of an exchange.
+    # Allocated before the flags are sent: after a later error, the other processes would wait.
     flat = torch.cat([v.reshape(-1) for v in together]) if together else None
     gave_up = torch.zeros(1, device=device)
     dist.all_reduce(gave_up)
     if gave_up.any():
         raise OtherProcessFailed(
-            f"{int(gave_up.item())} of {dist.get_world_size()} processes failed in this step, so "
-            "no process makes its release, although the ledger counts it. See their own errors."
+            f"{int(gave_up.item())} of {dist.get_world_size()} processes failed in this step. No "
+            "process makes the private update, although the ledger counts it. See the errors of "
+            "the processes that failed."
         )
     for value in values:
         if value.numel() >= _SENT_ALONE:
@@ -144,13 +149,14 @@ def sum_over_processes_(values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def failing_together(abandon: Callable[[], None]) -> Iterator[None]:
-    """Makes an error of this process one of all that wait for it in ``sum_over_processes_``.
+    """Make all processes fail if this one fails inside the context.
 
-    A launcher ends the other processes when one ends; a process that lives on, in a notebook or
-    because its error is caught, would leave them waiting.
+    A launcher ends the other processes when one ends. A process that does not end, in a notebook
+    or because its error is caught, would leave the others waiting in ``sum_over_processes_``.
 
     Args:
-        abandon: calls ``give_up``. Not called for ``OtherProcessFailed``: they know already.
+        abandon: calls ``give_up``. It is not called after ``OtherProcessFailed``, which the other
+            processes raise as well.
     """
     try:
         yield
@@ -162,20 +168,20 @@ def failing_together(abandon: Callable[[], None]) -> Iterator[None]:
 
 
 def hang_up() -> None:
-    """Leaves the process group, so that whatever the others wait for fails in them.
+    """Leave the process group, so that the collective calls of the other processes fail.
 
-    To be called on the way out with an error that is then raised; no collective call.
+    Raise an error after this call. It is no collective call.
     """
-    logger.error("This process failed, and leaves the process group: the others stop as well.")
+    logger.error("This process failed and leaves the process group. The other processes stop too.")
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     if in_process_group():
         abort()
 
 
 def give_up(device: torch.device) -> None:
-    """Tells the processes that wait in ``sum_over_processes_`` that this one has failed.
+    """Report to the processes in ``sum_over_processes_`` that this process failed.
 
-    A collective call, to be made once, on the way out with an error that is then raised.
+    A collective call. Call it once, and raise an error after it.
     """
-    logger.error("This process failed; the others are told, and stop as well.")
+    logger.error("This process failed and reports it. The other processes stop too.")
     dist.all_reduce(torch.ones(1, device=device))

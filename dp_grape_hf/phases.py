@@ -1,6 +1,6 @@
-"""The phases of a step, and who looks on: memory, timers and tests see a step by these names.
+"""The phases of a step, an observer of them, and a progress bar for work before the first step.
 
-What takes longer before the first step shows a progress bar.
+The memory simulation, timers and tests refer to the parts of a step by these names.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from tqdm import tqdm
 REDRAW, FORWARD, BACKWARD = "redraw", "forward", "backward"
 PROJECT, GRADIENTS = "project", "gradients"
 CLIP, RELEASE, RECORD, UPDATE = "clip", "release", "record", "update"
-"""The phases. ``project`` and ``gradients`` (of a layer, by its rule) lie inside ``forward`` and
-``backward``, ``record`` (in the ledger) inside ``release``, and ``clip`` inside ``backward`` where
-gradients are handed out layer by layer. ``update`` hands the release to the optimizer."""
+"""The phases. ``project`` and ``gradients`` (of a layer, by its rule) are inside ``forward`` and
+``backward``, ``record`` (in the ledger) is inside ``release``, and ``clip`` is inside ``backward``
+if gradients are handed out layer by layer. ``update`` passes the release to the optimizer."""
 
 PROJECTORS, PER_SAMPLE, RELEASED = "projectors", "per-sample gradients", "release"
-"""What a step makes: mappings from parameter names."""
+"""The values that a step reports to an observer: mappings from parameter names."""
 
 
 class Observer:
-    """Looks on while a step runs, and changes nothing; this one sees nothing.
+    """Observe a step without changing it; this base class does nothing.
 
-    Nothing that it keeps may leave the process: what is made before a release is sensitive.
+    Values before a release are sensitive: nothing that an observer keeps may leave the process.
     """
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Returns what a phase runs inside of."""
+        """Return the context that a phase runs in."""
         return _NOTHING
 
     def made(self, what: str, values: Any) -> None:
-        """Is shown what was made, before it is used."""
+        """Receive values that the step has computed, before it uses them."""
 
 
 _NOTHING = nullcontext()
@@ -47,12 +47,12 @@ _bar: ContextVar[Any] = ContextVar("bar", default=None)
 
 @contextmanager
 def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Iterator[None]:
-    """Shows a progress bar if what runs inside takes longer than two seconds.
+    """Show a progress bar if the code inside takes longer than two seconds.
 
     Args:
-        doing: what takes the time, in words.
-        shown: whether a bar may be shown; by default if this runs inside of another one that may.
-        unit: what is counted.
+        doing: description of the work.
+        shown: whether a bar may be shown; by default, if this runs inside a shown bar.
+        unit: the unit that is counted.
     """
     outer = _bar.get()
     if shown is None:
@@ -66,10 +66,10 @@ def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Ite
 
 
 def advance(of: int | None = None) -> None:
-    """Counts one more in the innermost progress bar, if there is one: a pass of the model, say.
+    """Count one unit in the innermost progress bar, if there is one.
 
     Args:
-        of: how many there will be, if that is known by now.
+        of: the total number of units, if it is known by now.
     """
     bar = _bar.get()
     if bar is not None:

@@ -19,19 +19,19 @@ class ModelOfConfig:
     """A model of a configuration: ``build`` makes it, and ``batch`` makes its inputs.
 
     Args:
-        config: of the model.
-        head: the end of the name of a class ``AutoModelFor...``, as ``causal-lm``; None for the
-            config's own, or a classifier (``class_of``).
-        seq_len: T, of text.
+        config: the model's configuration.
+        head: the end of the name of a class ``AutoModelFor...``, such as ``causal-lm``; None for
+            the architecture that the config names, or a classifier (``class_of``).
+        seq_len: T, the number of tokens of a text.
 
     Attributes:
-        name: of the model's class.
+        name: name of the model's class.
         parameters: number of parameters.
-        length: of a sample, in words.
+        length: description of a sample's length.
 
     Raises:
-        PrivacyError: no model with that head, no head, or inputs of an unknown kind.
-        UnsupportedModelError: if the head's loss is not known per sample.
+        PrivacyError: if there is no model with that head, no head, or an unknown kind of inputs.
+        UnsupportedModelError: if the package has no per-sample loss for the head.
     """
 
     def __init__(self, config: Any, head: str | None, seq_len: int) -> None:

@@ -24,7 +24,7 @@ from dp_grape_hf.tables import table
 
 _GIB = 2**30
 
-RESERVE = 1.0  # GiB of a card that CUDA needs beside tensors
+RESERVE = 1.0  # GiB of a card that CUDA needs in addition to tensors
 MOST_SAMPLES = 2**16  # the largest batch that is tried
 
 TITLES: Mapping[str, str] = {
@@ -41,7 +41,7 @@ class Report:
 
     Args:
         model: the model.
-        setting: what to run; its method does not count.
+        setting: the setting of the step; its method is ignored.
     """
 
     model: ModelOfConfig
@@ -80,7 +80,7 @@ class Plan(Report):
     """The memory of a step by several methods.
 
     Args:
-        footprints: method -> what its step takes.
+        footprints: method -> footprint of its step.
         gpu_memory: of a card, in GiB; None if the step need not fit one.
         largest: method -> the largest batch that fits the card; empty without a card.
     """
@@ -139,7 +139,7 @@ def plan(
 
     Args:
         model: the model.
-        setting: what to run, by whatever method.
+        setting: the setting of the step; its method is ignored.
         methods: names as ``compared`` takes them.
         gpu_memory: of the card in GiB, of which CUDA needs ``RESERVE``; None for no card.
         tick: called after each simulation.
@@ -155,7 +155,7 @@ def plan(
         return taken
 
     settings = {name: compared(name, setting) for name in methods}
-    found = Plan(model, setting, {n: simulated(s) for n, s in settings.items()}, gpu_memory)
+    result = Plan(model, setting, {n: simulated(s) for n, s in settings.items()}, gpu_memory)
     if gpu_memory is not None:
         limit = int((gpu_memory - RESERVE) * _GIB)
 
@@ -165,8 +165,8 @@ def plan(
 
             return largest_batch(peak, limit, setting.batch_size)
 
-        found.largest = {method: largest(own) for method, own in settings.items()}
-    return found
+        result.largest = {method: largest(setting) for method, setting in settings.items()}
+    return result
 
 
 def largest_batch(peak: Callable[[int], int], limit: int, start: int) -> int:

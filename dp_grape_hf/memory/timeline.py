@@ -100,9 +100,9 @@ class Timeline(TorchDispatchMode):
     Attributes:
         phase: current phase of the step; ``SETUP`` before it.
         flops: of matrix products, convolutions and attention since the setup.
-        sent: collective -> bytes that this process sends since the setup, if the processes form a
-            ring and pass on what they receive: for a tensor of N bytes in W processes,
-            N (W - 1) / W in a gather or a scatter, and twice that in an all-reduce.
+        sent: collective -> bytes that this process sends since the setup, for a ring of processes:
+            for a tensor of N bytes in W processes, N (W - 1) / W in a gather or a scatter, and
+            twice as many in an all-reduce.
         kernels: (phase, operator) -> number of calls that launch a kernel. Operators that return a
             view or reserve memory launch none.
     """
@@ -118,7 +118,7 @@ class Timeline(TorchDispatchMode):
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def label(self, kind: str, tensors: Any) -> None:
-        """Set what the memory of tensors is for, allocated before or not."""
+        """Set the purpose of the memory of tensors, whether it was allocated before or not."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind
@@ -130,7 +130,7 @@ class Timeline(TorchDispatchMode):
         self._resize(allocation, tensor.untyped_storage().nbytes())
 
     def peak(self) -> Footprint:
-        """Return what was allocated, at the most, since the setup ended."""
+        """Return the largest memory that was allocated since the setup ended."""
         now = dict.fromkeys(KINDS, 0)
         total, most, gradients = 0, -1, 0
         kinds, phase, phases = dict(now), SETUP, dict[str, int]()

@@ -251,13 +251,13 @@ def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch: pytest.Mon
     engine = LayerwiseEngine(entry.model())
     engine(unmasked, {})
     engine.stay_in_step(unmasked, {})
-    with pytest.raises(UnsupportedModelError, match=r"SelfAttention.*Leave fsdp out"):
+    with pytest.raises(UnsupportedModelError, match=r"SelfAttention.*Remove fsdp"):
         engine(masked, {})
 
 
 def test_an_engine_that_cannot_stay_in_step_says_so() -> None:
     entry = only("opt")
-    with pytest.raises(UnsupportedModelError, match="FunctorchEngine does not run"):
+    with pytest.raises(UnsupportedModelError, match="FunctorchEngine does not support"):
         FunctorchEngine(entry.model()).stay_in_step(entry.batch(2), {})
 
 
